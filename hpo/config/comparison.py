@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hpo.config.search_space import encode
 from hpo.config.trial_settings import Positive, PrecisionName
@@ -26,7 +26,6 @@ REFERENCE = "fp32"
 SEED = "seed"
 MOST_SEEDS = 200
 """No comparison has more of a configuration."""
-EARLIER = "was made by an earlier hpo, which decided in another way. Delete this study and compare anew."
 Question = Literal["precisions", "configurations"]
 Arm = tuple[int, str]
 """A configuration, by its place in the list, and a precision."""
@@ -67,13 +66,6 @@ class ComparisonConfig(Section):
     """Seeds so far: of each precision, or in a race of each configuration by its place in the list."""
     margin: Positive
     """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_earlier(cls, content: Any) -> Any:
-        if isinstance(content, dict) and "min_seeds" in content:
-            raise ValueError(EARLIER)
-        return content
 
     def points(self) -> list[dict[str, Any]]:
         """The parameters of all trials, in the order in which they are to run."""
