@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -44,8 +43,8 @@ class CategoricalDistribution(Section):
     choices: Values
     """The values to choose from. They cannot change once the study exists."""
     when: Conditions = Field(default_factory=dict)
-    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
-    elsewhere it has its default."""
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}` of
+    categorical settings without `when`; elsewhere it has its default."""
 
     def grid(self) -> tuple[Any, ...]:
         """All values."""
@@ -73,8 +72,8 @@ class Range(CheckedSection):
     log: Switch = False
     """Sample the logarithm uniformly; needs `low > 0`."""
     when: Conditions = Field(default_factory=dict)
-    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
-    elsewhere it has its default."""
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}` of
+    categorical settings without `when`; elsewhere it has its default."""
 
     def problems(self) -> Iterator[Problem]:
         low, high, step = self.low, self.high, self.step
@@ -157,8 +156,7 @@ def lowest(space: SearchSpace) -> dict[str, Any]:
 def _chosen(space: SearchSpace, choose: Callable[[str], Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for name in _parents_first(space):
-        conditions = space[name].when.items()
-        if all(parent in params and params[parent] in values for parent, values in conditions):
+        if all(params[parent] in values for parent, values in space[name].when.items()):
             params[name] = choose(name)
     return params
 
@@ -200,18 +198,12 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
                 if parent in space:
                     when[parent] = tuple(_condition(parent, space[parent], value) for value in values)
         space[name] = distribution.model_copy(update={"when": when})
-    try:
-        _parents_first(space)
-    except CycleError as error:
-        cycle = error.args[1]
-        circle = " -> ".join(reversed(cycle))
-        problems.append(Problem((cycle[0], "when"), f"the conditions form a circle: {circle}."))
     return space, problems
 
 
-def _parents_first(space: SearchSpace) -> tuple[str, ...]:
-    """The names of `space`, each after those that its `when` names. Raises graphlib.CycleError."""
-    return tuple(TopologicalSorter({name: tuple(space[name].when) for name in space}).static_order())
+def _parents_first(space: SearchSpace) -> list[str]:
+    """The names of `space`, each after those that its `when` names."""
+    return sorted(space, key=lambda name: bool(space[name].when))
 
 
 @contextmanager
@@ -268,16 +260,12 @@ def _choices(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
 
 def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
     """`value` as the setting `parent` holds it. Raises ValueError where `parent` never has it."""
-    if isinstance(distribution, FloatDistribution):
-        raise ValueError(f"`{parent}` is a float; a condition needs a categorical or an int.")
+    if not isinstance(distribution, CategoricalDistribution) or distribution.when:
+        raise ValueError(f"must name categorical settings without `when`, but `{parent}` is none.")
     value = _value_of(parent, value)
-    if isinstance(distribution, CategoricalDistribution):
-        if value not in distribution.choices:
-            choices = ", ".join(show(choice) for choice in distribution.choices)
-            raise ValueError(f"`{parent}` is never {show(value)}: its choices are {choices}.")
-    elif not distribution.low <= value <= distribution.high:
-        between = f"it is between {distribution.low} and {distribution.high}"
-        raise ValueError(f"`{parent}` is never {show(value)}: {between}.")
+    if value not in distribution.choices:
+        choices = ", ".join(show(choice) for choice in distribution.choices)
+        raise ValueError(f"`{parent}` is never {show(value)}: its choices are {choices}.")
     return value
 
 
