@@ -221,21 +221,15 @@ def available_cores(root: Path = Path("/")) -> int:
     A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
     """
     cores = len(os.sched_getaffinity(0))
-    v2 = [folder / "cpu.max" for folder in _cgroups(root, "")]
-    quotas = [file.read_text().split() for file in v2 if file.exists()]
-    v1 = [[folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")] for folder in _cgroups(root, "cpu")]
-    quotas += [[file.read_text().strip() for file in files] for files in v1 if files[0].exists()]
-    shares = [int(quota) / int(period) for quota, period in quotas if quota not in ("max", "-1")]
+    quotas = [limit.split() for limit in _limits(root, "cpu.max")]
+    shares = [int(quota) / int(period) for quota, period in quotas if quota != "max"]
     return max(1, int(min([cores, *shares])))
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Memory of the machine, or less where the cgroups of this process have a limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    files = [folder / "memory.max" for folder in _cgroups(root, "")]
-    files += [folder / "memory.limit_in_bytes" for folder in _cgroups(root, "memory")]
-    limits = [file.read_text().strip() for file in files if file.exists()]
-    return min([total, *(int(limit) for limit in limits if limit != "max")])
+    return min([total, *(int(limit) for limit in _limits(root, "memory.max") if limit != "max")])
 
 
 def limit_threads(device: DeviceInfo) -> None:
@@ -249,20 +243,17 @@ def limit_threads(device: DeviceInfo) -> None:
         torch.set_num_threads(device.num_cores)
 
 
-def _cgroups(root: Path, controller: str) -> list[Path]:
-    """The folder of this process's cgroup and all above it; controller "": of cgroup v2, else of v1.
+def _limits(root: Path, name: str) -> list[str]:
+    """What the files of that name say in this process's cgroup (v2) and all above it.
 
     In a container that sees its own cgroup as the top, the path that the kernel tells is not there, and
     what limits the process lies at the top. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
-    file = root / "proc/self/cgroup"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            top = root / "sys/fs/cgroup" / controller
-            parts = path.strip("/").split("/")
-            return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-    return []
+    own = root / "proc/self/cgroup"
+    lines = own.read_text().splitlines() if own.exists() else []
+    parts = next((line[3:].strip("/").split("/") for line in lines if line.startswith("0::")), [])
+    files = [root.joinpath("sys/fs/cgroup", *parts[:depth], name) for depth in range(len(parts) + 1)]
+    return [file.read_text().strip() for file in files if file.exists()]
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:

@@ -56,9 +56,6 @@ def machine(root: Path, own_cgroups: str, **limits: str) -> Path:
     return root
 
 
-V1 = "9:name=systemd:/job\n4:cpu,cpuacct:/slurm/job\n3:memory:/slurm/job"
-
-
 @pytest.mark.parametrize(
     ("own_cgroups", "limits", "cores", "memory"),
     [
@@ -68,19 +65,7 @@ V1 = "9:name=systemd:/job\n4:cpu,cpuacct:/slurm/job\n3:memory:/slurm/job"
         ("0::/docker/5ef", {"cpu.max": "200000 100000", "memory.max": "3000"}, 2, 3000),  # seen from within
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 8, None),
         ("0::/job", {"other/cpu.max": "100000 100000", "other/memory.max": "1"}, 8, None),
-        (
-            V1,
-            {
-                "cpu/slurm/job/cpu.cfs_quota_us": "400000",
-                "cpu/slurm/job/cpu.cfs_period_us": "100000",
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/slurm/memory.limit_in_bytes": "4000",
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-            },
-            4,
-            4000,
-        ),
+        ("4:cpu,cpuacct:/job", {}, 8, None),
         ("", {}, 8, None),
     ],
 )
