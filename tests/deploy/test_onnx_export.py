@@ -21,7 +21,6 @@ from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import ModelError
 from hpo.inference.model import TrainedModel
 
-FLOAT32_PARTS = {"distilbert": ("encoder.layer.0", "heads")}
 EXPORTED: dict[str, dict[str, str]] = {
     "bert": {},  # that of `tiny_exports`
     "roberta": {"pooling": "cls", "head_type": "mlp"},
