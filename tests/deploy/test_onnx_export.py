@@ -44,7 +44,7 @@ def test_logits_and_probabilities_are_those_of_pytorch(
     if family == "bert":
         model, graph = (hpo.load(tiny_exports / name, device="cpu") for name in ("torch", "onnx"))
     else:
-        model, graph = write_both(tmp_path, family, FLOAT32_PARTS.get(family, ()), **EXPORTED[family])
+        model, graph = write_both(tmp_path, family, **EXPORTED[family])
     for lengths in ((12, 7), (5,), (1,), (32, 3, 1, 20), (17,) * 9):
         batch = random_batch(lengths)
         with torch.no_grad():
