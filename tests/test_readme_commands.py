@@ -162,9 +162,8 @@ def test_a_recipe_calls_what_is_there(line: str, project: Path) -> None:
             )
         if "tests/benchmarks/run.py" in words:
             program = (ROOT / "tests/benchmarks/run.py").read_text()
-            given = words[words.index("tests/benchmarks/run.py") + 1 :]
-            figures = given[: next((at for at, word in enumerate(given) if word.startswith("--")), None)]
-            assert figures == shlex.split(" ".join(re.findall(r'BENCH="?([^"]*?)(?:"| \w+=|$)', line)))
+            figures = shlex.split(" ".join(re.findall(r'BENCH="?([^"]*?)(?:"| \w+=|$)', line)))
+            assert words[2 : 2 + len(figures)] == figures
             assert all(f'"{figure}"' in program for figure in figures)
 
 

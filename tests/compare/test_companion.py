@@ -117,11 +117,6 @@ def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) ->
     assert companion.search_space["init_scale"].grid() == (None,)
 
 
-def test_nothing_but_fp32(storage: Storage, config: StudyConfig) -> None:
-    with pytest.raises(InputError, match="A comparison needs another precision than fp32, but"):
-        begun(storage, config, Request(precisions=("fp32",)))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,10 +179,20 @@ def test_a_comparison_of_an_earlier_version_is_refused(storage: Storage, config:
         begun(storage, config, REQUEST)
 
 
-@pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
-def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: StudyConfig) -> None:
-    with pytest.raises(InputError, match="--configurations takes neither --precisions nor --margin"):
-        begun(storage, config, Request("configurations", **changes))
+@pytest.mark.parametrize(
+    ("question", "changes", "message"),
+    [
+        ("precisions", {"precisions": ("fp32",)}, "needs another precision than fp32, but"),
+        ("precisions", {"seeds": 9, "max_seeds": 8}, "--seeds must be <= --max-seeds, but got 9 and 8"),
+        ("configurations", {"margin": 0.5}, "--configurations takes neither --precisions nor --margin"),
+        ("configurations", {"precisions": ("fp32", "bf16")}, "takes neither --precisions nor --margin"),
+    ],
+)
+def test_requests_that_are_refused(
+    question: Any, changes: Any, message: str, storage: Storage, config: StudyConfig
+) -> None:
+    with pytest.raises(InputError, match=message):
+        begun(storage, config, Request(question, **changes))
 
 
 def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> None:
@@ -203,11 +208,6 @@ def test_what_cannot_be_compared(storage: Storage) -> None:
     empty = searched(storage, lambda _: None)
     with pytest.raises(InputError, match="needs complete trials, but the study `tiny` has none yet"):
         begun(storage, empty, REQUEST)
-
-
-def test_seeds_in_the_wrong_order(storage: Storage, config: StudyConfig) -> None:
-    with pytest.raises(InputError, match="--seeds must be <= --max-seeds, but got 9 and 8"):
-        begun(storage, config, Request(seeds=9, max_seeds=8))
 
 
 def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:

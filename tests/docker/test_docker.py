@@ -137,25 +137,7 @@ def test_the_commands_are_those_of_the_command_line(file: str) -> None:
         assert (ROOT / "studies" / f"{context.params['study']}.yaml").exists()
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
-def test_compose_takes_the_files(files: list[str]) -> None:
-    if not shutil.which("docker-compose"):
-        pytest.skip("docker-compose is not installed")
-    named = [f"--file={DOCKER / file}" for file in files]
-    done = subprocess.run(["docker-compose", *named, "config"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["services"].keys() == SERVICES.keys()
-
-
 # The scripts
-
-
-@pytest.mark.parametrize("script", ["build-and-run", "make-secrets"])
-def test_shellcheck_finds_nothing(script: str) -> None:
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", DOCKER / script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,15 +56,6 @@ def test_what_the_budget_does_not_reach_is_a_row(gpu: Any) -> None:
     assert all("out of time" in row for row in eager + sharing)
 
 
-def test_the_peer_follows_in_what_it_has(gpu: Any) -> None:
-    found = gpu.cells(["MiniLM"], gpu.PRECISIONS, ("none", "max-autotune"))
-    assert len([cell for cell in found if cell.contender == "hpo"]) == 2 * len(gpu.PRECISIONS)
-    for before, cell in pairwise(found):
-        if cell.contender == "Trainer":
-            assert (before.precision, before.compile) == (cell.precision, cell.compile)
-            assert cell.compile == "none"
-
-
 def test_what_fails_is_a_row_with_its_reason(gpu: Any, tmp_path: Path) -> None:
     cell = gpu.Cell("hpo", "tiny", "tf32", "none")
     gpu.write_workload(gpu.QUICK["tiny"], tmp_path / "tiny")
@@ -74,23 +64,3 @@ def test_what_fails_is_a_row_with_its_reason(gpu: Any, tmp_path: Path) -> None:
     assert "| hpo | tiny | tf32 | none | unsupported: `tf32` needs" in gpu.training_row(cell, measured)
     (measured,) = gpu.measure(tmp_path / "nothing", "cpu", [cell])
     assert "FileNotFoundError" in measured["failed"]
-
-
-def test_a_process_that_dies_costs_one_row(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = tmp_path / "starts"
-    program = tmp_path / "measure"
-    program.write_text(
-        f"#!/bin/sh\necho >> {starts}\n"
-        f"[ $(wc -l < {starts}) = 1 ] && echo '{{\"n\": 1}}' && echo 'it broke' >&2 && exit 7\n"
-        "echo '{\"n\": 3}'\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    wanted = gpu.cells(["tiny"], ("bf16-true", "fp8", "bf16-true"), ("none",))
-    found = list(gpu.measure_apart(tmp_path, "cpu", wanted, gpu.Clock(60), 30))
-    assert [cell for cell, _ in found] == wanted
-    assert [measured for _, measured in found] == [
-        {"n": 1},
-        {"failed": "its process ended with exit code 7: it broke"},
-        {"n": 3},
-    ]
