@@ -122,9 +122,10 @@ def submit(
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
         allow=allowing(config) if config else None,
     )
-    array.check_time()  # before the study is made
+    array.check_time()
+    script = array.script()  # refuses options that contradict each other, before the study is made
     if dry_run:
-        answer({"study": name, "script": array.script()}, array.script(), as_json=as_json)
+        answer({"study": name, "script": script}, script, as_json=as_json)
     else:
         _submit(study, array, n_trials, as_json=as_json)
 
