@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -45,7 +44,9 @@ def open_database(
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
                 if _version(engine) != VERSIONS[-1]:
-                    make_tables(engine)
+                    optuna_storage(parsed).engine.dispose()
+                    with engine.begin() as connection:
+                        upgrade(connection)  # last: our tables mean that Optuna's are there
         elif (version := _version(engine)) is None:
             raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
         elif version != VERSIONS[-1]:
@@ -58,20 +59,13 @@ def open_database(
     return optuna_storage(parsed)
 
 
-def make_tables(engine: sa.Engine) -> None:
-    """Make what is missing or old; to be called under `exclusive`."""
-    optuna_storage(engine.url).engine.dispose()
-    with engine.begin() as connection:
-        upgrade(connection)  # last: our tables mean that Optuna's are there
-
-
 def _version(engine: sa.Engine) -> str | None:
     with engine.connect() as connection:
         return stored_version(connection)
 
 
-def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:
-    """Optuna's storage, with its tables made where they are missing; `options` are RDBStorage's.
+def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
+    """Optuna's storage, with its tables made where they are missing.
 
     Raises:
         StorageError: the tables are of another version of Optuna.
@@ -80,13 +74,14 @@ def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = connection_pool(url)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool}, **options)
+        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
     except Exception as error:
         pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        advice = "Update Optuna" if "latest version" in str(error) else "Move them up with `hpo doctor --fix`"
+        move_up = "End all workers, and move them up with `optuna storage upgrade --storage URL`"
+        advice = "Update Optuna" if "latest version" in str(error) else move_up
         raise StorageError(
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
             f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."
