@@ -144,11 +144,8 @@ def _wait(database: Storage, study: str, state: str) -> None:
 def _described(study: StudyOverview) -> dict[str, Any]:
     from datetime import UTC, datetime
 
-    def time(seconds: float) -> str:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-    times = {"created": time(study.created), "last_activity": time(study.last_activity)}
-    return {key: value for key, value in asdict(study).items() if key != "now"} | times
+    created = datetime.fromtimestamp(study.created, UTC).isoformat(timespec="seconds")
+    return {key: value for key, value in asdict(study).items() if key != "now"} | {"created": created}
 
 
 def _print_studies(overviews: list[StudyOverview]) -> None:
@@ -170,7 +167,6 @@ def _print_studies(overviews: list[StudyOverview]) -> None:
             "best": "" if study.best is None else f"{study.metric} {format_metric(study.metric, study.best)}",
             "workers": study.workers,
             "age": format_seconds(study.now - study.created),
-            "last activity": f"{format_seconds(max(0.0, study.now - study.last_activity))} ago",
         }
         for study in overviews
     ]

@@ -43,10 +43,8 @@ class StudyOverview:
     workers: int
     """That live."""
     created: float
-    last_activity: float
-    """When one of its workers was last seen, or it was made."""
     now: float
-    """By the database's clock, as these are: seconds since 1970."""
+    """By the database's clock, as `created`: seconds since 1970."""
 
 
 def list_studies(storage: Storage) -> list[StudyOverview]:
@@ -59,8 +57,6 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             alive = _alive(storage, connection)
             counts = _counts(connection, alive)
             best = _best_values(connection)
-            seen = sa.select(workers.c.study, sa.func.max(workers.c.last_seen)).group_by(workers.c.study)
-            last_seen = {row[0]: float(row[1]) for row in connection.execute(seen)}
         overviews = []
         for row in rows:
             trials = counts[row.name]
@@ -75,7 +71,6 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
                     best=best.get(row.name),
                     workers=len(alive[row.name]),
                     created=min(row.created, now),
-                    last_activity=min(max(row.created, last_seen.get(row.name, 0.0)), now),
                     now=now,
                 )
             except (ValueError, LookupError, TypeError) as error:
