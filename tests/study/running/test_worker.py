@@ -24,7 +24,6 @@ from hpo.study.running import worker as worker_module
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import run_worker
-from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import optuna_internals
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
@@ -244,24 +243,3 @@ def test_trial_knows_of_other_workers_on_its_machine(
         run_worker(config, storage, TrialRunner(executor, storage, Stop()))
         peer.kill()
     assert read_study(storage, "tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
-
-
-def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
-    space = {"batch_size": {"type": "categorical", "choices": [8, 16]}}
-    config = study(3, sampler={"name": "tpe", "seed": 1}, search_space=space)
-    sizes = []
-
-    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
-        sizes.append(suggest(config.search_space, trial)["batch_size"])
-        if len(sizes) == 1:
-            return result("oom", telemetry={"device": {"memory_limit_bytes": 20 * 2**30}})
-        if len(sizes) == 2:
-            stop.set()
-        return result("complete")
-
-    create_or_resume_study(storage, config)
-    stop = threading.Event()
-    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=20 * 2**30), stop=stop)
-    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
-    first, second, third = sizes
-    assert first == third != second
