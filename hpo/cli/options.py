@@ -351,22 +351,20 @@ def checkpoint_of(
     config: StudyConfig,
     database: Storage,
     number: int,
-    executor: Executor | None = None,
     *,
     device: str | None = None,
     kind: Literal["best", "step"] = "best",
 ) -> tuple[Executor, Path]:
-    """An executor of the study (that given, or a new one, on `device` in place of the study's), and the
-    folder with the newest checkpoint of that kind of one of its trials, brought here."""
+    """An executor of the study, on `device` in place of the study's, and the folder with the newest
+    checkpoint of that kind of one of its trials, brought here."""
     from hpo.device import probe_device
     from hpo.study.checkpoints.remote_store import open_remote_store
     from hpo.study.store.studies import check_data
     from hpo.trial.executor import Executor
 
-    if executor is None:
-        make_runs_folder(config.name)
-        executor = Executor(config, probe_device(device or config.device), RUNS)
-        check_data(database, config.name, executor.dataset.fingerprint)
+    make_runs_folder(config.name)
+    executor = Executor(config, probe_device(device or config.device), RUNS)
+    check_data(database, config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (remote := open_remote_store(config.checkpoint)) is not None:
         remote.fetch_newest(kind, folder)

@@ -77,13 +77,13 @@ def set_state(storage: Storage, name: str, state: StudyState) -> str:
     return storage.write(change) or state
 
 
-def wait_for_workers(storage: Storage, name: str, seconds: float, poll_seconds: float = 0.5) -> list[str]:
+def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
     """Wait until no worker is in the study; return where those are that still are after so many `seconds`."""
     deadline = time.monotonic() + seconds
     while left := storage.read(lambda connection: _processes(storage, connection, name)):
         if time.monotonic() >= deadline:
             break
-        time.sleep(poll_seconds)
+        time.sleep(0.5)
     return left
 
 

@@ -13,7 +13,7 @@ import copy
 import json
 from collections.abc import Callable, Container, Mapping
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,7 +21,6 @@ from optuna.storages import BaseStorage
 from optuna.storages._rdb.models import BaseModel
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.dialects import postgresql, sqlite
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All of Optuna's; what refers to others comes after them."""
@@ -105,8 +104,10 @@ def make_trial(
         study_id=study_id, number=number, state=TrialState.RUNNING, datetime_start=_now()
     )
     trial_id, number_made = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
-    write_attributes(connection, system_attributes, trial_id, system_attrs)
-    write_attributes(connection, user_attributes, trial_id, user_attrs)
+    for table, given in ((system_attributes, system_attrs), (user_attributes, user_attrs)):
+        rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
+        if rows:
+            connection.execute(sa.insert(table), rows)
     return int(number_made)
 
 
@@ -115,20 +116,6 @@ def start_trial(connection: sa.Connection, trial_id: int) -> bool:
     waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
     start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
     return connection.execute(start).rowcount > 0
-
-
-def write_attributes(connection: sa.Connection, table: Any, trial_id: int, given: Mapping[str, Any]) -> None:
-    """Set attributes of a trial, also of a finished one, in `user_attributes` or `system_attributes`."""
-    if given:
-        rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
-        connection.execute(_upsert(connection.dialect.name, table), rows)
-
-
-@lru_cache
-def _upsert(dialect: str, table: Any) -> Any:
-    insert = (postgresql if dialect == "postgresql" else sqlite).insert(table)
-    value = {"value_json": insert.excluded.value_json}
-    return insert.on_conflict_do_update(index_elements=["trial_id", "key"], set_=value)
 
 
 def delete_study_rows(connection: sa.Connection, name: str) -> None:

@@ -49,20 +49,6 @@ def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> No
         assert study.trials[ours.number].value == 1.0
 
 
-def test_attributes_of_a_finished_trial(storage_url: str) -> None:
-    with open_storage(storage_url) as storage:
-        study = optuna.create_study(study_name="s", storage=storage.optuna)
-        study.tell(study.ask(), 1.0)
-        trial_id = optuna_internals.trial_id_of(study.trials[0])
-        for value in ({"a": 1}, {"a": 2}):
-            with storage.engine.begin() as connection:
-                table = optuna_internals.system_attributes
-                optuna_internals.write_attributes(connection, table, trial_id, {"key": value})
-    with open_storage(storage_url) as storage:
-        again = optuna.load_study(study_name="s", storage=storage.optuna)
-        assert again.trials[0].system_attrs == {"key": {"a": 2}}
-
-
 def test_a_view_shows_other_trials_to_samplers_and_keeps_the_storage() -> None:
     study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(max_resource=9))
     for value in (1.0, 2.0, 3.0):
