@@ -159,19 +159,10 @@ def best(
             help="Evaluate its checkpoint in detail on a split: train, validation or test; it is stored.",
         ),
     ] = None,
-    predictions: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Of --evaluate: predictions and truth of each row, .jsonl, .csv or .parquet."
-        ),
-    ] = None,
     export: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
-    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -181,22 +172,14 @@ def best(
     """
     from hpo.study.reading.study_record import best_trials
 
-    if predictions is not None:
-        from hpo.inference.rows import check_output
-
-        if evaluate is None:
-            raise InputError(
-                f"--predictions {predictions} needs a split whose rows are predicted. Give --evaluate SPLIT."
-            )
-        check_output(predictions)
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:
-            _check_export(export, record.name, overwrite=overwrite)
+            _check_export(export, record.name)
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
-                record, used = _use_best(database, config, record, evaluate, predictions, export)
+                record, used = _use_best(database, config, record, evaluate, export)
     if as_json:
         print_json(_described(record) | used)
     else:
@@ -204,13 +187,13 @@ def best(
     raise typer.Exit(0 if best_trials(record) else 1)
 
 
-def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
+def _check_export(folder: Path, study_name: str) -> None:
     """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
     from hpo.models.export import check_export_folder  # imports PyTorch
 
     check_export_folder(folder)
     metadata = folder / "hpo.json"
-    if overwrite or not metadata.exists():
+    if not metadata.exists():
         return
     try:
         other = json.loads(metadata.read_text())["provenance"]["study"]
@@ -219,7 +202,7 @@ def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
     if other != study_name:
         raise InputError(
             f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
-            "Name another folder, or give --overwrite."
+            "Name another folder, or remove this one."
         )
 
 
@@ -228,7 +211,6 @@ def _use_best(
     config: StudyConfig,
     record: StudyRecord,
     evaluate: str | None,
-    predictions: Path | None,
     export: Path | None,
 ) -> tuple[StudyRecord, dict[str, Any]]:
     """Evaluate and export the checkpoint of the best trial.
@@ -243,7 +225,7 @@ def _use_best(
     number = best_trials(record)[0].number
     executor, folder = checkpoint_of(config, database, number)
     if evaluate:
-        used = _evaluate_checkpoint(database, executor, folder, number, evaluate, predictions)
+        used = _evaluate_checkpoint(database, executor, folder, number, evaluate)
         record = with_evaluation(record, number, used["evaluation"]["detailed"])
     if export:
         trial = best_trials(record)[0]
@@ -265,9 +247,6 @@ def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, A
         print_detailed(next((one for one in evaluations if one.split == evaluated), evaluations[0]))
     for text in _warnings(record):
         print_warning(text)
-    if "predictions" in used:
-        where = used["predictions"]
-        typer.echo(f"The predictions of trial {trials[0].number} on {evaluated} are in {where}.")
     if "export" in used:
         typer.echo(f"Trial {trials[0].number} is exported to {used['export']}.")
 
@@ -303,15 +282,9 @@ def _described(record: StudyRecord) -> dict[str, Any]:
 
 
 def _evaluate_checkpoint(
-    database: Storage,
-    executor: Executor,
-    folder: Path,
-    number: int,
-    split: str,
-    predictions: Path | None,
+    database: Storage, executor: Executor, folder: Path, number: int, split: str
 ) -> dict[str, Any]:
-    """Evaluate the checkpoint of a trial in detail, store that, and write its predictions."""
-    from hpo.inference.rows import predictions_file
+    """Evaluate the checkpoint of a trial in detail, and store that."""
     from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
     from hpo.trial.best_model import split_logits
 
@@ -320,17 +293,12 @@ def _evaluate_checkpoint(
     predicted = split_logits(executor, folder, split)
     metrics, document = predicted.metrics(), predicted.detailed().as_json()
     evaluation = {"trial": number, "split": split, "metrics": metrics, "detailed": document}
-    used: dict[str, Any] = {"evaluation": evaluation}
     try:
         if not store_detailed_evaluation(database, name, token, number, document):
             raise RunError(NOT_STORED)
     except HpoError as error:  # also of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)
-    if predictions is not None:
-        with predictions_file(predictions, executor.tasks, with_truth=True) as write:
-            write(predicted.predicted_rows())
-        used["predictions"] = str(predictions)
-    return used
+    return {"evaluation": evaluation}
 
 
 @app.command()

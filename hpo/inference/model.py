@@ -373,33 +373,26 @@ def predictions_of(
         for task in tasks
         if task.kind in ("single_label", "multi_label")
     }
-    return list(decoded_predictions(tasks, labels, probabilities, split.examples))
+    return [_prediction(tasks, labels, probabilities, e, example) for e, example in enumerate(split.examples)]
 
 
-def decoded_predictions(
+def _prediction(
     tasks: Sequence[Task],
     decoded: Mapping[str, Sequence[Any]],
     probabilities: Mapping[str, NDArray[np.float64]],
-    examples: Sequence[Example],
-) -> Iterator[Prediction]:
-    """One prediction an example.
-
-    Args:
-        decoded: by task, as `hpo.training.decoding.decode_tasks` gives it.
-        probabilities: [E, C] by task of single_label and multi_label.
-    """
-    for e, example in enumerate(examples):
-        prediction: Prediction = {}
-        for task in tasks:
-            found = decoded[task.name][e]
-            if task.name in probabilities:
-                values = probabilities[task.name][e].tolist()
-                prediction[task.name] = TaskPrediction(found, dict(zip(task.labels, values, strict=True)))
-            elif task.kind == "regression":
-                prediction[task.name] = TaskPrediction(found)
-            else:
-                spans = [
-                    PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in found
-                ]
-                prediction[task.name] = TaskPrediction(spans=spans)
-        yield prediction
+    e: int,
+    example: Example,
+) -> Prediction:
+    """That of one example, the `e`-th."""
+    prediction: Prediction = {}
+    for task in tasks:
+        found = decoded[task.name][e]
+        if task.name in probabilities:
+            values = probabilities[task.name][e].tolist()
+            prediction[task.name] = TaskPrediction(found, dict(zip(task.labels, values, strict=True)))
+        elif task.kind == "regression":
+            prediction[task.name] = TaskPrediction(found)
+        else:
+            spans = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in found]
+            prediction[task.name] = TaskPrediction(spans=spans)
+    return prediction

@@ -2,10 +2,7 @@
 
 A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`. Beside the predictions of a split of a data set
-stands the truth: `truth: {labels, spans}`, in a table `truth.<task>`. Where several answers of a
-span_extraction task are accepted, `truth` has them all as `alt_spans`, and a table has them in the place of
-the spans.
+its own: `labels.<task>`, `spans.<task>`, `scores.<task>`.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -83,24 +80,6 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
     return row
 
 
-def truth_of(example: Example, tasks: Sequence[Task]) -> Row:
-    """The truth of an example for `predicted_row`, of the tasks that it is annotated for.
-
-    Of the span names of such a task each has its spans, maybe none; `alt_spans` has the names of which
-    several are accepted.
-    """
-    annotated = [task for task in tasks if task.name in example.annotated]
-    names = dict.fromkeys(name for task in annotated if task.kind in SPAN_KINDS for name in task.labels)
-    truth: Row = {
-        "labels": {task.name: example.labels[task.name] for task in annotated if task.kind not in SPAN_KINDS},
-        "spans": {name: [list(span) for span in example.spans.get(name, ())] for name in names},
-    }
-    accepted = {name: [list(span) for span in example.alt_spans.get(name, ())] for name in names}
-    if any(accepted.values()):
-        truth["alt_spans"] = {name: spans for name, spans in accepted.items() if spans}
-    return truth
-
-
 def check_output(path: Path) -> None:
     """Raise InputError where a file of predictions cannot be written to `path`."""
     if path.suffix.lower() not in _WRITERS:
@@ -113,14 +92,13 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def predictions_file(path: Path, tasks: Sequence[Task], *, with_truth: bool = False) -> Iterator[WriteRows]:
+def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
 
-    `with_truth` says that each row has the key `truth` (`truth_of`). Raises InputError where it cannot be
-    written.
+    Raises InputError where it cannot be written.
     """
     check_output(path)
-    columns = _columns(tasks, with_truth)
+    columns = _columns(tasks)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
@@ -142,16 +120,10 @@ def _cells(row: Row, columns: Columns) -> Row:
     """A predicted row as cells, in the order of the columns."""
     cells: Row = {"id": row["id"], "text": row["text"]}
     for column, task in columns.items():
-        kind = column.partition(".")[0]
-        of_row = row["truth"] if kind == "truth" else row
         if task.kind in SPAN_KINDS:
-            spans = of_row["spans"] | of_row.get("alt_spans", {})
-            found = {name: spans[name] for name in task.labels if name in spans}
-            cells[column] = found if found or kind != "truth" else None
-        elif kind == "truth":
-            cells[column] = of_row["labels"].get(task.name)
+            cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
         else:
-            cells[column] = row[kind][task.name]
+            cells[column] = row[column.partition(".")[0]][task.name]
     return cells
 
 
@@ -201,13 +173,11 @@ def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 
 
-def _columns(tasks: Sequence[Task], with_truth: bool) -> Columns:
+def _columns(tasks: Sequence[Task]) -> Columns:
     columns: Columns = {}
     for task in tasks:
         kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
         columns |= {
             f"{kind}.{task.name}": task for kind in kinds if kind != "scores" or task.kind != "regression"
         }
-        if with_truth:
-            columns[f"truth.{task.name}"] = task
     return columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,8 +20,6 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
-from hpo.inference.model import decoded_predictions
-from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.encoder import attention_on
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.multitask import MultitaskModel
@@ -63,15 +61,6 @@ class SplitLogits:
     def detailed(self) -> DetailedEvaluation:
         """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
         return evaluate_predictions(self.predicted, split_name=self.name)
-
-    def predicted_rows(self) -> Iterator[Row]:
-        """One row an example in the form of a data row, with scores and the truth. Raises Nonfinite."""
-        predicted, examples = self.predicted, self.split.examples
-        predictions = decoded_predictions(
-            self.tasks, predicted.predictions, predicted.probabilities, examples
-        )
-        for example, prediction in zip(examples, predictions, strict=True):
-            yield {**predicted_row(example, prediction), "truth": truth_of(example, self.tasks)}
 
 
 def split_logits(

@@ -105,59 +105,21 @@ def test_an_export_has_an_evaluation_on_test_that_the_study_lacks(folder: Path) 
     assert told["evaluations"]["test"]["score"] == before["score"]
 
 
-def test_predictions_are_those_of_predict_with_the_truth(folder: Path) -> None:
-    options = ("--evaluate", "test", "--predictions", "out.jsonl", "--export", "model", "--json")
-    assert ok(hpo_command(folder, "best", "tiny.yaml", *options)).json["predictions"] == "out.jsonl"
-    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    texts = "".join(json.dumps({"id": row["id"], "text": row["text"]}) + "\n" for row in rows)
+def test_what_predict_writes_is_what_was_evaluated(folder: Path) -> None:
+    ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--export", "model"))
+    truth = load_data(load_study(str(folder / "tiny.yaml")).data).splits["test"]
+    texts = "".join(json.dumps({"id": each.id, "text": each.text}) + "\n" for each in truth)
     (folder / "texts.jsonl").write_text(texts)
-    ok(hpo_command(folder, "predict", "model", "texts.jsonl", "--output", "predicted.jsonl"))
-    predicted = [json.loads(line) for line in (folder / "predicted.jsonl").read_text().splitlines()]
-    assert len(rows) == 24
-    for row, expected in zip(rows, predicted, strict=True):
-        truth = row.pop("truth")
-        assert truth["labels"].keys() == {"criteria", "severity", "burden"}
-        for spans in truth["spans"].values():
-            assert all(0 <= start < end <= len(row["text"]) for start, end in spans)
-        assert row["labels"].pop("burden") == pytest.approx(expected["labels"].pop("burden"), abs=1e-5)
-        scores, of_predict = row.pop("scores"), expected.pop("scores")
-        assert row == expected
-        assert scores.keys() == of_predict.keys()
-        for task, of_task in scores.items():
-            assert of_task == pytest.approx(of_predict[task], abs=1e-6)
-    with_truth = load_data(load_study(str(folder / "tiny.yaml")).data).splits["test"]
-    assert [row["id"] for row in rows] == [example.id for example in with_truth]
-
-
-def test_predictions_as_a_table(folder: Path) -> None:
-    text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--predictions", "out.csv")).out
-    assert re.search(r"The predictions of trial \d on test are in out\.csv\.", text)
+    ok(hpo_command(folder, "predict", "model", "texts.jsonl", "--output", "out.csv"))
     table = pd.read_csv(folder / "out.csv")
-    assert {"truth.severity", "labels.severity", "scores.severity", "truth.evidence"} <= set(table)
+    assert list(table["id"]) == [each.id for each in truth]
     document = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
     accuracy = document["tasks"]["severity"]["metrics"]["accuracy"]["value"]
-    assert (table["truth.severity"] == table["labels.severity"]).mean() == pytest.approx(accuracy)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--predictions", "out.csv"], "needs a split whose rows are predicted. Give --evaluate SPLIT."),
-        (["--predictions", "out.xlsx", "--evaluate", "test"], "must end in .jsonl, .csv, .parquet"),
-        (["--predictions", "no/out.csv", "--evaluate", "test"], "is no folder that may be written"),
-        (["--predictions", "runs", "--evaluate", "test"], "must end in"),
-    ],
-)
-def test_predictions_that_cannot_be_written(
-    ran: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
-    monkeypatch.setattr("hpo.trial.best_model.split_logits", lambda *_: pytest.fail("nothing is computed"))
-    before = sorted(ran.iterdir())
-    finished = hpo_command(ran, "best", "tiny.yaml", *options)
-    assert (finished.exit_code, finished.out) == (2, "")
-    assert message in finished.err
-    assert finished.err.count("\n") == 1
-    assert sorted(ran.iterdir()) == before
+    is_right = table["labels.severity"] == [each.labels["severity"] for each in truth]
+    assert is_right.mean() == pytest.approx(accuracy)
+    error = document["tasks"]["burden"]["metrics"]["mae"]["value"]
+    burden = [each.labels["burden"] for each in truth]
+    assert (table["labels.burden"] - burden).abs().mean() == pytest.approx(error, abs=1e-5)
 
 
 def test_best_takes_the_study_from_the_database_where_its_file_is_gone(folder: Path) -> None:
@@ -205,14 +167,15 @@ def test_best_exports_a_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("provenance", ['{"study": "other"}', "torn"])
-def test_an_export_over_a_model_of_another_study_needs_overwrite(folder: Path, provenance: str) -> None:
+def test_an_export_over_a_model_of_another_study_is_refused(folder: Path, provenance: str) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "hpo.json").write_text(f'{{"provenance": {provenance}}}')
     refused = hpo_command(folder, "best", "tiny.yaml", "--export", "model")
     assert (refused.exit_code, refused.out) == (2, "")
-    assert "Name another folder, or give --overwrite." in refused.err
-    for options in (["--overwrite"], []):  # then it is this study's own
-        ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model", *options))
+    assert "Name another folder, or remove this one." in refused.err
+    shutil.rmtree(folder / "model")
+    for _ in range(2):  # then it is this study's own
+        ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
     assert json.loads((folder / "model" / "hpo.json").read_text())["provenance"]["study"] == "tiny"
 
 

@@ -6,7 +6,6 @@ import csv
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hpo.data.examples import Example, RowChecker
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples, truth_of
+from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 
@@ -74,70 +73,6 @@ def write_twice(path: Path) -> None:
     with predictions_file(path, KIND_TASKS) as write:
         write([ROW])
         write([{**ROW, "id": "2"}])
-
-
-def known_to_be(labels: dict[str, Any], spans: dict[str, list[tuple[int, int]]], *annotated: str) -> Example:
-    return Example("1", EXAMPLE.text, labels, spans, annotated=frozenset(annotated))
-
-
-TRUTH = replace(
-    known_to_be(
-        {"single": "c", "multi": ["a", "b"], "number": 2.5},
-        {"x": [(0, 4)], "a": [(5, 7), (8, 12)], "answer": [(0, 4)]},
-        *("single", "multi", "number", "joint", "evidence", "answer"),
-    ),
-    alt_spans={"answer": [(0, 4), (5, 7)]},
-)
-"""Whoever scores a file needs all answers that an evaluation accepts."""
-
-
-def test_truth_is_of_the_tasks_that_a_row_is_annotated_for() -> None:
-    tasks = [task for task in KIND_TASKS if task.name in ("single", "multi", "overlapping", "evidence")]
-    found = truth_of(known_to_be({"single": "c"}, {}, "single", "evidence"), tasks)
-    assert found == {"labels": {"single": "c"}, "spans": {"a": [], "b": []}}
-    assert truth_of(known_to_be({}, {}), tasks) == {"labels": {}, "spans": {}}
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_truth_stands_beside_the_predictions(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"out.{suffix}"
-    unknown = known_to_be({}, {})
-    rows = [{**ROW, "truth": truth_of(example, KIND_TASKS)} for example in (TRUTH, unknown)]
-    with predictions_file(path, KIND_TASKS, with_truth=True) as write:
-        write(rows)
-    if suffix == "jsonl":
-        assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
-        assert rows[0]["truth"]["spans"]["answer"] == [[0, 4]]
-        assert rows[0]["truth"]["alt_spans"] == {"answer": [[0, 4], [5, 7]]}
-        return
-    if suffix == "csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            first, second = csv.DictReader(file)
-        plain = ("id", "text", "labels.single", "truth.single")
-        first, second = (
-            {key: cell if key in plain or not cell else json.loads(cell) for key, cell in row.items()}
-            for row in (first, second)
-        )
-        nothing = ""
-    else:
-        first, second = pq.read_table(path).to_pylist()
-        nothing = None
-    assert (first["labels.single"], first["truth.single"]) == ("b", "c")
-    assert (first["truth.multi"], first["truth.number"]) == (["a", "b"], 2.5)
-    assert first["truth.evidence"] == {"a": [[5, 7], [8, 12]], "b": []}
-    assert first["truth.answer"] == {"answer": [[0, 4], [5, 7]]}
-    truths = {key: cell for key, cell in second.items() if key.startswith("truth.")}
-    assert truths == {f"truth.{task.name}": nothing for task in KIND_TASKS}
-    assert [key for key in first if "truth" not in key] == list(table_columns(tmp_path, suffix))
-
-
-def table_columns(folder: Path, suffix: str) -> list[str]:
-    """Those of a table without truth."""
-    write_twice(folder / f"plain.{suffix}")
-    if suffix == "parquet":
-        return list(pq.read_table(folder / f"plain.{suffix}").column_names)
-    with (folder / f"plain.{suffix}").open(encoding="utf-8", newline="") as file:
-        return next(csv.reader(file))
 
 
 def test_jsonl(tmp_path: Path) -> None:

@@ -13,9 +13,6 @@ from hpo.data.tasks import parse_tasks
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import Nonfinite
 from hpo.evaluation import detailed
-from hpo.inference import model
-from hpo.inference.model import predictions_of
-from hpo.inference.rows import predicted_row
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import score_logits
 from hpo.trial.best_model import SplitLogits
@@ -40,12 +37,11 @@ def split_logits() -> SplitLogits:
     return SplitLogits("test", split, TASKS, logits, decisions)
 
 
-def test_metrics_record_and_rows_are_of_one_decoding(
+def test_metrics_and_record_are_of_one_decoding(
     split_logits: SplitLogits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = (split_logits.logits, split_logits.split, TASKS, split_logits.decisions)
     expected, _ = score_logits(*given)
-    predictions = predictions_of(TASKS, *given[:2], split_logits.decisions)
     decoded = []
     decode = detailed.decode_tasks
 
@@ -54,20 +50,13 @@ def test_metrics_record_and_rows_are_of_one_decoding(
         return decode(*args)
 
     monkeypatch.setattr(detailed, "decode_tasks", counted)
-    monkeypatch.setattr(model, "decode_tasks", counted)
     assert split_logits.metrics() == expected
     found = split_logits.detailed()
     assert {
         name: {metric: one.value for metric, one in of.metrics.items()} for name, of in found.tasks.items()
     } == expected
     assert (found.split, found.decided_on) == ("test", "validation")
-    rows = list(split_logits.predicted_rows())
     assert len(decoded) == 1
-    for row, example, prediction in zip(rows, split_logits.split.examples, predictions, strict=True):
-        assert {name: cell for name, cell in row.items() if name != "truth"} == predicted_row(
-            example, prediction
-        )
-        assert row["truth"]["labels"] == {name: example.labels[name] for name in row["truth"]["labels"]}
 
 
 def test_logits_that_are_not_finite_have_no_metrics(split_logits: SplitLogits) -> None:
