@@ -5,8 +5,8 @@ takes NSGA-II's lists of parents as they are, though these name trials by ids th
 and it knows none of our tables. Here the rows themselves go over, Optuna's and ours, in one transaction. The
 study keeps its token, by which its trials find their checkpoints.
 
-What stays behind belongs to the moment or the machine: live workers and their hold on a slot (a running slot
-is open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks.
+What stays behind belongs to the moment or the machine: the hold of dead workers on a slot (a running slot is
+open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks.
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
         with snapshot(source.engine) as connection:
             allow_idle(connection)
             reading = _Reading(source.url, connection)
-            row = next(reading.chunks(sa.select(studies).where(studies.c.name == name)))[0]
-            live = source.live_workers(connection, name)
-            _refuse_live(name, row, reading.all(sa.select(slots).where(slots.c.study == name)), live)
+            row = reading.one(sa.select(studies).where(studies.c.name == name))
+            _refuse_live(name, source.live_workers(connection, name))
             with exclusive(target.engine) as lock, target.engine.begin() as writing:
                 allow_idle(lock, writing)
                 _make_room(writing, target.url, row["token"], name)
-                _copy_ours(reading, writing, row, live)
+                _copy_ours(reading, writing, row)
                 return _copy_optunas(reading, writing, name)
     except SQLAlchemyError as error:
         raise explain(target.url, error) from error
@@ -88,17 +87,16 @@ class _Reading:
         except SQLAlchemyError as error:
             raise explain(self._url, error) from error
 
-    def all(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
-        return [row for chunk in self.chunks(query) for row in chunk]
+    def one(self, query: sa.Select[Any]) -> dict[str, Any]:
+        return next(self.chunks(query))[0]
 
 
-def _refuse_live(name: str, row: dict[str, Any], its_slots: list[dict[str, Any]], live: set[str]) -> None:
+def _refuse_live(name: str, live: set[str]) -> None:
     """Raise InputError where a worker would go on with the study after it was copied."""
-    busy = {slot["owner"] for slot in its_slots if slot["state"] == "running"} & live
-    if busy or (live and row["state"] == "open"):
+    if live:
         raise InputError(
-            f"A study must be at rest while it is copied, but {len(live)} live workers are in `{name}`. Stop "
-            f"them, or wait until they have paused: `hpo pause {name}`."
+            f"A study must be at rest while it is copied, but {len(live)} live workers are in `{name}`. `hpo "
+            f"pause {name}` has them leave."
         )
 
 
@@ -118,7 +116,7 @@ def _make_room(writing: sa.Connection, url: str, token: str, name: str) -> None:
     writing.execute(sa.delete(studies).where(studies.c.name == name))
 
 
-def _copy_ours(reading: _Reading, writing: sa.Connection, row: dict[str, Any], live: set[str]) -> None:
+def _copy_ours(reading: _Reading, writing: sa.Connection, row: dict[str, Any]) -> None:
     name = row["name"]
     writing.execute(sa.insert(studies), [row])
     for table in OURS:
@@ -127,15 +125,13 @@ def _copy_ours(reading: _Reading, writing: sa.Connection, row: dict[str, Any], l
     running = (slots.c.study == name, slots.c.state == "running")
     writing.execute(sa.update(slots).where(*running).values(state="open"))
     for chunk in reading.chunks(sa.select(workers).where(workers.c.study == name)):
-        gone = [one for one in chunk if one["id"] not in live]
-        if gone:
-            dead = [one | ({"state": "dead"} if one["state"] == "live" else {}) for one in gone]
-            writing.execute(sa.insert(workers), dead)
+        gone = [one | ({"state": "dead"} if one["state"] == "live" else {}) for one in chunk]
+        writing.execute(sa.insert(workers), gone)
 
 
 def _copy_optunas(reading: _Reading, writing: sa.Connection, name: str) -> int:
     """Copy the rows of Optuna's tables, which get the ids that are next in the target; count the trials."""
-    (study,) = reading.all(sa.select(_STUDIES).where(_STUDIES.c.study_name == name))
+    study = reading.one(sa.select(_STUDIES).where(_STUDIES.c.study_name == name))
     made = sa.insert(_STUDIES).values(study_name=name).returning(_STUDIES.c.study_id)
     study_id = writing.execute(made).scalar_one()
     trial_ids: dict[int, int] = {}
