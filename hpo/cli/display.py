@@ -237,7 +237,7 @@ def dataframe_table(frame: pd.DataFrame, title: str | None = None) -> Table:
 
 
 def print_comparison(result: Mapping[str, Any]) -> None:
-    """What `hpo compare` has found, and the recommendation."""
+    """The result of `hpo compare`, and the recommendation."""
     console = Console(highlight=False)
     for table in comparison_tables(result):
         console.print(dataframe_table(table, result["study"]))
@@ -247,7 +247,7 @@ def print_comparison(result: Mapping[str, Any]) -> None:
 
 
 def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
-    """What `hpo deploy` has found, and how to use it."""
+    """The result of `hpo deploy`, and how to use it."""
     console = Console(highlight=False)
     title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
     console.print(dataframe_table(quality_table(stored), title))

@@ -189,7 +189,9 @@ def plan_comparison(
     else:
         own = {name for name in names if PRECISION in config.search_space[name].when}
         configurations = tuple(_compared(best, settings, own, request.precisions or (), asked["top"]))
-    precisions = tuple(dict.fromkeys(name for found in configurations for name in found.precisions))
+    precisions = tuple(
+        dict.fromkeys(name for configuration in configurations for name in configuration.precisions)
+    )
     begins = [str(place) for place in range(len(configurations))] if is_race else precisions[:2]
     return ComparisonConfig(
         study=record.name,
@@ -255,7 +257,10 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
         SEED: {"type": "int", "low": plan.first_seed, "high": plan.last_seed},
     }
     for name in plan.configurations[0].params:
-        choices = {encode(found.params[name]): found.params[name] for found in plan.configurations}
+        choices = {
+            encode(configuration.params[name]): configuration.params[name]
+            for configuration in plan.configurations
+        }
         space[name] = {"type": "categorical", "choices": tuple(choices.values())}
     return StudyConfig.model_validate(
         {
@@ -302,10 +307,10 @@ def by_rank(record: StudyRecord) -> list[TrialRecord]:
     ranked = sorted(
         complete_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
     )
-    found: dict[str, TrialRecord] = {}
+    chosen: dict[str, TrialRecord] = {}
     for trial in ranked:
-        found.setdefault(configuration_key(trial), trial)
-    return list(found.values())
+        chosen.setdefault(configuration_key(trial), trial)
+    return list(chosen.values())
 
 
 def configuration_key(trial: TrialRecord) -> str:

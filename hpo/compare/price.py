@@ -83,19 +83,19 @@ def price_of(
         seconds: of a trial.
     """
     looks = [num for num in _looks(plan.seeds, plan.max_seeds) if num > above] or [plan.max_seeds]
-    found: dict[int, tuple[float, float]] = {}
+    by_seeds: dict[int, tuple[float, float]] = {}
 
     def decides(num_seeds: int) -> bool:
         lows, highs = _bounds(num_seeds * len(plan.configurations), expected)
         probability = float(((lows > -plan.margin) | (highs < -plan.margin)).mean())
-        found[num_seeds] = (probability, -float(np.sort(lows)[round(_NUM_STUDIES * (1 - POWER))]))
+        by_seeds[num_seeds] = (probability, -float(np.sort(lows)[round(_NUM_STUDIES * (1 - POWER))]))
         return probability >= POWER
 
     place = bisect_left(looks[:-1], True, key=decides)  # more seeds decide more often
     num_seeds = looks[place]
-    if num_seeds not in found:
+    if num_seeds not in by_seeds:
         decides(num_seeds)
-    probability, least = found[num_seeds]
+    probability, least = by_seeds[num_seeds]
     trials = 2 * num_seeds * len(plan.configurations)
     time = None if seconds is None else trials * seconds
     return Price(num_seeds, probability, trials, time, least, expected.spread)
@@ -117,8 +117,8 @@ def _bounds(num_runs: int, expected: Expected) -> tuple[Array, Array]:
     runs = expected.spread * rng.standard_normal((_NUM_STUDIES, num_runs))
     differences = rows.mean(axis=1, keepdims=True) + runs
     row_bound = max(100.0, float(np.abs(seen).max()) * 2)
-    found = decide(differences, rows, 0.0, row_bound=row_bound, step=100 / len(seen))
-    return found.low, found.high
+    decision = decide(differences, rows, 0.0, row_bound=row_bound, step=100 / len(seen))
+    return decision.low, decision.high
 
 
 def expected_before(record: StudyRecord, num_rows: int) -> Expected | None:

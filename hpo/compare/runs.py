@@ -124,9 +124,9 @@ class Runs:
         """None: it ended without a score."""
         key = (trial.number, metric)
         if key not in self._scored:
-            found = self._statistics.get(trial.number)
-            has_score = trial.outcome == Outcome.COMPLETE and found
-            self._scored[key] = self._score(found, metric) if found and has_score else None
+            per_example = self._statistics.get(trial.number)
+            has_score = trial.outcome == Outcome.COMPLETE and per_example
+            self._scored[key] = self._score(per_example, metric) if per_example and has_score else None
         return self._scored[key]
 
     def _score(self, statistics: Statistics, metric: str) -> Scored | None:
@@ -219,11 +219,11 @@ def _value(metrics: Mapping[str, Mapping[str, Any]], statistics: Statistics, met
 def _without_each(statistics: RowStatistics) -> dict[str, Array]:
     """The metrics of all examples but one, [examples]; those that are not annotated change nothing."""
     whole, without = statistics.scores(), statistics.scores_without_each()
-    found = {}
+    per_example = {}
     for name, value in whole.items():
-        found[name] = np.full(statistics.num_examples, value)
-        found[name][statistics.index_N] = without[name]
-    return found
+        per_example[name] = np.full(statistics.num_examples, value)
+        per_example[name][statistics.index_N] = without[name]
+    return per_example
 
 
 def _measured(trial: TrialRecord, attribute: str) -> float | None:

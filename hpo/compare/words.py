@@ -105,13 +105,13 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
     """The fastest precision that is as good."""
     good = [answer for answer in answers if answer.verdict == "as_good"]
     kinds = sorted({kind for answer in answers for kind in answer.speed})
-    fastest = {kind: found for kind in kinds if (found := _fastest(good, kind))}
+    fastest = {kind: best for kind in kinds if (best := _fastest(good, kind))}
     told = []
-    for answer in dict.fromkeys(found for found, _ in fastest.values()):
+    for answer in dict.fromkeys(best for best, _ in fastest.values()):
         speeds = [
             f"{ratio.ratio:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f}) on {kind}"
-            for kind, (found, ratio) in fastest.items()
-            if found is answer
+            for kind, (best, ratio) in fastest.items()
+            if best is answer
         ]
         told.append(
             f"Use {answer.precision}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} runs) if "
@@ -145,39 +145,39 @@ def _fastest(good: Sequence[Answer], kind: str) -> tuple[Answer, Ratio] | None:
         for answer in good
         if (ratio := answer.speed.get(kind)) and ratio.low is not None and ratio.low > 1
     ]
-    return max(faster, key=lambda found: found[1].ratio, default=None)
+    return max(faster, key=lambda one: one[1].ratio, default=None)
 
 
-def price(found: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:
+def price(cost: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:
     """What a comparison costs, before anything is trained."""
     first, num = plan.precisions[1], len(plan.configurations)
-    if found is None:
+    if cost is None:
         trials = 2 * num * plan.max_seeds
         told = f"Price: at most {trials} trials for {first}. How probable it is that they decide is not known"
         return f"{told}: the search has too few trials, or the metric is in the labels' units."
-    time = "" if found.seconds is None else f", about {_time(found.seconds)} of one worker"
+    time = "" if cost.seconds is None else f", about {_time(cost.seconds)} of one worker"
     arms = f"{_configurations(num)} in {REFERENCE} and {first}"
-    told = f"{found.trials} trials ({found.seeds} seeds of {arms}{time})"
-    rests = f"if runs differ as in the search, by {found.spread:.2g} points, and {num_rows:,} rows of {split}"
-    if found.decides:
-        more = f" Each further precision adds {found.trials // 2} trials." if len(plan.precisions) > 2 else ""
+    told = f"{cost.trials} trials ({cost.seeds} seeds of {arms}{time})"
+    rests = f"if runs differ as in the search, by {cost.spread:.2g} points, and {num_rows:,} rows of {split}"
+    if cost.decides:
+        more = f" Each further precision adds {cost.trials // 2} trials." if len(plan.precisions) > 2 else ""
         return (
-            f"Price: {told}. They decide with a probability of {found.probability:.0%}, {rests} do as is "
+            f"Price: {told}. They decide with a probability of {cost.probability:.0%}, {rests} do as is "
             f"usual.{more}"
         )
     return (
-        f"Price: no plan of at most {found.seeds} seeds decides in {POWER:.0%} of cases at the margin of "
-        f"{plan.margin:g}: {told} do so in {found.probability:.0%}, {rests} do as is usual; "
-        f"{_least(found, plan.margin)}. More labelled rows would show a smaller one."
+        f"Price: no plan of at most {cost.seeds} seeds decides in {POWER:.0%} of cases at the margin of "
+        f"{plan.margin:g}: {told} do so in {cost.probability:.0%}, {rests} do as is usual; "
+        f"{_least(cost, plan.margin)}. More labelled rows would show a smaller one."
     )
 
 
-def _least(found: Price, margin: float) -> str:
+def _least(cost: Price, margin: float) -> str:
     """The smallest margin that can be shown, rounded up."""
-    if not math.isfinite(found.least_margin):
-        return f"{found.seeds} seeds show none"
-    least = max(math.ceil(10 * found.least_margin) / 10, margin)
-    return f"the smallest margin that {found.seeds} seeds are likely to show is {least:g}"
+    if not math.isfinite(cost.least_margin):
+        return f"{cost.seeds} seeds show none"
+    least = max(math.ceil(10 * cost.least_margin) / 10, margin)
+    return f"the smallest margin that {cost.seeds} seeds are likely to show is {least:g}"
 
 
 def _time(seconds: float) -> str:

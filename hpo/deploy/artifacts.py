@@ -44,13 +44,13 @@ NAMES = tuple(artifact.name for artifact in ARTIFACTS)
 
 def parse_names(names: str) -> tuple[str, ...]:
     """`bf16,onnx_fp32` as a tuple. Raises InputError for a name that is none."""
-    found = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    for name in found:
+    chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in chosen:
         if name not in NAMES:
             raise InputError(f"--artifacts: there is no {name!r}.{did_you_mean(name, NAMES)}")
-    if not found:
+    if not chosen:
         raise InputError(f"--artifacts must name some of {', '.join(NAMES)}.")
-    return found
+    return chosen
 
 
 def artifacts_of(
@@ -73,5 +73,5 @@ def _why_not(artifact: Artifact, device: DeviceInfo) -> str:
         if device.type != "cpu":
             return "onnxruntime is measured on a CPU alone: --device cpu."
         return missing_packages()
-    found = support(artifact.precision, device)
-    return "" if found.level == "native" else found.reason
+    chosen = support(artifact.precision, device)
+    return "" if chosen.level == "native" else chosen.reason

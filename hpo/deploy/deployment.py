@@ -113,7 +113,7 @@ class _Run:
         )
         self._artifacts, self._left_out = artifacts_of(place.device, request.names)
         self._references: dict[str, Answers] = {}
-        self._found: dict[str, DeployedArtifact] = {}
+        self._forms: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
         self._num_rounds = 0
 
@@ -125,7 +125,7 @@ class _Run:
                 self._leave_if_asked()
                 _logger.info("making and scoring %s", artifact.name)
                 self._models[artifact.name] = self._workshop.load(artifact)
-                self._found[artifact.name] = self._scored(artifact)
+                self._forms[artifact.name] = self._scored(artifact)
             except HpoError as error:
                 if artifact == REFERENCE:
                     raise
@@ -149,12 +149,12 @@ class _Run:
     def _reference(self, split: str) -> Answers:
         """What fp32 says of a split. Raises RunError where that is not finite."""
         if split not in self._references:
-            found = self._answers(REFERENCE.name, split)
-            if found is None:
+            said = self._answers(REFERENCE.name, split)
+            if said is None:
                 raise RunError(
                     f"the logits of trial {self._trial} are not finite in fp32, so nothing compares."
                 )
-            self._references[split] = found
+            self._references[split] = said
         return self._references[split]
 
     def _answers(self, name: str, split: str, *, in_batches: bool = False) -> Answers | None:
@@ -165,14 +165,14 @@ class _Run:
 
     def _scored(self, artifact: Artifact) -> DeployedArtifact:
         name, reference = artifact.name, self._reference(CHOSEN_BY)
-        found = DeployedArtifact(name, NOT_FINITE, weight_bytes(self._workshop.make(artifact)))
+        form = DeployedArtifact(name, NOT_FINITE, weight_bytes(self._workshop.make(artifact)))
         said = reference if artifact == REFERENCE else self._answers(name, CHOSEN_BY)
         if said is None:
-            return found
+            return form
         depends = depends_on_batch(self._models[name])
         batched = self._answers(name, CHOSEN_BY, in_batches=True) if depends else None
         return replace(
-            found,
+            form,
             judged=self._scale.judge(said.statistics, reference.statistics),
             largest_change=largest_change(said, reference),
             batch_change=None if batched is None else largest_change(batched, said),
@@ -181,7 +181,7 @@ class _Run:
     def time_all(self) -> None:
         """Time all forms in turn, the not finite ones left out. One that fails there is left out, too."""
         rows = rows_of(self._data.splits[CHOSEN_BY])
-        finite = [name for name, found in self._found.items() if found.judged.score is not None]
+        finite = [name for name, form in self._forms.items() if form.judged.score is not None]
         failed: dict[str, HpoError] = {}
         for size in BATCH_SIZES:
             _logger.info("timing %d forms, %d text%s a batch", len(finite), size, "s" * (size > 1))
@@ -191,11 +191,11 @@ class _Run:
             for name in predict.keys() - failed.keys():
                 timed = timing(seconds[name], seconds[REFERENCE.name])
                 self._num_rounds = len(seconds[name])
-                found = self._found[name]
-                self._found[name] = replace(found, timings={**found.timings, size: timed})
+                form = self._forms[name]
+                self._forms[name] = replace(form, timings={**form.timings, size: timed})
         for name, error in failed.items():
             self._left_out[name] = f"it failed while it was timed: {error}"
-            del self._found[name]
+            del self._forms[name]
 
     def _predict(self, name: str, failed: dict[str, HpoError]) -> Callable[[Rows], object]:
         """What is timed of a form; it does nothing more once it has failed. fp32 raises."""
@@ -215,7 +215,7 @@ class _Run:
     def result(self) -> Deployment:
         """The forms, and the fastest of those that are as good."""
         request, scale, device = self._request, self._scale, self._place.device
-        allowed = [name for name, found in self._found.items() if found.judged.verdict == "as_good"]
+        allowed = [name for name, form in self._forms.items() if form.judged.verdict == "as_good"]
         fastest = min(allowed, key=self._latency, default=REFERENCE.name)
         chosen, test, notes = fastest, None, self._notes()
         if request.has_test:
@@ -234,15 +234,15 @@ class _Run:
             num_threads=torch.get_num_threads(),
             device={"type": device.type, "name": device.name, "features": sorted(device.cpu_features)},
             versions=installed_versions(*_LIBRARIES),
-            artifacts=tuple(self._found.values()),
-            chosen=list(self._found).index(chosen),
+            artifacts=tuple(self._forms.values()),
+            chosen=list(self._forms).index(chosen),
             test=test,
             left_out=self._left_out,
             notes=tuple(notes),
         )
 
     def _latency(self, name: str) -> float:
-        return self._found[name].timings[self._request.batch_size].p50_ms
+        return self._forms[name].timings[self._request.batch_size].p50_ms
 
     def _confirmed(self, name: str) -> Confirmation:
         """What test says of a form."""
@@ -256,7 +256,7 @@ class _Run:
     def _notes(self) -> list[str]:
         scale, notes = self._scale, []
         if scale.unit == "points":
-            others = len(self._found) - 1
+            others = len(self._forms) - 1
             chance = min(100.0, 100 * ALPHA * others)
             notes.append(
                 f"A form that makes more than {scale.max_drop:g} % of all texts worse, net, is called as "
@@ -269,7 +269,7 @@ class _Run:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")
-        changes = [one.batch_change for one in self._found.values() if one.batch_change is not None]
+        changes = [one.batch_change for one in self._forms.values() if one.batch_change is not None]
         if changes:
             notes.append(
                 "Dynamic int8 takes its ranges from each batch, so what stands beside a text moves its "

@@ -49,24 +49,24 @@ class Scale:
         """Of drops in the objective: `points` or `label units`."""
         return unit_of(self.metric)
 
-    def judge(self, found: Statistics, reference: Statistics) -> Judged:
+    def judge(self, statistics: Statistics, reference: Statistics) -> Judged:
         """What a form is worth against fp32 on the same split; fp32 itself is as good.
 
         Raises DataError where the split has no labels for the objective.
         """
-        values, difference = metric_intervals(found), difference_intervals(found, reference)
+        values, difference = metric_intervals(statistics), difference_intervals(statistics, reference)
         factor = (100 if self.unit == "points" else 1) * (1 if self.smaller_is_better else -1)
         drop = _times(factor, self._objective(difference))
         changes: TextChanges | None = None
         verdict: VerdictName = "as_good"
         reason = ""
-        if found is not reference:
+        if statistics is not reference:
             if self.unit == "points":
-                changes = text_changes(self._of_objective(found), self._of_objective(reference))
+                changes = text_changes(self._of_objective(statistics), self._of_objective(reference))
             verdict, reason = verdict_on(drop, changes, self.max_drop, self.unit)
         tasks = {
             name: TaskDrop(metric, values.tasks[name][metric], _times(-100, difference.tasks[name][metric]))
-            for name, of in found.items()
+            for name, of in statistics.items()
             if (metric := of.task.primary_metric) in difference.tasks[name]
         }
         return Judged(verdict, reason, self._objective(values), drop, changes, tasks)
@@ -97,10 +97,10 @@ class Scale:
 
     def _objective(self, intervals: MetricIntervals) -> Interval:
         task, _, metric = self.metric.rpartition("/")
-        found = intervals.tasks[task].get(metric) if task else intervals.score
-        if found is None:
+        interval = intervals.tasks[task].get(metric) if task else intervals.score
+        if interval is None:
             raise DataError(f"the split must have labels for the objective {self.metric}, but it has none.")
-        return found
+        return interval
 
 
 def _times(factor: float, of: Interval) -> Interval:

@@ -71,14 +71,14 @@ class TextChanges:
 
 
 def text_changes(
-    found: Mapping[str, RowStatistics], reference: Mapping[str, RowStatistics]
+    form: Mapping[str, RowStatistics], reference: Mapping[str, RowStatistics]
 ) -> TextChanges | None:
-    """Those of `found` against `reference`, by task on the same split; None where no task has classes or
+    """Those of `form` against `reference`, by task on the same split; None where no task has classes or
     spans.
 
     Of several tasks the text gets worse if more of them do than get better.
     """
-    counted = {name: of for name, of in found.items() if of.counts_NC}
+    counted = {name: of for name, of in form.items() if of.counts_NC}
     if not counted:
         return None
     changes_E, is_labelled_E = np.zeros((2, next(iter(counted.values())).num_examples), int)

@@ -212,10 +212,10 @@ def _check_logits(network: MultitaskModel, graph: OnnxNetwork, batches: list[tup
     """Raise ModelError where the graph gives other logits than PyTorch, at real tokens."""
     for batch in batches:
         with torch.no_grad():
-            expected, found = network(*batch), graph(*batch)
+            expected, computed = network(*batch), graph(*batch)
         is_real_BL = batch[1].bool()
         for task in network.tasks:
-            wanted, got = expected[task.name], found[task.name]
+            wanted, got = expected[task.name], computed[task.name]
             if task.level == "token":
                 wanted, got = wanted[is_real_BL], got[is_real_BL]
             difference = float((wanted - got).abs().max() / wanted.abs().max().clamp(min=1))

@@ -1,4 +1,4 @@
-"""What a deployment has found, as plain values."""
+"""The result of a deployment, as plain values."""
 
 from __future__ import annotations
 

@@ -68,21 +68,21 @@ def depends_on_batch(model: TrainedModel) -> bool:
     return isinstance(model.network, OnnxNetwork) and model.network.has_ranges_of_batch
 
 
-def largest_change(found: Answers, reference: Answers) -> float | None:
+def largest_change(answered: Answers, reference: Answers) -> float | None:
     """Of any probability of a class or tag; None where no task has probabilities."""
     changes = [
-        float(np.abs(_probabilities(task, found) - _probabilities(task, reference)).max(initial=0.0))
-        for task in found.tasks
+        float(np.abs(_probabilities(task, answered) - _probabilities(task, reference)).max(initial=0.0))
+        for task in answered.tasks
         if task.kind not in ("regression", "span_extraction")
     ]
     return max(changes, default=None)
 
 
-def _probabilities(task: Task, found: Answers) -> NDArray[np.float64]:
+def _probabilities(task: Task, answered: Answers) -> NDArray[np.float64]:
     """Of classes, [E, C]; of the kinds that find spans, of the tags of each token of a text."""
-    logits, split = found.logits[task.name], found.split
+    logits, split = answered.logits[task.name], answered.split
     if task.level == "sequence":
-        return found.predicted.probabilities[task.name]
+        return answered.predicted.probabilities[task.name]
     logits = logits[split.owned_T & (split.char_start_T >= 0)]
     if task.kind == "span_per_label":
         return np.asarray(sigmoid(logits), np.float64)

@@ -76,7 +76,7 @@ def time_in_turn(
     most = _MOST_CALLS.get(batch_size, _MOST_CALLS_OF_MANY)
     calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
     keys = list(artifacts)
-    found: dict[str, Seconds] = {key: [] for key in keys}
+    seconds_of: dict[str, Seconds] = {key: [] for key in keys}
     for turn in range(effort.rounds):
         if turn and ends():
             break
@@ -84,8 +84,8 @@ def time_in_turn(
         batches = [_batch(rows, batch_size, turn * calls + call) for call in range(calls)]
         for key in keys[first:] + keys[:first]:
             artifacts[key](batches[0])
-            found[key].append([_seconds(artifacts[key], batch, clock) for batch in batches])
-    return found
+            seconds_of[key].append([_seconds(artifacts[key], batch, clock) for batch in batches])
+    return seconds_of
 
 
 def timing(seconds: Seconds, reference: Seconds) -> Timing:

@@ -343,19 +343,19 @@ def _described(device: str) -> DeviceInfo:
 
 def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Precision:
     if asked is None:
-        found = support(trained, device)
-        if found.level == "native":
+        supported = support(trained, device)
+        if supported.level == "native":
             return PRECISIONS[trained]
-        _logger.warning("%s The model runs in fp32 here.", found.reason)
+        _logger.warning("%s The model runs in fp32 here.", supported.reason)
         return PRECISIONS["fp32"]
     try:
         name = canonical_precision(asked)
     except ValueError:
         hint = did_you_mean(asked, list(PRECISIONS))
         raise InputError(f"precision: there is no {asked!r}.{hint}") from None
-    found = support(name, device)
-    if found.level == "unsupported":
-        raise ModelError(found.reason)
+    supported = support(name, device)
+    if supported.level == "unsupported":
+        raise ModelError(supported.reason)
     return PRECISIONS[name]
 
 
@@ -386,13 +386,13 @@ def _prediction(
     """That of one example, the `e`-th."""
     prediction: Prediction = {}
     for task in tasks:
-        found = decoded[task.name][e]
+        answer = decoded[task.name][e]
         if task.name in probabilities:
             values = probabilities[task.name][e].tolist()
-            prediction[task.name] = TaskPrediction(found, dict(zip(task.labels, values, strict=True)))
+            prediction[task.name] = TaskPrediction(answer, dict(zip(task.labels, values, strict=True)))
         elif task.kind == "regression":
-            prediction[task.name] = TaskPrediction(found)
+            prediction[task.name] = TaskPrediction(answer)
         else:
-            spans = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in found]
+            spans = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in answer]
             prediction[task.name] = TaskPrediction(spans=spans)
     return prediction

@@ -75,7 +75,7 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
     for of in prediction.values():
         for span in of.spans:
             spans.setdefault(span.name, set()).add((span.start, span.end))
-    row["spans"] = {name: [list(span) for span in sorted(found)] for name, found in spans.items()}
+    row["spans"] = {name: [list(span) for span in sorted(of_name)] for name, of_name in spans.items()}
     row["scores"] = {name: of.scores for name, of in prediction.items() if of.scores}
     return row
 

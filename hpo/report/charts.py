@@ -172,10 +172,10 @@ def objectives(tables: StudyTables) -> Chart:
 
 def importances(tables: StudyTables) -> Chart:
     """PED-ANOVA importance of each searched parameter, one bar per metric."""
-    key, title, found = "importances", "Importance of the parameters", tables.importances
-    if found.why_none:
-        return Chart(key, title, absent=found.why_none)
-    table, metrics = found.table[::-1], tables.record.metric_names
+    key, title, computed = "importances", "Importance of the parameters", tables.importances
+    if computed.why_none:
+        return Chart(key, title, absent=computed.why_none)
+    table, metrics = computed.table[::-1], tables.record.metric_names
     colors = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
     bar_width = 0.66 / len(metrics)
     series = [
@@ -191,8 +191,8 @@ def importances(tables: StudyTables) -> Chart:
         for index, metric in enumerate(metrics)
     ]
     caption = (
-        f"PED-ANOVA: what sets the best {found.num_best} of {found.num_trials} complete trials apart."
-        + (" With so few trials the order is rough." if found.num_trials < 50 else "")
+        f"PED-ANOVA: what sets the best {computed.num_best} of {computed.num_trials} complete trials apart."
+        + (" With so few trials the order is rough." if computed.num_trials < 50 else "")
     )
     return Chart(
         key,

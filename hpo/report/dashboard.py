@@ -76,9 +76,9 @@ def study_note(tables: StudyTables) -> str:
     lines = [f"# {_escape(record.name)}", ""]
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
-        for found in record.comparisons.values():
-            lines += [*(f"- {_escape(sentence)}" for sentence in details(found)), ""]
-            for table in comparison_tables(found):
+        for comparison in record.comparisons.values():
+            lines += [*(f"- {_escape(sentence)}" for sentence in details(comparison)), ""]
+            for table in comparison_tables(comparison):
                 lines += [_markdown_table(table), ""]
     lines += ["## Best", ""]
     for trial in tables.best:

@@ -133,8 +133,8 @@ def balance_table(task: TaskFacts) -> pd.DataFrame:
     """A row for each class (rows and share) or span name (spans), the most frequent in training first."""
     if task.numbers:
         return pd.DataFrame(
-            {"split": split} | {key: format_number(value) for key, value in asdict(found).items()}
-            for split, found in task.numbers.items()
+            {"split": split} | {key: format_number(value) for key, value in asdict(numbers).items()}
+            for split, numbers in task.numbers.items()
         )
     if not task.labels:
         return pd.DataFrame()

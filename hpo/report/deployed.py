@@ -1,4 +1,4 @@
-"""What `hpo deploy` has found, as tables of text, sentences and charts. It takes `Deployment.as_json()`."""
+"""The result of `hpo deploy`, as tables of text, sentences and charts. It takes `Deployment.as_json()`."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _KEEPS_FP32 = ("bf16", "fp16")
 Stored = Mapping[str, Any]
 
 
-def quality_table(found: Stored) -> pd.DataFrame:
+def quality_table(stored: Stored) -> pd.DataFrame:
     """A row for each form: the objective on validation, what it lost of fp32, and the verdict, as text."""
     rows = []
-    for index, row in enumerate(found["artifacts"]):
+    for index, row in enumerate(stored["artifacts"]):
         is_reference, judged = row["artifact"] == "fp32", row["judged"]
         rows.append(
             {
                 **_named(row),
-                found["objective"]: _interval(judged["score"], digits=4),
+                stored["objective"]: _interval(judged["score"], digits=4),
                 "drop": "" if is_reference else _interval(judged["drop"], sign="+"),
                 "worse/better": _changes(judged["changes"]),
                 "change": "" if is_reference else _change(row["largest_change"]),
-                "verdict": "chosen" if index == found["chosen"] else _verdict(judged),
+                "verdict": "chosen" if index == stored["chosen"] else _verdict(judged),
             }
         )
     return pd.DataFrame(rows)
 
 
-def latency_table(found: Stored) -> pd.DataFrame:
+def latency_table(stored: Stored) -> pd.DataFrame:
     """A row for each form: median and 99th percentile in ms, the speed-up, and sizes, as text."""
     rows = []
-    for row in found["artifacts"]:
+    for row in stored["artifacts"]:
         cells = _named(row)
         for size, timing in row["timings"].items():
             speed, texts = timing["speed_up"], "1 text" if size == "1" else f"{size} texts"
@@ -63,10 +63,10 @@ def _named(row: Stored) -> dict[str, str]:
     return {"form": str(row["artifact"]).replace("_", " ")}
 
 
-def task_table(found: Stored) -> pd.DataFrame:
+def task_table(stored: Stored) -> pd.DataFrame:
     """A row for each form, but fp32, and task: the primary metric and what it lost, as text."""
     rows = []
-    for row in found["artifacts"]:
+    for row in stored["artifacts"]:
         if row["artifact"] == "fp32":
             continue
         for task, of in row["judged"]["tasks"].items():
@@ -76,67 +76,68 @@ def task_table(found: Stored) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def sentences(found: Stored) -> list[str]:
+def sentences(stored: Stored) -> list[str]:
     """Why forms are not as good, and what limits the numbers."""
     said = []
-    if cast := [row["artifact"] for row in found["artifacts"] if row["artifact"] in _KEEPS_FP32]:
+    if cast := [row["artifact"] for row in stored["artifacts"] if row["artifact"] in _KEEPS_FP32]:
         each = "it computes" if len(cast) == 1 else "they compute"
         said.append(f"{' and '.join(cast)}: the weights are stored in fp32, which {each} from.")
-    reasons = {row["artifact"]: row["judged"]["reason"] for row in found["artifacts"]}
+    reasons = {row["artifact"]: row["judged"]["reason"] for row in stored["artifacts"]}
     said += [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    said += [f"{name} is left out: {reason}" for name, reason in found["left_out"].items()]
-    return [*said, *found["notes"]]
+    said += [f"{name} is left out: {reason}" for name, reason in stored["left_out"].items()]
+    return [*said, *stored["notes"]]
 
 
-def verdict(found: Stored) -> str:
+def verdict(stored: Stored) -> str:
     """What to use, and what test says of it."""
-    best = found["artifacts"][found["chosen"]]
-    size = found["batch_size"]
+    best = stored["artifacts"][stored["chosen"]]
+    size = stored["batch_size"]
     timing = best["timings"][str(size)]
     speed = timing["speed_up"]
     told = f"{format_number(timing['p50_ms'])} ms a batch of {size} (median)"
     if best["artifact"] == "fp32":
-        return f"fp32 of trial {found['trial']}: {told}. Nothing faster is known to be as good."
+        return f"fp32 of trial {stored['trial']}: {told}. Nothing faster is known to be as good."
     faster = format_interval(speed["ratio"], speed["low"], speed["high"]).replace("\u00a0", " ")
     slow = " In a round it was no faster than fp32: time it again when the machine is quiet."
     return (
-        f"{best['artifact']} of trial {found['trial']} is the fastest that is as good as fp32 on validation: "
-        f"{told}, {faster} times fp32's speed. {_confirmed(found)}" + (slow if speed["low"] <= 1 else "")
+        f"{best['artifact']} of trial {stored['trial']} is the fastest that is as good as fp32 on "
+        f"validation: {told}, {faster} times fp32's speed. {_confirmed(stored)}"
+        + (slow if speed["low"] <= 1 else "")
     )
 
 
-def _confirmed(found: Stored) -> str:
-    if found["test"] is None:
-        judged = found["artifacts"][found["chosen"]]["judged"]
+def _confirmed(stored: Stored) -> str:
+    if stored["test"] is None:
+        judged = stored["artifacts"][stored["chosen"]]["judged"]
         drop = _interval(judged["drop"], sign="+").replace("\u00a0", " ")
-        return f"There it dropped by {drop} {found['unit']}; no rows that did not choose it were scored."
-    judged, rows = found["test"]["judged"], found["test"]["num_examples"]
+        return f"There it dropped by {drop} {stored['unit']}; no rows that did not choose it were scored."
+    judged, rows = stored["test"]["judged"], stored["test"]["num_examples"]
     drop = _interval(judged["drop"], sign="+").replace("\u00a0", " ")
-    said = f"On the {rows:,} rows of test, which chose nothing, it drops by {drop} {found['unit']}"
+    said = f"On the {rows:,} rows of test, which chose nothing, it drops by {drop} {stored['unit']}"
     if judged["verdict"] == "as_good":
         return f"{said}: as good there too."
     return f"{said}, and is not known to be as good: {judged['reason']}"
 
 
-def loading(found: Stored, model: str) -> str:
+def loading(stored: Stored, model: str) -> str:
     """The Python expression that loads the chosen form from the folder `model`, where it was measured."""
-    where = ', device="cpu"' if found["device"]["type"] == "cpu" else ""
+    where = ', device="cpu"' if stored["device"]["type"] == "cpu" else ""
     return f'hpo.load("{model}"{where})'
 
 
-def card_section(found: Stored) -> str:
+def card_section(stored: Stored) -> str:
     """What was measured of the chosen form, for its model card (Markdown)."""
-    best = found["artifacts"][found["chosen"]]
-    table = latency_table({**found, "artifacts": [best]}).drop(columns="form").iloc[0].to_dict()
+    best = stored["artifacts"][stored["chosen"]]
+    table = latency_table({**stored, "artifacts": [best]}).drop(columns="form").iloc[0].to_dict()
     facts = {"form": best["artifact"]}
-    measured = {"validation": (found["num_examples"], best["judged"])}
-    if found["test"]:
-        measured["test"] = found["test"]["num_examples"], found["test"]["judged"]
+    measured = {"validation": (stored["num_examples"], best["judged"])}
+    if stored["test"]:
+        measured["test"] = stored["test"]["num_examples"], stored["test"]["judged"]
     for split, (rows, judged) in measured.items():
-        facts[f"{found['objective']} on {rows:,} rows of {split}"] = _interval(judged["score"], digits=4)
+        facts[f"{stored['objective']} on {rows:,} rows of {split}"] = _interval(judged["score"], digits=4)
         if best["artifact"] != "fp32":
-            facts[f"drop of fp32's on {split}, {found['unit']}"] = _interval(judged["drop"], "+")
-    facts |= {**table, "timed on": f"{found['device']['name']}, {threads(found)}"}
+            facts[f"drop of fp32's on {split}, {stored['unit']}"] = _interval(judged["drop"], "+")
+    facts |= {**table, "timed on": f"{stored['device']['name']}, {threads(stored)}"}
     rows = [f"| {name} | {value} |" for name, value in facts.items() if value]
     return "\n".join(
         [
@@ -154,20 +155,20 @@ def card_section(found: Stored) -> str:
     )
 
 
-def latency_charts(found: Stored) -> list[Chart]:
+def latency_charts(stored: Stored) -> list[Chart]:
     """The score against the latency, at each batch size; bars are the scores' intervals."""
-    corner = "Lower" if found["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"
+    corner = "Lower" if stored["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"
     charts = []
-    for size in found["artifacts"][0]["timings"]:
+    for size in stored["artifacts"][0]["timings"]:
         series = []
-        for row in found["artifacts"]:
+        for row in stored["artifacts"]:
             score, name = row["judged"]["score"], row["artifact"]
             if score is None:
                 continue
             color, markers = ARTIFACT_STYLES.get(name, OTHER_STYLE)
             timing = row["timings"][size]
             told = (
-                f"{name}\n{found['objective']} {_interval(score, digits=4)}\np50 {timing['p50_ms']:.3g} ms, "
+                f"{name}\n{stored['objective']} {_interval(score, digits=4)}\np50 {timing['p50_ms']:.3g} ms, "
                 f"p99 {timing['p99_ms']:.3g} ms\n{row['judged']['verdict'].replace('_', ' ')}"
             )
             x = timing["p50_ms"]
@@ -180,11 +181,11 @@ def latency_charts(found: Stored) -> list[Chart]:
             Chart(
                 key=f"latency_{size}",
                 title=f"Score against latency, {_texts(int(size))}",
-                x_label=f"median ms of a prediction of {_texts(int(size))}, {threads(found)}",
-                y_label=f"{found['objective']} on validation",
+                x_label=f"median ms of a prediction of {_texts(int(size))}, {threads(stored)}",
+                y_label=f"{stored['objective']} on validation",
                 series=series,
                 caption=(
-                    f"Each form's {found['objective']} on the {found['num_examples']:,} rows of "
+                    f"Each form's {stored['objective']} on the {stored['num_examples']:,} rows of "
                     f"validation, with its 95 % interval. {corner} left is better."
                 ),
             )
@@ -196,9 +197,9 @@ def _texts(size: int) -> str:
     return "one text" if size == 1 else f"{size} texts"
 
 
-def threads(found: Stored) -> str:
+def threads(stored: Stored) -> str:
     """`1 thread`, `2 threads`."""
-    return f"{found['num_threads']} thread{'s' * (found['num_threads'] > 1)}"
+    return f"{stored['num_threads']} thread{'s' * (stored['num_threads'] > 1)}"
 
 
 def _verdict(judged: Stored) -> str:

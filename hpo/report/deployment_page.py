@@ -19,25 +19,25 @@ from hpo.report.deployed import (
 from hpo.report.page import plot, render
 
 
-def deployment_html(found: Mapping[str, Any], model: str) -> str:
+def deployment_html(stored: Mapping[str, Any], model: str) -> str:
     """The page of a `Deployment.as_json()`, whose chosen artifact lies in the folder `model`."""
-    device = found["device"]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    device = stored["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     return render(
         "deploy.html.j2",
-        name=found["study"],
+        name=stored["study"],
         facts=[
-            f"Chosen on {found['num_examples']:,} rows of validation.",
-            f"Timed on {device['name']} ({', '.join(device['features'])}), {threads(found)}.",
+            f"Chosen on {stored['num_examples']:,} rows of validation.",
+            f"Timed on {device['name']} ({', '.join(device['features'])}), {threads(stored)}.",
             f"{versions}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         ],
-        verdict=verdict(found),
-        loading=loading(found, model),
-        sentences=sentences(found),
-        charts=[(chart, plot(chart)) for chart in latency_charts(found)],
-        quality=quality_table(found),
-        latency=latency_table(found),
-        tasks=task_table(found),
-        unit=found["unit"],
-        max_drop=f"{found['max_drop']:g}",
+        verdict=verdict(stored),
+        loading=loading(stored, model),
+        sentences=sentences(stored),
+        charts=[(chart, plot(chart)) for chart in latency_charts(stored)],
+        quality=quality_table(stored),
+        latency=latency_table(stored),
+        tasks=task_table(stored),
+        unit=stored["unit"],
+        max_drop=f"{stored['max_drop']:g}",
     )

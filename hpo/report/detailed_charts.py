@@ -24,12 +24,12 @@ MAX_PAIRS = 20
 
 def task_charts(one: Detailed, task: str) -> list[Chart]:
     """The charts of a task, those that there is something to draw for."""
-    found = one.tasks[task]
+    of_task = one.tasks[task]
     place = f"{one.name}_task_{list(one.tasks).index(task) + 1}"
     charts = (
-        classes_chart(found, f"classes_{place}", task),
-        confusion_chart(found, f"confusion_{place}", task),
-        calibration_chart(found, f"calibration_{place}", task),
+        classes_chart(of_task, f"classes_{place}", task),
+        confusion_chart(of_task, f"confusion_{place}", task),
+        calibration_chart(of_task, f"calibration_{place}", task),
     )
     return [chart for chart in charts if chart is not None]
 
@@ -63,9 +63,9 @@ def intervals_chart(one: Detailed) -> Chart | None:
     )
 
 
-def classes_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+def classes_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
     """F1 of each class as a bar, with precision and recall as marks; the lowest F1 on top."""
-    known = [one for one in sorted_classes(found) if is_number(one["f1"])]
+    known = [one for one in sorted_classes(of_task) if is_number(one["f1"])]
     shown = sorted(known, key=lambda one: one["f1"])[:MAX_CLASSES][::-1]
     if not shown:
         return None
@@ -86,7 +86,7 @@ def classes_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None
         told = [hover[place] for place in at]
         series.append(Series(name, color, values, at, markers=markers, hover=told))
     names = [f"{one['name']} ({format_number(one['support'])})" for one in shown]
-    num = len(found["classes"])
+    num = len(of_task["classes"])
     which = f"The {len(shown)} lowest F1 of {num} classes" if len(shown) < num else "By F1, the lowest first"
     return Chart(
         key,
@@ -99,23 +99,23 @@ def classes_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None
     )
 
 
-def confusion_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+def confusion_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
     """Which class is predicted where which is true: a matrix, or of many classes the most frequent pairs."""
-    confusion = found["confusion"]
+    confusion = of_task["confusion"]
     if not confusion or not confusion["counts"]:
         return None
     is_matrix = len(confusion["labels"]) <= MAX_CLASSES
-    return _matrix(found, key, task) if is_matrix else _pairs(found, key, task)
+    return _matrix(of_task, key, task) if is_matrix else _pairs(of_task, key, task)
 
 
-def _matrix(found: Mapping[str, Any], key: str, task: str) -> Chart:
-    labels, counts = found["confusion"]["labels"], found["confusion"]["counts"]
-    supports = _supports(found)
+def _matrix(of_task: Mapping[str, Any], key: str, task: str) -> Chart:
+    labels, counts = of_task["confusion"]["labels"], of_task["confusion"]["counts"]
+    supports = _supports(of_task)
     cells = [
         (true, said, count, count / max(supports[labels[true]], count, 1)) for true, said, count in counts
     ]
     last = len(labels) - 1
-    several = found["kind"] == "multi_label"
+    several = of_task["kind"] == "multi_label"
     hover = [
         f"true {labels[true]}, predicted {labels[said]}\n"
         f"{format_number(count)} rows, {share:.0%} of those where {labels[true]} holds"
@@ -153,8 +153,8 @@ def _matrix(found: Mapping[str, Any], key: str, task: str) -> Chart:
     )
 
 
-def _pairs(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
-    pairs, supports = off_diagonal(found), _supports(found)
+def _pairs(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
+    pairs, supports = off_diagonal(of_task), _supports(of_task)
     shown = pairs[:MAX_PAIRS][::-1]
     if not shown:
         return None
@@ -163,7 +163,7 @@ def _pairs(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
         for true, said, count in shown
     ]
     names = [f"{true} → {said}" for true, said, _ in shown]
-    several = found["kind"] == "multi_label"
+    several = of_task["kind"] == "multi_label"
     what = "predicted together with another class that holds" if several else "taken for another"
     return Chart(
         key,
@@ -175,7 +175,7 @@ def _pairs(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
         ],
         y_ticks=names,
         caption=f"True → predicted: the {len(shown)} most frequent of {len(pairs)} pairs of "
-        f"{len(found['confusion']['labels'])} classes.",
+        f"{len(of_task['confusion']['labels'])} classes.",
         height=110 + _row_height(names) * len(names),
     )  # fmt: skip
 
@@ -185,19 +185,19 @@ def _row_height(names: Sequence[str]) -> int:
     return 12 + 14 * max(len(textwrap.wrap(name, TICK_WIDTH)) for name in names)
 
 
-def _supports(found: Mapping[str, Any]) -> Mapping[str, int]:
+def _supports(of_task: Mapping[str, Any]) -> Mapping[str, int]:
     """Rows of each class; where the classes do not say it, those of the matrix."""
-    known = {one["name"]: one["support"] for one in found["classes"] if is_number(one["support"])}
-    labels: Sequence[str] = found["confusion"]["labels"]
+    known = {one["name"]: one["support"] for one in of_task["classes"] if is_number(one["support"])}
+    labels: Sequence[str] = of_task["confusion"]["labels"]
     counted: Counter[str] = Counter()
-    for true, _, count in found["confusion"]["counts"]:
+    for true, _, count in of_task["confusion"]["counts"]:
         counted[labels[true]] += count
     return counted | known
 
 
-def calibration_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+def calibration_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
     """For each bin of probability, what the model said and how often it was true."""
-    calibration = found["calibration"]
+    calibration = of_task["calibration"]
     bins = [one for one in (calibration or {}).get("bins", ()) if one["count"]][::-1]
     if not bins:
         return None
@@ -216,7 +216,7 @@ def calibration_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | 
     confidences, marks, marked = known("confidence")
     of = (
         "every class of every row against its being true"
-        if found["kind"] == "multi_label"
+        if of_task["kind"] == "multi_label"
         else "the predicted class against its being right"
     )
     ece = f"Expected calibration error {format_number(calibration['ece'])}. "

@@ -37,7 +37,7 @@ def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
         "warnings": one.warnings,
         "metrics": metrics_text(one),
         "charts": [draw(first)] if first else [],
-        "tasks": [_task(task, found, drawn[task]) for task, found in one.tasks.items()],
+        "tasks": [_task(task, of_task, drawn[task]) for task, of_task in one.tasks.items()],
     }
 
 
@@ -55,30 +55,30 @@ def _about(one: Detailed) -> str:
     return " ".join(lines)
 
 
-def _task(name: str, found: Mapping[str, Any], charts: list[Drawn]) -> dict[str, Any]:
-    threshold = found["threshold"]
-    facts = [f"{format_number(found['num_rows'])} rows have the truth."]
+def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[str, Any]:
+    threshold = of_task["threshold"]
+    facts = [f"{format_number(of_task['num_rows'])} rows have the truth."]
     facts += [f"Threshold {format_number(threshold)}."] if is_number(threshold) else []
-    num = len(found["classes"] or ())
+    num = len(of_task["classes"] or ())
     facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
-    worst = found["worst"] or ()
-    in_spans = found["kind"] in SPAN_KINDS
+    worst = of_task["worst"] or ()
+    in_spans = of_task["kind"] in SPAN_KINDS
     legend = [(look, sign, MEANINGS[look]) for look, sign in LOOKS.items()]
     if in_spans:
         legend.append(("mixed", "− +", "several spans, each with its sign"))
     return {
         "name": name,
-        "title": f"{name} ({found['kind']})",
+        "title": f"{name} ({of_task['kind']})",
         "about": " ".join(facts),
-        "classes": classes_text(found),
+        "classes": classes_text(of_task),
         "charts": charts,
-        "legend": [] if found["kind"] == "regression" else legend,
-        "worst": [_error(found, row) for row in worst],
+        "legend": [] if of_task["kind"] == "regression" else legend,
+        "worst": [_error(of_task, row) for row in worst],
     }
 
 
-def _error(found: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    text, kind = row["text"] or "", found["kind"]
+def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    text, kind = row["text"] or "", of_task["kind"]
     shown: dict[str, Any] = {"id": row["id"], "loss": format_number(row["loss"]), "text": text}
     if kind in SPAN_KINDS:
         sides = [row[side] or [] for side in ("truth", "predicted")]
@@ -86,13 +86,13 @@ def _error(found: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
         if outside := outside_text(row["num_outside"]):
             answer += f", {outside}"
-        return shown | {"text": marked_text(text, *sides, named=_has_names(found)), "answer": answer}
+        return shown | {"text": marked_text(text, *sides, named=_has_names(of_task)), "answer": answer}
     if kind == "regression":
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]
         return shown | {"answer": "· true {}, predicted {}".format(*numbers)}
     return shown | {"answer": marked_labels(row["truth"], row["predicted"])}
 
 
-def _has_names(found: Mapping[str, Any]) -> bool:
+def _has_names(of_task: Mapping[str, Any]) -> bool:
     """Whether the spans of a task have different names."""
-    return len(found["classes"] or ()) > 1
+    return len(of_task["classes"] or ()) > 1

@@ -44,13 +44,13 @@ class Detailed:
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
         """The task's part of the document by its name."""
-        found: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
-        return found
+        of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
+        return of_task
 
     @property
     def warnings(self) -> list[str]:
         """Those of all tasks, each with the task's name before it."""
-        return [f"{task}: {text}" for task, found in self.tasks.items() for text in found["warnings"] or ()]
+        return [f"{task}: {text}" for task, of in self.tasks.items() for text in of["warnings"] or ()]
 
 
 def detailed_evaluations(tables: StudyTables) -> list[Detailed]:
@@ -71,8 +71,8 @@ def intervals(one: Detailed) -> list[dict[str, Any]]:
     rows = [{"task": "", "metric": "score", **score}] if score else []
     return rows + [
         {"task": task, "metric": metric, **interval}
-        for task, found in one.tasks.items()
-        for metric, interval in found["metrics"].items()
+        for task, of_task in one.tasks.items()
+        for metric, interval in of_task["metrics"].items()
     ]
 
 
@@ -117,15 +117,15 @@ def metrics_text(one: Detailed) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["task", "metric", interval])
 
 
-def sorted_classes(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def sorted_classes(of_task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The classes of a task, the most frequent first; of equally frequent ones that of the lower F1."""
     return sorted(
-        found["classes"] or (),
+        of_task["classes"] or (),
         key=lambda one: (-(one["support"] or 0), one["f1"] if is_number(one["f1"]) else 2.0),
     )
 
 
-def classes_text(found: Mapping[str, Any]) -> pd.DataFrame:
+def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
     """The table of a task's classes for people."""
     rows = [
         [
@@ -133,12 +133,12 @@ def classes_text(found: Mapping[str, Any]) -> pd.DataFrame:
             *(f"{one[name]:.3f}" if is_number(one[name]) else "–" for name in ("precision", "recall", "f1")),
             format_number(one["support"]),
             format_number(one["num_predicted"]),
-            format_number(found["threshold"]),
+            format_number(of_task["threshold"]),
         ]
-        for one in sorted_classes(found)
+        for one in sorted_classes(of_task)
     ]
     table = pd.DataFrame(rows, columns=list(_CLASS))
-    return table if is_number(found["threshold"]) else table.drop(columns="threshold")
+    return table if is_number(of_task["threshold"]) else table.drop(columns="threshold")
 
 
 def outside_text(num_spans: int) -> str:
@@ -146,9 +146,9 @@ def outside_text(num_spans: int) -> str:
     return f"and {num_spans} wrong span{'s' * (num_spans > 1)} outside this excerpt" if num_spans else ""
 
 
-def off_diagonal(found: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+def off_diagonal(of_task: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """(true class, predicted class, rows) of two different classes, the most frequent first."""
-    confusion = found["confusion"]
+    confusion = of_task["confusion"]
     if not confusion:
         return []
     labels = confusion["labels"]
@@ -178,32 +178,32 @@ def _table(every: Sequence[Detailed], rows_of: Any, columns: Sequence[str]) -> p
     rows = [
         (one.trial_number, one.split, task, *row)
         for one in every
-        for task, found in one.tasks.items()
-        for row in rows_of(found)
+        for task, of_task in one.tasks.items()
+        for row in rows_of(of_task)
     ]
     return pd.DataFrame(rows, columns=[*_WHERE, *columns])
 
 
-def _classes(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for one in sorted_classes(found):
+def _classes(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in sorted_classes(of_task):
         shares = (one[name] for name in ("name", "precision", "recall", "f1"))
-        yield (*shares, one["support"], one["num_predicted"], found["threshold"])
+        yield (*shares, one["support"], one["num_predicted"], of_task["threshold"])
 
 
-def _confusions(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    if confusion := found["confusion"]:
+def _confusions(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    if confusion := of_task["confusion"]:
         labels = confusion["labels"]
         for true, predicted, count in confusion["counts"]:
             yield labels[true], labels[predicted], count
 
 
-def _calibration(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for one in (found["calibration"] or {}).get("bins", ()):
+def _calibration(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in (of_task["calibration"] or {}).get("bins", ()):
         yield tuple(one[name] for name in ("low", "high", "confidence", "frequency", "count"))
 
 
-def _worst(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for one in found["worst"] or ():
+def _worst(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in of_task["worst"] or ():
         said = (_as_text(one[name]) for name in ("truth", "predicted"))
         yield one["id"], one["loss"], *said, one["text"], one["text_start"]
 

@@ -63,13 +63,13 @@ def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, na
 def marked_labels(truth: Any, predicted: Any) -> Markup:
     """The classes of a row that are true, predicted or both."""
     true, said = _labels(truth), _labels(predicted)
-    found = [
+    looks = [
         *(("missed", name) for name in true if name not in said),
         *(("spurious", name) for name in said if name not in true),
         *(("both", name) for name in true if name in said),
     ]
     mark = Markup('<mark class="{}"><b>{}</b> {}</mark>')
-    marks = [mark.format(look, LOOKS[look], name) for look, name in found]
+    marks = [mark.format(look, LOOKS[look], name) for look, name in looks]
     return Markup(" ").join(marks) if marks else Markup("none")
 
 
@@ -80,8 +80,8 @@ def _labels(value: Any) -> list[str]:
 def _piece(text: str, true: Set[Span], said: Set[Span], named: bool) -> Piece:
     if not true and not said:
         return Piece(text)
-    found = {"missed": true - said, "spurious": said - true, "both": true & said}
-    kinds = {look: sorted({name for name, *_ in spans}) for look, spans in found.items()}
+    looks = {"missed": true - said, "spurious": said - true, "both": true & said}
+    kinds = {look: sorted({name for name, *_ in spans}) for look, spans in looks.items()}
     held = [look for look, names in kinds.items() if names]
     look = held[0] if len(held) == 1 else "mixed"
     signs = [sign for kind in held for sign in _signs(LOOKS[kind], kinds[kind], named)]

@@ -28,11 +28,11 @@ def numerics_table(tables: StudyTables) -> pd.DataFrame:
     ):
         of_trial = dict(zip(_TRIAL, (trial.number, precision, counts), strict=True))
         for index, row in enumerate(trial.evaluations, 1):
-            if (found := row.numerics) is None:
+            if (measured := row.numerics) is None:
                 continue
             at: dict[str, Any] = {"evaluation": index, "step": row.step, "epoch": row.epoch}
-            at |= {name: found.get(name) for name in ("loss_scale", "skipped_steps")}
-            rows.append({**of_trial, **at, **found["all"]})
+            at |= {name: measured.get(name) for name in ("loss_scale", "skipped_steps")}
+            rows.append({**of_trial, **at, **measured["all"]})
     table = pd.DataFrame(rows, columns=list(_COLUMNS))
     return table.assign(**{name: pd.to_numeric(table[name]) for name in _NUMBERS})
 
@@ -54,20 +54,20 @@ def numerics(tables: StudyTables) -> Chart:
             values = of_label.dropna(subset=[measure]).groupby("evaluation")[measure]
             if not len(values):
                 continue
-            found = values.agg(["median", "min", "max", "count"])
+            measured = values.agg(["median", "min", "max", "count"])
             series.append(
                 Series(
                     label,
                     color,
-                    list(found.index.astype(float)),
-                    list(found["median"]),
+                    list(measured.index.astype(float)),
+                    list(measured["median"]),
                     "line",
                     markers=markers,
                     with_markers=True,
                     dashed=measure == "underflow",
                     hover=[
                         f"{label}: {what} {median:.2%}\n{count:.0f} trials, {low:.2%} to {high:.2%}"
-                        for median, low, high, count in found.to_numpy()
+                        for median, low, high, count in measured.to_numpy()
                     ],
                     in_legend=all(one.name != label for one in series),
                 )

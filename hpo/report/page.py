@@ -66,7 +66,10 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         name=tables.record.name,
         facts=_facts(tables),
         sentences=sentences(tables),
-        compared=[(details(found), comparison_tables(found)) for found in tables.record.comparisons.values()],
+        compared=[
+            (details(comparison), comparison_tables(comparison))
+            for comparison in tables.record.comparisons.values()
+        ],
         num_objectives=len(tables.record.metric_names),
         num_complete=len(tables.complete),
         outcomes=", ".join(f"{count} {outcome}" for outcome, count in outcomes),

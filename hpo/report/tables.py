@@ -279,9 +279,9 @@ def searched_parameters(trials: pd.DataFrame) -> list[str]:
 
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
-    found = support(name, DeviceInfo.from_facts(facts))
-    runs = found.level == "native" or (found.level == "emulated" and allow_emulated)
-    return "" if runs else found.reason
+    here = support(name, DeviceInfo.from_facts(facts))
+    runs = here.level == "native" or (here.level == "emulated" and allow_emulated)
+    return "" if runs else here.reason
 
 
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What `hpo compare` has found of a study, as tables and charts: for terminal, page and dashboard.
+"""The results of `hpo compare`, as tables and charts: for terminal, page and dashboard.
 
 The sentences are `hpo.compare.words`', as they were stored.
 """
@@ -21,46 +21,46 @@ NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
 _COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory"]
 
-Found = Mapping[str, Any]
-"""What a comparison has found, as it is stored."""
+Comparison = Mapping[str, Any]
+"""The result of a comparison, as it is stored."""
 
 
 def sentences(tables: StudyTables) -> list[str]:
     """What each comparison of the study comes to."""
     return [
-        f"{found['recommendation']}{'' if found['has_ended'] else ' (the comparison goes on)'}"
-        for found in tables.record.comparisons.values()
+        f"{comparison['recommendation']}{'' if comparison['has_ended'] else ' (the comparison goes on)'}"
+        for comparison in tables.record.comparisons.values()
     ]
 
 
-def details(found: Found) -> list[str]:
+def details(comparison: Comparison) -> list[str]:
     """The verdict on each precision with what it rests on, collapsed runs, and the search's own best."""
-    told = [row["sentence"] for row in found.get("verdicts", ())]
-    told += [f"Collapsed: {sentence}" for sentence in found.get("collapsed", ())]
-    return [*told, *filter(None, [found.get("tuned_sentence")])]
+    told = [row["sentence"] for row in comparison.get("verdicts", ())]
+    told += [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
+    return [*told, *filter(None, [comparison.get("tuned_sentence")])]
 
 
 def chosen_on_test(record: StudyRecord) -> list[str]:
     """A sentence where `hpo compare` has chosen between precisions on the test split."""
-    found = record.comparisons.get("precisions", {})
-    asked = [row for row in found.get("verdicts", ()) if row["num_runs"]]
-    if found.get("split") != "test" or not asked:
+    comparison = record.comparisons.get("precisions", {})
+    asked = [row for row in comparison.get("verdicts", ()) if row["num_runs"]]
+    if comparison.get("split") != "test" or not asked:
         return []
     names = ", ".join(row["precision"] for row in asked)
     used = f"The test split has been used to choose between fp32 and {names} (`hpo compare`)"
     return [f"{used}: a score on test of what was chosen is a little too good."]
 
 
-def comparison_tables(found: Found) -> list[pd.DataFrame]:
+def comparison_tables(comparison: Comparison) -> list[pd.DataFrame]:
     """Those of one comparison that have something in them."""
     made = (verdict_table, standings_table, device_table, configuration_table)
-    return [table for table in (make(found) for make in made) if not table.empty]
+    return [table for table in (make(comparison) for make in made) if not table.empty]
 
 
-def verdict_table(found: Found) -> pd.DataFrame:
+def verdict_table(comparison: Comparison) -> pd.DataFrame:
     """A row for each precision of the metric that decides, then one for each task's own metric."""
     rows = []
-    for row in found.get("verdicts", ()):
+    for row in comparison.get("verdicts", ()):
         metrics = {row["metric"]: row, **row["tasks"]}
         for metric, of_metric in metrics.items():
             decides = metric == row["metric"]
@@ -79,7 +79,7 @@ def verdict_table(found: Found) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def standings_table(found: Found) -> pd.DataFrame:
+def standings_table(comparison: Comparison) -> pd.DataFrame:
     """The standings of a race, the best first."""
     return pd.DataFrame(
         {
@@ -92,13 +92,13 @@ def standings_table(found: Found) -> pd.DataFrame:
                 row["overstated"], row["overstated_low"], row["overstated_high"], sign="+"
             ),
         }
-        for row in found.get("standings", ())
+        for row in comparison.get("standings", ())
     )
 
 
-def configuration_table(found: Found) -> pd.DataFrame:
+def configuration_table(comparison: Comparison) -> pd.DataFrame:
     """A row for each configuration: its trial, its precisions, and the settings that differ; of one, all."""
-    rows = found.get("configurations", ())
+    rows = comparison.get("configurations", ())
     names = dict.fromkeys(name for row in rows for name in row["params"])
     differing = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
     return pd.DataFrame(
@@ -111,7 +111,7 @@ def configuration_table(found: Found) -> pd.DataFrame:
     )
 
 
-def device_table(found: Found) -> pd.DataFrame:
+def device_table(comparison: Comparison) -> pd.DataFrame:
     """Speed and memory on each kind of device, a row for each precision; empty where there was one kind."""
     return pd.DataFrame(
         {
@@ -120,7 +120,7 @@ def device_table(found: Found) -> pd.DataFrame:
             "speed": _ratio(there, "speed_ratio"),
             "memory": _ratio(there, "memory_ratio"),
         }
-        for row in found.get("verdicts", ())
+        for row in comparison.get("verdicts", ())
         for there in row["devices"]
         if len(row["devices"]) > 1
     )
@@ -129,11 +129,11 @@ def device_table(found: Found) -> pd.DataFrame:
 def forest(tables: StudyTables) -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
-    found = _precisions(tables)
-    rows = list(found.get("verdicts", ()))[::-1]
+    comparison = _precisions(tables)
+    rows = list(comparison.get("verdicts", ()))[::-1]
     if not rows:
         return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
-    margin = found["margin"]
+    margin = comparison["margin"]
     ends = [-0.6, len(rows) - 0.4]
     series = [
         Series("no difference", MARGIN_COLOR, [0.0, 0.0], ends, "line"),
@@ -181,7 +181,7 @@ def speed_and_quality(tables: StudyTables) -> list[Chart]:
     return charts
 
 
-def _speed_and_quality(rows: Sequence[Found], key: str, title: str) -> Chart:
+def _speed_and_quality(rows: Sequence[Comparison], key: str, title: str) -> Chart:
     rows = [row for row in rows if is_number(row["speed_ratio"]) and is_number(row["low"])]
     if not rows:
         return Chart(key, title, absent="No pair of trials tells the speed: each must have its device alone.")
@@ -205,22 +205,22 @@ def _speed_and_quality(rows: Sequence[Found], key: str, title: str) -> Chart:
     )
 
 
-def _precisions(tables: StudyTables) -> Found:
-    found: Found = tables.record.comparisons.get("precisions", {})
-    return found
+def _precisions(tables: StudyTables) -> Comparison:
+    comparison: Comparison = tables.record.comparisons.get("precisions", {})
+    return comparison
 
 
-def _bounds(row: Found) -> tuple[Any, Any, Any]:
+def _bounds(row: Comparison) -> tuple[Any, Any, Any]:
     return row["difference"], row["low"], row["high"]
 
 
-def _ratio(row: Found, name: str) -> str:
+def _ratio(row: Comparison, name: str) -> str:
     if len(row.get("devices", ())) > 1:
         return "by device"
     return format_interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
 
 
-def _collapsed(row: Found) -> str:
+def _collapsed(row: Comparison) -> str:
     """How many did, and how many may."""
     if not row["num_runs"]:
         return "–"
