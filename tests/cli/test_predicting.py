@@ -87,7 +87,6 @@ def test_an_output_file(exported: Path, tmp_path: Path) -> None:
     finished = ok(hpo_command(exported, "predict", "model", "test.jsonl", "--output", str(out)))
     assert finished.out == ""
     assert f"24 predictions are in {out}." in finished.err
-    assert "reading test.jsonl\n" in finished.err
     assert [file.name for file in tmp_path.iterdir()] == [out.name]
     # What is written can be predicted again.
     again = ok(hpo_command(exported, "predict", "model", str(out)))

@@ -88,7 +88,7 @@ def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Sto
     assert found == [10, 11]
 
 
-def test_a_bar_advances_every_few_seconds(storage: Storage) -> None:
+def test_progress_is_told_every_few_seconds(storage: Storage) -> None:
     """Far more often than a lease needs to be renewed."""
     config = study(1)
     create_or_resume_study(storage, config)

@@ -207,7 +207,7 @@ def test_a_supervisor_waits_for_no_database(
     use_command: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A worker that dies is started again when its death is recorded; told to stop, all may leave."""
+    """A worker that dies is started again when the database is back; told to stop, all may leave."""
     use_command(
         "-c",
         "import os, pathlib, sys, threading, time\nprint('runs', flush=True)\n"
