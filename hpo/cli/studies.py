@@ -30,7 +30,7 @@ WAIT_SECONDS = 180.0
 
 @app.command()
 def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
-    """List the studies of the database: state, progress, best value, live workers, age."""
+    """List the studies of the database: state, progress, live workers, age."""
     from hpo.study.reading.overview import list_studies
 
     with existing_database(storage) as database:
@@ -153,7 +153,7 @@ def _print_studies(overviews: list[StudyOverview]) -> None:
     from rich.console import Console
 
     from hpo.cli.display import dataframe_table
-    from hpo.report.formats import format_metric, format_seconds
+    from hpo.report.formats import format_seconds
 
     if not overviews:
         typer.echo("The database holds no study.")
@@ -164,7 +164,6 @@ def _print_studies(overviews: list[StudyOverview]) -> None:
             "state": study.state,
             "priority": study.priority,
             "done": f"{study.trials['done']}/{study.trials['total']}",
-            "best": "" if study.best is None else f"{study.metric} {format_metric(study.metric, study.best)}",
             "workers": study.workers,
             "age": format_seconds(study.now - study.created),
         }

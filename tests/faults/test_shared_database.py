@@ -72,7 +72,7 @@ def test_workers_without_a_name_go_to_the_highest_priority_and_then_where_fewest
 def test_when_a_worker_leaves_a_study_for_another(here: Any, other: Any, stays: bool) -> None:
     def overview(name: str, workers: int, free: int = 5, priority: int = 0) -> StudyOverview:
         trials = {"open": free, "running": 1, "done": 0, "total": free + 1}
-        return StudyOverview(name, "open", priority, trials, "score", None, workers, 0.0, 0.0, 0.0)
+        return StudyOverview(name, "open", priority, trials, workers, 0.0, 0.0)
 
     assert stays_in("here", [overview("here", **here), overview("other", **other)]) == stays
 

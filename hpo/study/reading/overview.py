@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.trial import TrialState
 
 from hpo.config.study_file import show
 from hpo.study.claims.process import is_alive
@@ -36,10 +35,6 @@ class StudyOverview:
     priority: int
     trials: dict[str, int]
     """`open`, `running`, `done` and the `total`; one whose worker died counts as open."""
-    metric: str
-    """The first objective."""
-    best: float | None
-    """Its best value; None before the first complete trial."""
     workers: int
     """That live."""
     created: float
@@ -56,24 +51,22 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             rows = _studies(connection)
             alive = _alive(storage, connection)
             counts = _counts(connection, alive)
-            best = _best_values(connection)
         overviews = []
         for row in rows:
             trials = counts[row.name]
             unfinished = trials["open"] + trials["running"]
             try:
+                json.loads(row.definition)
                 overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,
                     priority=row.priority,
                     trials={**trials, "total": sum(trials.values())},
-                    metric=str(json.loads(row.definition)["objective"][0]["metric"]),
-                    best=best.get(row.name),
                     workers=len(alive[row.name]),
                     created=min(row.created, now),
                     now=now,
                 )
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, TypeError) as error:
                 say_damaged(row.name, f"{type(error).__name__}: {error}")
             else:
                 overviews.append(overview)
@@ -122,25 +115,3 @@ def _counts(connection: sa.Connection, alive: dict[str, set[str]]) -> dict[str, 
         # One whose worker died waits for the next one, as an open slot does.
         counts[study]["running" if owner in alive[study] else "open"] += 1
     return counts
-
-
-def _best_values(connection: sa.Connection) -> dict[str, float]:
-    """The best value of the first objective of each study that has a complete trial."""
-    made, trials = optuna_internals.studies, optuna_internals.trials
-    directions, values = optuna_internals.directions, optuna_internals.values
-    query = (
-        sa.select(
-            made.c.study_name,
-            directions.c.direction,
-            sa.func.min(values.c.value),
-            sa.func.max(values.c.value),
-        )
-        .join(directions, sa.and_(directions.c.study_id == made.c.study_id, directions.c.objective == 0))
-        .join(trials, sa.and_(trials.c.study_id == made.c.study_id, trials.c.state == TrialState.COMPLETE))
-        .join(values, sa.and_(values.c.trial_id == trials.c.trial_id, values.c.objective == 0))
-        .group_by(made.c.study_name, directions.c.direction)
-    )
-    return {
-        name: float(highest if direction.name == "MAXIMIZE" else lowest)
-        for name, direction, lowest, highest in connection.execute(query)
-    }

@@ -26,7 +26,6 @@ tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All of Optuna's; what refers to others comes after them."""
 _named = BaseModel.metadata.tables
 studies = _named["studies"]
-directions = _named["study_directions"]
 study_user_attributes = _named["study_user_attributes"]
 study_system_attributes = _named["study_system_attributes"]
 trials = _named["trials"]
