@@ -131,7 +131,7 @@ class ColumnsConfig(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
-    """Span or task name to column of spans, as `[[start, end], ...]`."""
+    """Task name to column of spans: `{name: [[start, end], ...]}`; of one span name `[[start, end], ...]`."""
 
 
 def _one_character(given: str) -> str:

@@ -1,7 +1,7 @@
 """The cells of a table's row (csv, parquet, hub) in the form of a jsonl line.
 
-A class is a string, several classes are a list, a JSON list, or `a|b`. Spans are a list or JSON list of
-[start, end], or, in a column for a whole task, {name: [[start, end], ...]}. An empty cell means "not
+A class is a string, several classes are a list, a JSON list, or `a|b`. Spans are {name: [[start, end], ...]},
+or of a task with one span name [[start, end], ...], both in JSON too. An empty cell means "not
 annotated"; but of several classes in csv, which has no other way to leave a list empty, that no class holds,
 unless `data.csv.empty` is `unlabelled`. No class and no span at all are written `[]` too.
 """
@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, TaskConfig
@@ -72,15 +71,11 @@ class Table:
             task: config.span_names or () for task, config in tasks.items() if config.kind in SPAN_KINDS
         }
         with_labels = [task for task in tasks if task not in self._span_names]
-        for task in columns.labels:
-            if task not in with_labels:
-                hint = did_you_mean(task, with_labels)
-                raise DataError(f"data.columns.labels: no task with labels is called `{task}`.{hint}")
-        for name in columns.spans:
-            if not self._tasks_of(name):
-                of_tasks = chain.from_iterable(self._span_names.values())
-                hint = did_you_mean(name, sorted({*of_tasks, *self._span_names}))
-                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
+        for key, known in (("labels", with_labels), ("spans", list(self._span_names))):
+            for task in getattr(columns, key):
+                if task not in known:
+                    hint = did_you_mean(task, known)
+                    raise DataError(f"data.columns.{key}: no task with {key} is called `{task}`.{hint}")
         self.names = column_names(columns)
 
     def check(self, header: Sequence[str]) -> None:
@@ -99,18 +94,21 @@ class Table:
                 labels[task] = []
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
-        for name, column in self._columns.spans.items():
-            value = cells[column]
+        for task, column in self._columns.spans.items():
+            value, names = cells[column], self._span_names[task]
             if _is_empty(value):
-                annotated -= self._tasks_of(name)
+                annotated.discard(task)
                 continue
             if isinstance(value, str):
                 value = _parsed(value, column, problems)
             if isinstance(value, Mapping):
                 spans |= {key: pairs for key, pairs in value.items() if pairs}
+            elif value and len(names) == 1:
+                spans[names[0]] = value
             elif value:
-                of_task = self._span_names.get(name, ())
-                spans[of_task[0] if len(of_task) == 1 else name] = value
+                problems.append(
+                    f"column {column} must be {{name: [[start, end], ...]}}: `{task}` has several span names"
+                )
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
         return Row(where, row, problems, frozenset(annotated))
@@ -131,12 +129,6 @@ class Table:
                 return _parsed(cell, column, problems)
             return [part for piece in cell.split(self._cells.list_separator) if (part := piece.strip())]
         return cell
-
-    def _tasks_of(self, name: str) -> set[str]:
-        """The task of this name, or all that have a span name of it."""
-        if name in self._span_names:
-            return {name}
-        return {task for task, names in self._span_names.items() if name in names}
 
 
 class TextTable(Table):

@@ -40,7 +40,7 @@ COLUMNS = {
     "id": "key",
     "text": "body",
     "labels": {"tone": "tone", "topics": "topics", "grade": "grade"},
-    "spans": {"person": "person", "place": "place", "answer": "reply", "proof": "proof"},
+    "spans": {"names": "names", "answer": "reply", "proof": "proof"},
 }
 
 
@@ -48,10 +48,9 @@ def cells(line: dict[str, Any]) -> dict[str, Any]:
     """A line as a table's row, with lists where a table can hold them."""
     labels, spans = line["labels"], line.get("spans")
     row = {"key": line["id"], "body": line["text"], **{task: labels.get(task) for task in COLUMNS["labels"]}}
-    for name in ("person", "place", "reply"):
-        row[name] = None if spans is None else spans.get(name, [])
-    work = {"work"} & (spans or {}).keys()
-    row["proof"] = None if spans is None else json.dumps({name: spans[name] for name in work})
+    row["reply"] = None if spans is None else spans.get("reply", [])
+    for column, names in (("names", ("person", "place")), ("proof", ("work",))):
+        row[column] = None if spans is None else json.dumps({n: spans[n] for n in names if n in spans})
     return row
 
 
@@ -130,7 +129,7 @@ def test_an_empty_cell_of_spans_leaves_its_task_open(tmp_path: Path) -> None:
         'Ann in Rome,"[[0, 3]]",',
         "Ann in Rome,,[]",
         tasks=tasks,
-        spans={"person": "person", "places": "place"},
+        spans={"names": "person", "places": "place"},
     )
     annotated = [sorted(example.annotated) for example in dataset.splits["train"]]
     assert annotated == [["names", "places"], ["names"], ["places"]]

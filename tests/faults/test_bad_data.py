@@ -206,7 +206,7 @@ def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str, message: str) -
             {"labels": {"tune": "tone"}},
             "data.columns.labels: no task with labels is called `tune`. Did you mean `tone`",
         ),
-        ({"spans": {"names": "tone"}}, "data.columns.spans: no task has spans called `names`"),
+        ({"spans": {"names": "tone"}}, "data.columns.spans: no task with spans is called `names`"),
         ({"id": "key"}, "has no column `key`"),
     ],
 )
