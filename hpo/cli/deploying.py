@@ -36,7 +36,18 @@ if TYPE_CHECKING:
     from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
 
+TIMEOUT_SECONDS = 1800.0
+
 DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
+    "timeout": Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="After so long no further form is begun, and the choice is among those that are scored.",
+            show_default=f"{TIMEOUT_SECONDS:g}",
+        ),
+    ],
     "max_drop": Annotated[
         float | None,
         typer.Option(
@@ -81,14 +92,6 @@ def deploy(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="After so long no further form is begun, and the choice is among those that are scored.",
-        ),
-    ] = 1800,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep every artifact, in artifacts/, not only the chosen one.")
     ] = False,
@@ -105,7 +108,7 @@ def deploy(
 
     with (
         progress_shown(quiet=as_json),
-        stop_signals(timeout=timeout) as stop,
+        stop_signals(timeout=options["timeout"] or TIMEOUT_SECONDS) as stop,
         existing_study(study, storage) as (database, record),
     ):
         trial = _best(record)
