@@ -64,7 +64,7 @@ class TaskConfig(CheckedSection):
 
     kind: TaskKind
     classes: Names | None = None
-    """Of single_label and multi_label."""
+    """Of single_label and multi_label; left out, those of the training rows."""
     span_names: Names | None = None
     """Of the kinds whose truth is spans; of span_per_label, left out, the classes."""
     evidence_for: str | None = None
@@ -82,8 +82,6 @@ class TaskConfig(CheckedSection):
             if near := get_close_matches(key, type(self).model_fields, n=1, cutoff=0.8):
                 yield Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
         needed = {
-            "single_label": "classes",
-            "multi_label": "classes",
             "token_classification": "span_names",
             "span_extraction": "span_names",
             "span_per_label": "evidence_for",

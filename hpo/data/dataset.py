@@ -57,8 +57,8 @@ def load_data(config: DataConfig) -> DataSet:
 def _load(config: DataConfig) -> DataSet:
     config = located(config)
     configs, where, passed_over = _read_tasks(config)
-    tasks = make_tasks(configs, where)
     readers = split_readers(config, configs)
+    tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     splits = _checked(readers, RowChecker(tasks, config.pair_segments, passed_over))
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
@@ -107,6 +107,36 @@ def _tasks_of_file(path: Path) -> dict[str, TaskConfig]:
     except ValueError as error:
         raise DataError(f"{path}: must be JSON, but {error}.") from None
     return read_task_configs(content, str(path))
+
+
+def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> dict[str, TaskConfig]:
+    """Fill in the classes that a label task leaves out: those of the training rows, sorted.
+
+    Evidence without span names is evidence for all classes of its task.
+    """
+    inferred: dict[str, set[str]] = {
+        name: set() for name, config in configs.items() if config.has_classes and config.classes is None
+    }
+    if inferred:
+        num_rows = 0
+        _logger.info("reading the classes of %s", train.name)
+        for row in train.rows():
+            num_rows += 1
+            labels = row.row.get("labels") if isinstance(row.row, dict) else None
+            for name in inferred:
+                value = labels.get(name) if isinstance(labels, dict) else None
+                of_row = value if isinstance(value, list) else [value]
+                inferred[name].update(label for label in of_row if isinstance(label, str) and label)
+        if not num_rows:
+            raise DataError(_empty_split(train, "train"))
+    completed = dict(configs)
+    for name, classes in inferred.items():
+        completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
+    for name, config in completed.items():
+        labelled = completed.get(config.evidence_for or "")
+        if config.kind == "span_per_label" and config.span_names is None and labelled is not None:
+            completed[name] = config.model_copy(update={"span_names": labelled.classes})
+    return completed
 
 
 def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:

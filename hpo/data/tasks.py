@@ -98,19 +98,14 @@ def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
     if not isinstance(tasks, Mapping):
         raise DataError(f"{where}: must be a mapping of tasks, but got {show(tasks)}.")
     try:
-        configs = task_configs(tasks)
+        return task_configs(tasks)
     except ValidationError as error:
         problems = problems_of(error)
         raise DataError("\n".join(_line(where, problem) for problem in problems)) from None
-    for name, config in configs.items():
-        labelled = configs.get(config.evidence_for or "")
-        if config.kind == "span_per_label" and config.span_names is None and labelled is not None:
-            configs[name] = config.model_copy(update={"span_names": labelled.classes})
-    return configs
 
 
 def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...]:
-    """The tasks of these configs. Raises DataError for too few classes, or evidence that fits none."""
+    """The tasks whose classes are known by now. Raises DataError for too few, or evidence that fits none."""
     tasks: dict[str, Task] = {}
     problems: list[Problem] = []
     for name, config in configs.items():

@@ -111,6 +111,22 @@ def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) 
     assert max(int(name[3:]) for name in ids(small, "train")) > 250
 
 
+def test_classes_left_out_are_those_of_the_training_rows_sorted(tmp_path: Path) -> None:
+    tasks = {
+        "tone": {"kind": "single_label"},
+        "topics": {"kind": "multi_label"},
+        "proof": {"kind": "span_per_label", "evidence_for": "topics"},
+    }
+    line = {"text": "work", "spans": {"b": [[0, 4]]}}
+    train = [
+        {**line, "id": "1", "labels": {"tone": "z", "topics": ["b", "a"]}},
+        {**line, "id": "2", "labels": {"tone": "y", "topics": ["b"]}},
+    ]
+    write_set(tmp_path, tasks, train=train, validation=[{**train[0], "id": "3"}])
+    found = {task.name: task.labels for task in load_set(tmp_path).tasks}
+    assert found == {"tone": ("y", "z"), "topics": ("a", "b"), "proof": ("a", "b")}
+
+
 def test_tasks_of_the_study_leave_others_of_the_data_out(tmp_path: Path) -> None:
     tasks = {
         **TASKS,

@@ -102,11 +102,11 @@ def test_pairs_come_in_jsonl_alone() -> None:
 
 
 def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
-    lines = ("one,a|b", "two,[]", "three,", "four, c")
-    tasks = {"topics": {"kind": "multi_label", "classes": ["a", "b", "c"]}}
+    lines, tasks = ("one,a|b", "two,[]", "three,", "four, c"), {"topics": {"kind": "multi_label"}}
     dataset = one_csv(tmp_path, "text,topics", *lines, tasks=tasks, labels={"topics": "topics"})
     topics = [example.labels.get("topics") for example in dataset.splits["train"]]
     assert topics == [["a", "b"], [], [], ["c"]]
+    assert dataset.tasks[0].labels == ("a", "b", "c")
 
 
 def test_without_a_column_of_ids_the_row_numbers_are_the_ids(tmp_path: Path) -> None:
@@ -138,6 +138,7 @@ def test_an_empty_cell_of_spans_leaves_its_task_open(tmp_path: Path) -> None:
 
 def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kinds = {"tone": "single_label", "stars": "single_label", "topics": "multi_label"}
     features = datasets.Features(
         {
             "text": datasets.Value("string"),
@@ -159,12 +160,8 @@ def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: 
     config = {
         "source": "hub",
         "hub": {"name": "set", "splits": {"validation": "validation"}},  # a folder beside the study file
-        "tasks": {
-            "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
-            "stars": {"kind": "single_label", "classes": ["1", "5"]},
-            "topics": {"kind": "multi_label", "classes": ["work", "home"]},
-        },
-        "columns": {"labels": {name: name for name in ("tone", "stars", "topics")}},
+        "tasks": {name: {"kind": kind} for name, kind in kinds.items()},
+        "columns": {"labels": {name: name for name in kinds}},
     }
     dataset = load_data(DataConfig.model_validate(config, context={"folder": tmp_path}))
     assert [example.labels for example in dataset.splits["validation"]] == [
