@@ -3,6 +3,7 @@ real Slurm where its programs are, the real sets and Chromium, where they are.""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from slurm import SlurmCluster, why_not
 
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector, which trials call, from the half million objects that are imported."""
+    gc.freeze()
 
 
 def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:
