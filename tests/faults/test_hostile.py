@@ -175,8 +175,8 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
         nameless = ok(hpo_command(made, "worker", "--json"))
         assert "under what HPO_ALLOW names" in nameless.json["left_out"]["tiny"]
         commands = [["worker", "tiny"]]
-        if "checkpoint" in changes:  # the file says nothing of a location, and has other data
-            commands += [["run", "tiny.yaml"], ["delete", "tiny", "--yes"]]
+        if "checkpoint" in changes:
+            commands += [["delete", "tiny", "--yes"]]
         for command in commands:
             refused = hpo_command(made, *command)
             assert refused.exit_code == 2
