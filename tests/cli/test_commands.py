@@ -355,3 +355,20 @@ def test_a_second_interrupt_ends_at_once_and_says_so(capsys: pytest.CaptureFixtu
 
 def test_version(tmp_path: Path) -> None:
     assert ok(hpo_command(tmp_path, "--version")).out == f"hpo {hpo.__version__}\n"
+
+
+def test_ctrl_c_while_the_commands_are_imported_has_no_traceback() -> None:
+    program = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "hpo.cli.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from hpo.__main__ import main
+main()
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
