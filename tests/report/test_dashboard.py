@@ -128,9 +128,16 @@ def test_a_request_that_is_no_json_is_refused_without_a_traceback(
 ) -> None:
     with serving(sqlite_url) as port:
         url, body = f"http://127.0.0.1:{port}/api/studies", b'{"study_name": "x", "directions": ["maximize"]}'
-        for kind in ("text/plain", "application/x-www-form-urlencoded"):
-            asked = urllib.request.Request(url, body, {"Content-Type": kind})
-            with pytest.raises(urllib.error.HTTPError, match="415") as refused:
+        json_kind = "application/json"
+        for kind, sent, status in (
+            ("text/plain", body, "415"),
+            ("application/x-www-form-urlencoded", body, "415"),
+            (json_kind, b"[]", "400"),
+            (json_kind, b'"x"', "400"),
+            (json_kind, b"{", "400"),
+        ):
+            asked = urllib.request.Request(url, sent, {"Content-Type": kind})
+            with pytest.raises(urllib.error.HTTPError, match=status) as refused:
                 urllib.request.urlopen(asked)
             refused.value.close()
         asked = urllib.request.Request(url, body, {"Content-Type": "application/json; charset=utf-8"})
