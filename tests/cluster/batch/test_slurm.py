@@ -58,10 +58,6 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
     assert options_of(dry_run(tmp_path)).keys() == expected
 
 
-def test_as_many_jobs_at_once_as_the_cluster_runs(tmp_path: Path) -> None:
-    assert options_of(dry_run(tmp_path, "--workers=300"))["array"] == "0-299"
-
-
 def test_jobs_that_are_not_to_be_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = dry_run(tmp_path, "--sbatch=no-requeue")
     assert "no-requeue" in options_of(script)
