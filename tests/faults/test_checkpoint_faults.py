@@ -332,13 +332,13 @@ def test_another_machine_goes_on_from_the_store(url: str, machine: MakeMachine, 
 def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> None:
     """Training goes on with the checkpoints here; the store gets the newest when it is back."""
     a = machine("a", **store.environment)
-    a.write(store.location)
-    a.hold("hold-20", "hold-190")
+    a.write(store.location, every_seconds=0.3)
+    a.hold("hold-60", "hold-190")
     process = a.start()
     wait_until(lambda: bool(store.checkpoints()), process)
     store.go()
-    a.release("hold-20")
-    wait_until(lambda: step_of(a.checkpoints()[-1]) > 30, process)
+    a.release("hold-60")
+    wait_until(lambda: step_of(a.checkpoints()[-1]) > 70, process)
     store.come_back()
     a.release("hold-190")
     ok(finish(process))
