@@ -165,7 +165,9 @@ def stop_signals(until: str | None = None, timeout: float | None = None) -> Iter
         with stop_on_signals(end_of_job(until), timeout) as stop:
             yield stop
     except KeyboardInterrupt:
-        typer.echo("Ended at once. A study goes on from the last checkpoint when it is run again.", err=True)
+        typer.echo(
+            "Ended at once. A trial goes on from its last checkpoint when its study is run again.", err=True
+        )
         raise typer.Exit(130) from None
 
 

@@ -17,7 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric
+from hpo.report.formats import describe_params, format_metric, format_seconds
 from hpo.study.reading.watch import Look, outcome_of
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class StudyDisplay(Progress):
         self._stop = stop
         self._said_that_it_stops = not console.is_terminal
         self._printed_at = time.monotonic()
+        self._begun: dict[int, tuple[float, float]] = {}
+        """When a trial's first progress was shown, and how much of its budget was used then."""
         facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1))
         super().__init__(
             *(TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[done]}")),
@@ -88,10 +90,15 @@ class StudyDisplay(Progress):
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
         done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
         self.update(self._bar, completed=look.num_done + used, done=done, facts=self._state(look))
-        if time.monotonic() - self._printed_at >= _LINE_SECONDS:
-            self._printed_at = time.monotonic()
-            for trial, progress in look.running:
+        is_due = time.monotonic() - self._printed_at >= _LINE_SECONDS
+        for trial, progress in look.running:
+            is_first = bool(progress) and trial.number not in self._begun
+            if is_first:
+                self._begun[trial.number] = time.monotonic(), progress["budget_used"]
+            if is_due or is_first:
                 self._print_line(trial, *self._facts(trial, progress))
+        if is_due:
+            self._printed_at = time.monotonic()
 
     def _state(self, look: Look) -> str:
         if look.best is None:
@@ -120,4 +127,8 @@ class StudyDisplay(Progress):
             facts.append(f"step {progress['step']}")
             facts += [] if loss is None else [f"loss {loss:.3g}"]
             facts += [] if rate is None else [f"{rate:.3g} ex/s"]
+            since, before = self._begun[trial.number]
+            if (used := progress["budget_used"]) > before:
+                left = (time.monotonic() - since) * (1 - used) / (used - before)
+                facts.append(f"{format_seconds(left)} left")
         return facts

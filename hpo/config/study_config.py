@@ -256,7 +256,9 @@ class StudyConfig(CheckedSection):
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
-        return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
+        # Early versions stored all keys sorted: of them, the file's order is that of the data and the heads.
+        ordered = now if list(stored) == sorted(stored) else ordered_like(stored, now)
+        return StudyConfig.model_validate({**ordered, "path": self.path})
 
     @model_validator(mode="before")
     @classmethod

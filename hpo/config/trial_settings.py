@@ -136,11 +136,11 @@ class TrialSettings(CheckedSection):
     loss_weight: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weight of a task's loss, written `loss_weight.<task>`; 1 each."""
 
-    init_scale: Positive | None = None
+    init_scale: Annotated[float, Field(gt=0, le=1e38)] | None = None
     """fp16: first factor of the loss; left out, `amp.init_scale`."""
     growth_factor: Annotated[float, Field(gt=1)] | None = None
     """fp16: growth of the scale; left out, `amp.growth_factor`."""
-    backoff_factor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    backoff_factor: Annotated[float, Field(gt=0, le=0.99)] | None = None
     """fp16: shrinkage after an overflow; left out, `amp.backoff_factor`."""
     growth_interval: Count | None = None
     """fp16: steps without overflow before growth; left out, `amp.growth_interval`."""

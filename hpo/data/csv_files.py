@@ -20,6 +20,10 @@ from hpo.errors import DataError, did_you_mean, shorten
 _logger = logging.getLogger("hpo.data")
 
 DELIMITERS = (",", ";", "\t", "|")
+_ADVICE = (
+    "Save it as UTF-8, or name its encoding in `data.csv.encoding` (cp1252 of an Excel in Western Europe, "
+    "cp1251, utf-16 ...)."
+)
 _PIECE = 1 << 20
 
 
@@ -71,7 +75,10 @@ def _header(lines: Sequence[str], delimiter: str) -> list[str]:
 
 def _find_encoding(path: Path, given: str | None) -> str:
     content = path.read_bytes()
-    is_plain = content.isascii() or b"\0" in content
+    has_zeros = b"\0" in content
+    if has_zeros and not given:
+        raise DataError(f"{path}: must be UTF-8, but holds zero bytes, as UTF-16 does. {_ADVICE}")
+    is_plain = content.isascii() or has_zeros
     for encoding in (given,) if given and is_plain else ("utf-8-sig", given):
         try:
             content.decode(encoding or "utf-8")
@@ -79,10 +86,7 @@ def _find_encoding(path: Path, given: str | None) -> str:
             problem = getattr(error, "reason", error)
         else:
             return encoding or "utf-8"
-    raise DataError(
-        f"{path}: must be {given or 'UTF-8'}, but cannot be decoded so: {problem}. Save it as UTF-8, or name "
-        "its encoding in `data.csv.encoding` (cp1252 of an Excel in Western Europe, cp1251, utf-16 ...)."
-    )
+    raise DataError(f"{path}: must be {given or 'UTF-8'}, but cannot be decoded so: {problem}. {_ADVICE}")
 
 
 def csv_records(form: CsvForm) -> Iterator[tuple[int, list[str]]]:

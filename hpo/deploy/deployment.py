@@ -139,6 +139,7 @@ class _Run:
 
     def _estimate(self, seconds: float) -> str:
         """What is to come, in words, where fp32 took so many `seconds` to score."""
+        # Dynamic int8 is scored one window at a time, and again in batches.
         scored = sum(3 if one.quantization == "dynamic" else 1 for one in self._artifacts[1:])
         timed = len(BATCH_SIZES) * self._request.effort.seconds
         return (

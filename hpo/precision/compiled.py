@@ -67,7 +67,9 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision) -> str:
 
         noisy = shown((), None)  # two passes over the same differ: nothing can be told
         if lost_at:
-            for name in layers if shown(layers, lost_at) - noisy else ():
+            if not shown(layers, lost_at) - noisy:
+                return ""
+            for name in layers:
                 if modes := shown([name], lost_at) - noisy:
                     return _message(name, f"in more than {precision.products}", modes)
             return ""

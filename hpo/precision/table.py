@@ -101,11 +101,11 @@ class AmpConfig(Section):
     allow_emulated: Switch = False
     """Run a precision that the device only emulates (slowly) instead of treating it as unsupported. The trial
     is marked as emulated."""
-    init_scale: float = Field(65536.0, gt=0)
+    init_scale: float = Field(65536.0, gt=0, le=1e38)
     """fp16: first factor of the loss."""
     growth_factor: float = Field(2.0, gt=1)
     """fp16: the scale grows by this factor."""
-    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    backoff_factor: float = Field(0.5, gt=0, le=0.99)
     """fp16: the scale shrinks by this factor when gradients overflow."""
     growth_interval: Count = 2000
     """fp16: steps without an overflow before the scale grows."""

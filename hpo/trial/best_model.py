@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -150,6 +151,10 @@ def export_checkpoint(
     return export_model(model, executor.loader.tokenizer(config), out_dir, settings)
 
 
+_FORMER_SETTINGS = {"precision_overrides": {}, "weight_rounding": "nearest"}
+"""Of earlier versions, with the defaults under which a checkpoint means the same now."""
+
+
 def _best_model(executor: Executor, folder: Path) -> _BestModel:
     best = best_checkpoint(folder)
     if best is None:
@@ -158,9 +163,17 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
     try:
-        config = TrialConfig.model_validate_json(best.state["config"])
+        settings = json.loads(best.state["config"])
+        for name, default in _FORMER_SETTINGS.items():
+            if settings.get(name) == default:
+                del settings[name]
+        config = TrialConfig.model_validate(settings)
     except ValidationError as error:
-        raise RunError(f"the best checkpoint in {folder} is of another version of hpo: {error}") from error
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise RunError(
+            f"the best checkpoint in {folder} is of another version of hpo: {where}: {problem['msg']}"
+        ) from error
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     runnable = attention_on(executor.device.type, config.attention)

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory,
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Observation, observe_model
-from hpo.precision.table import PRECISIONS
+from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.nonfinite import FirstNonfinite, is_finite, module_that_raised
@@ -120,15 +121,18 @@ class _Side:
 
     def run_with_backoff(self) -> _Pass:
         """`run` at the first loss scale that training backs off to whose gradients are finite, or else at its
-        floor."""
+        floor. Found by bisection: from 1e38 there are more than a hundred."""
         amp, result = self.mixed_precision, self.run()
-        while amp.precision.loss_scaling and result.broken() == "gradients":
-            scale = amp.scaler.get_scale()
-            if scale <= amp.config.min_scale:
-                break
-            amp.update_amp_config(init_scale=max(amp.config.min_scale, scale * amp.config.backoff_factor))
-            result = self.run()
-        return result
+        scales = _backed_off(amp.config) if amp.precision.loss_scaling else []
+        if not scales or result.broken() != "gradients":
+            return result
+
+        def run_at(scale: float) -> _Pass:
+            amp.update_amp_config(init_scale=scale)
+            return self.run()
+
+        first = bisect_left(scales[:-1], True, key=lambda scale: run_at(scale).broken() != "gradients")
+        return run_at(scales[first])
 
     def time(self) -> float:
         """Wall seconds of one pass."""
@@ -238,6 +242,16 @@ def _attempt(
             disagreement=seen.disagreement(precision),
         )
     return side, result, measurement
+
+
+def _backed_off(config: AmpConfig) -> list[float]:
+    """The loss scales after one overflow after the other, the last at the floor."""
+    scales: list[float] = []
+    scale = config.init_scale
+    while scale > config.min_scale:
+        scale = max(config.min_scale, scale * config.backoff_factor)
+        scales.append(scale)
+    return scales
 
 
 @contextlib.contextmanager

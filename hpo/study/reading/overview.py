@@ -56,7 +56,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             trials = counts[row.name]
             unfinished = trials["open"] + trials["running"]
             try:
-                json.loads(row.definition)
+                json.loads(row.definition)  # raises where the row is damaged
                 overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,

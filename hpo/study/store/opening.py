@@ -80,7 +80,7 @@ def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        move_up = "End all workers, and move them up with `optuna storage upgrade --storage URL`"
+        move_up = "End all workers, and move them up: `hpo doctor --fix`"
         advice = "Update Optuna" if "latest version" in str(error) else move_up
         raise StorageError(
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "

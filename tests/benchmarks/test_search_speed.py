@@ -1,0 +1,102 @@
+"""The replay on the committed tables: what holds by construction, whatever is fast."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+import search_table
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import GridSampler, RandomSampler
+from search_replay import PLAIN_TPE, RANDOM, TARGET, TRAINER, Contender, ours, replay
+from search_table import Table, begin, configurations, load_table, table_names
+
+from hpo.config.sampler_config import PrunerConfig
+
+NO_PRUNER = PrunerConfig(name="none")
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return load_table("bert")
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_every_configuration_has_its_whole_course(name: str) -> None:
+    table = load_table(name)
+    assert len(table.rows) == len(configurations(table.study))
+    for row in table.rows.values():
+        assert row.score == max(evaluation.score for evaluation in row.evaluations)
+        seconds = [0.0, *(evaluation.seconds for evaluation in row.evaluations), row.seconds]
+        assert seconds == sorted(seconds)
+        steps = [evaluation.index for evaluation in row.evaluations]
+        assert steps == [*range(1, len(steps) + 1)]
+    assert table.header["command"] == f"python tests/benchmarks/search_speed.py tabulate {name}"
+
+
+def test_exhaustive_search_finds_the_best(table: Table) -> None:
+    """Every configuration once, in the table's order: seconds, trials and repeats follow from the rows."""
+    every = configurations(table.study)
+    grid = {name: sorted({params[name] for params in every}, key=str) for name in every[0]}
+    exhaustive = Contender("grid", lambda _, seed: (GridSampler(grid, seed), NopPruner()))
+    found = replay(exhaustive, table, 0)
+    rows = list(table.rows.values())
+    good = [row for row in rows if row.score is not None and row.score >= TARGET * table.best_score]
+    assert found.reached
+    assert found.num_trials <= len(rows) - len(good) + 1
+    assert (found.num_pruned, found.num_repeats) == (0, 0)
+    assert min(row.seconds for row in good) <= found.seconds <= sum(row.seconds for row in rows)
+
+
+@pytest.mark.parametrize("contender", [ours("ours"), PLAIN_TPE, TRAINER], ids=lambda one: one.name)
+def test_a_seed_decides_the_search(table: Table, contender: Contender) -> None:
+    assert replay(contender, table, 3, max_trials=25) == replay(contender, table, 3, max_trials=25)
+    assert replay(contender, table, 3, max_trials=25) != replay(contender, table, 4, max_trials=25)
+
+
+class _PruneAll(BasePruner):
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:  # noqa: ARG002
+        return True
+
+
+def test_a_pruned_trial_costs_what_it_took_until_then(table: Table) -> None:
+    pruning = Contender("all", lambda _, seed: (RandomSampler(seed=seed), _PruneAll()))
+    pruned, whole = (replay(contender, table, 0, max_trials=1) for contender in (pruning, RANDOM))
+    [row] = [row for row in table.rows.values() if row.evaluations[0].seconds == pruned.seconds]
+    assert (pruned.num_pruned, whole.num_pruned) == (1, 0)
+    assert whole.seconds == row.seconds
+    assert not pruned.reached
+
+
+def test_an_infeasible_trial_is_never_the_best(table: Table) -> None:
+    """Everything but one configuration cannot run: only that one reaches the target."""
+    best = max(table.rows.values(), key=lambda row: row.score or 0.0)
+    broken = {"outcome": "nonfinite", "score": None, "seconds": 1.0, "evaluations": ()}
+    rows = {key: row if row is best else replace(row, **broken) for key, row in table.rows.items()}
+    found = replay(ours("ours", pruner=NO_PRUNER), replace(table, rows=rows), 0)
+    assert found.reached
+    assert found.seconds == pytest.approx(best.seconds + found.num_trials - 1)
+
+
+def test_a_table_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (search_table.SPACES / "bert.jsonl").read_text().splitlines()
+    (tmp_path / "bert.jsonl").write_text("\n".join(lines[:-2]) + "\n")
+    shutil.copy(search_table.SPACES / "bert.yaml", tmp_path)
+    monkeypatch.setattr(search_table, "SPACES", tmp_path)
+    with pytest.raises(ValueError, match="2 configurations are missing"):
+        load_table("bert")
+
+
+def test_a_killed_table_goes_on_without_its_torn_line(tmp_path: Path) -> None:
+    header = {"command": "c", "machine": "m", "begun": "now"}
+    path = tmp_path / "t.jsonl"
+    assert begin(path, header) == set()
+    path.write_text(path.read_text() + json.dumps({"params": {"a": 1}}) + "\n" + '{"params": {"a": 2')
+    assert begin(path, {**header, "begun": "later"}) == {(1,)}
+    assert path.read_text().endswith('{"params": {"a": 1}}\n')
+    with pytest.raises(ValueError, match="was begun with machine m, but here it is other"):
+        begin(path, {**header, "machine": "other"})
