@@ -10,7 +10,7 @@ from hpo.cli.options import RUNS, JsonOption, StorageOption, app, load_file, pri
 from hpo.errors import printable
 
 if TYPE_CHECKING:
-    from hpo.cluster.doctor.doctor import Finding
+    from hpo.cluster.doctor.study_checks import Finding
 
 
 @app.command()
@@ -47,7 +47,8 @@ def doctor(
 
 
 def _print(finding: Finding) -> None:
-    typer.secho(finding.check, fg="yellow", bold=True)
+    colour = {"error": "red", "warning": "yellow"}[finding.severity]
+    typer.secho(f"{finding.severity} ({finding.check})", fg=colour, bold=True)
     typer.echo(printable(f"  {finding.problem}"))
     if finding.remedy:
         how = "Mended. " if finding.mended else "--fix: " if finding.mend else ""
@@ -55,5 +56,5 @@ def _print(finding: Finding) -> None:
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
-    names = ("check", "problem", "remedy", "mended")
+    names = ("check", "severity", "problem", "remedy", "mended")
     return {name: getattr(finding, name) for name in names} | {"can_fix": finding.mend is not None}

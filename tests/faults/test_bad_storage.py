@@ -278,7 +278,7 @@ def test_connections_that_tls_refuses(
     ("version", "message"),
     [
         ("v9.9.9.a", r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update Optuna"),
-        ("v2.6.0.a", r"move them up with `optuna storage upgrade --storage URL`"),
+        ("v2.6.0.a", r"Move them up with `hpo doctor --fix`"),
     ],
 )
 def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -> None:

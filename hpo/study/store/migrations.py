@@ -69,6 +69,15 @@ def upgrade(connection: sa.Connection) -> None:
     connection.execute(sa.insert(_version).values(version_num=VERSIONS[-1]))
 
 
+def is_current(connection: sa.Connection) -> bool:
+    """Whether the tables are of the newest version, and none of them and no column is missing.
+
+    Raises:
+        StorageError: a later version of hpo made them.
+    """
+    return stored_version(connection) == VERSIONS[-1] and _differences(connection).is_empty()
+
+
 def _differences(connection: sa.Connection) -> OpContainer:
     """What would make the tables in a database those of `schema`."""
     operations = produce_migrations(_context(connection), schema.metadata).upgrade_ops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -44,9 +45,7 @@ def open_database(
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
                 if _version(engine) != VERSIONS[-1]:
-                    optuna_storage(parsed).engine.dispose()
-                    with engine.begin() as connection:
-                        upgrade(connection)  # last: our tables mean that Optuna's are there
+                    make_tables(engine)
         elif (version := _version(engine)) is None:
             raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
         elif version != VERSIONS[-1]:
@@ -59,13 +58,20 @@ def open_database(
     return optuna_storage(parsed)
 
 
+def make_tables(engine: sa.Engine) -> None:
+    """Make what is missing or old; to be called under `exclusive`."""
+    optuna_storage(engine.url).engine.dispose()
+    with engine.begin() as connection:
+        upgrade(connection)  # last: our tables mean that Optuna's are there
+
+
 def _version(engine: sa.Engine) -> str | None:
     with engine.connect() as connection:
         return stored_version(connection)
 
 
-def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
-    """Optuna's storage, with its tables made where they are missing.
+def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:
+    """Optuna's storage, with its tables made where they are missing; `options` are RDBStorage's.
 
     Raises:
         StorageError: the tables are of another version of Optuna.
@@ -74,14 +80,13 @@ def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = connection_pool(url)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
+        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool}, **options)
     except Exception as error:
         pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        move_up = "End all workers, and move them up: `hpo doctor --fix`"
-        advice = "Update Optuna" if "latest version" in str(error) else move_up
+        advice = "Update Optuna" if "latest version" in str(error) else "Move them up with `hpo doctor --fix`"
         raise StorageError(
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
             f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."

@@ -12,11 +12,13 @@ from optuna.trial import TrialState, create_trial
 from postgres import PostgresServer
 from worker_process import result, study
 
-from hpo.cluster.doctor.doctor import Finding, examine
+from hpo.cluster.doctor.doctor import examine
+from hpo.cluster.doctor.study_checks import Finding
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.database import parse_url
+from hpo.study.store.migrations import VERSIONS
 from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -64,15 +66,52 @@ def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Path) -> None
     assert found(storage, host) == []
 
 
-# The database and its place
+# Tables
 
 
 def test_tables_of_an_earlier_version_are_moved_up(storage_url: str, host: Path) -> None:
     make_old(storage_url, "v1")
-    with pytest.raises(StorageError, match="`hpo doctor --fix` moves them up"):
-        found(storage_url, host)
-    assert found(storage_url, host, fix=True) == []
-    assert found(storage_url, host) == []
+    mends(storage_url, host, f"must be of version {VERSIONS[-1]}, but are of v1")
+
+
+def test_tables_of_a_later_version_are_left_alone(storage: Storage, host: Path) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v999'"))
+    with pytest.raises(StorageError, match=r"a later hpo has made them \(v999\)"):
+        found(storage, host, fix=True)
+
+
+@pytest.mark.parametrize(
+    ("tables", "problem"),
+    [(["hpo_compat"], "are incomplete."), (["hpo_version", "hpo_compat"], "are of None.")],
+)
+def test_missing_tables_are_made(storage: Storage, host: Path, tables: list[str], problem: str) -> None:
+    with storage.engine.begin() as connection:
+        for table in tables:
+            connection.execute(sa.text(f"DROP TABLE {table}"))
+    mends(storage, host, problem)
+
+
+def test_tables_of_another_optuna_are_told(storage: Storage, host: Path) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v99.0.0.a'"))
+    (one,) = found(storage, host, fix=True)
+    assert "The tables of Optuna must be of version" in one.problem
+    assert "are of v99.0.0.a" in one.problem
+    assert one.remedy.startswith("Update Optuna")
+
+
+def test_tables_of_an_earlier_optuna_are_moved_up(storage: Storage, host: Path) -> None:
+    backend = storage.optuna._backend  # type: ignore[attr-defined]
+    newest, before = backend.get_head_version(), "v3.0.0.d"
+    assert newest == "v3.2.0.a", "what this test takes back is no longer the last step"
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": before})
+    mends(storage, host, f"The tables of Optuna must be of version {newest}, but are of {before}.")
+    assert storage.load_study("tiny").study_name == "tiny"
+
+
+# The database and its place
 
 
 def test_an_absent_database_is_the_users_mistake(sqlite_url: str, host: Path) -> None:

@@ -26,7 +26,7 @@ def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path
         opened.add_trial(create_trial(state=TrialState.RUNNING))
     first = run(tmp_path)
     assert first.exit_code == 1
-    assert "lost trials" in first.out
+    assert "warning (lost trials)" in first.out
     assert "1 to mend. `hpo doctor --fix` mends 1." in " ".join(first.out.split())
     as_json = run(tmp_path, "tiny", "--json")
     assert as_json.exit_code == 1

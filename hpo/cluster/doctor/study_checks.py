@@ -1,0 +1,135 @@
+"""Checks of the studies of a database and their checkpoints on this host: each yields what is wrong.
+
+Mending is safe while workers run. A folder of checkpoints is removed only where this database is known to
+have had its study, because several databases may share one `runs/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from optuna.trial import TrialState
+
+from hpo.config.allowed import check_allowed, checkpoint_place
+from hpo.errors import InputError, StorageError
+from hpo.outcome import Outcome
+from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
+from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.reading.overview import say_damaged
+from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.schema import slots, studies
+from hpo.study.store.storage import Storage
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong."""
+
+    severity: Literal["error", "warning"]
+    """Nothing can run as it is; something is lost or slow."""
+    problem: str
+    remedy: str = ""
+    """What `mend` does or, without it, what to do."""
+    mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
+    check: str = ""
+    mended: bool = False
+
+
+@dataclass(frozen=True)
+class Examined:
+    """An open database with the tables of this hpo, and this host."""
+
+    storage: Storage
+    runs_dir: Path
+    named: str | None = None
+    """The study to look at; None: all."""
+
+    def studies(self) -> list[sa.Row[Any]]:
+        """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""
+        with self.storage.engine.connect() as connection:
+            rows = connection.execute(sa.select(studies).order_by(studies.c.name)).all()
+        rows = [row for row in rows if self.named in (None, row.name) and self.storage.has_study(row.name)]
+        return [row for row in rows if _is_readable(row)]
+
+
+def _is_readable(row: sa.Row[Any]) -> bool:
+    try:
+        checkpoint_config(row.name, json.loads(row.definition))
+    except (ValueError, AttributeError, StorageError) as error:
+        say_damaged(row.name, str(error))
+        return False
+    return True
+
+
+def lost_trials(about: Examined) -> Iterator[Finding]:
+    """Trials that are RUNNING, and that no slot has."""
+    for row in about.studies():
+        study = about.storage.load_study(row.name)
+        before = {trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        # A slot is closed after its trial has ended, so one that still runs was in none.
+        of_slots = sa.select(slots.c.trial_number).where(slots.c.study == row.name, slots.c.state != "done")
+        with about.storage.engine.connect() as connection:
+            lost = before.difference(connection.execute(of_slots).scalars())
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if lost else ():
+            if trial.number in lost:
+                reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."
+                yield Finding(
+                    "warning",
+                    f"Study {row.name}: trial {trial.number} is RUNNING, but no slot of the study has it.",
+                    "Ends it as FAIL, which samplers do not see.",
+                    partial(about.storage.fail_trial, trial, Outcome.FAILED, reason),
+                )
+
+
+def checkpoints(about: Examined) -> Iterator[Finding]:
+    """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
+    rows = {f"checkpoints-{row.token[:8]}": row for row in Examined(about.storage, about.runs_dir).studies()}
+    configs = {row.name: checkpoint_config(row.name, json.loads(row.definition)) for row in rows.values()}
+    for name, config in configs.items():
+        try:
+            check_allowed(name, checkpoint_place(config))
+        except InputError as error:
+            yield Finding("warning", f"Study {name}: its checkpoints are not looked at.", str(error))
+            configs[name] = config.model_copy(update={"location": None})
+    folders = [configs[row.name].folder_of(row.name, row.token, about.runs_dir) for row in rows.values()]
+    roots = {about.runs_dir, *(folder.parents[1] for folder in folders)}
+    here = noted_database(about.storage)
+    for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
+        if not folder.is_dir() or not is_of(folder, here):
+            continue
+        row = rows.get(folder.name)
+        if about.named not in (None, folder.parent.name if row is None else row.name):
+            continue
+        if row is None:
+            what = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
+            yield Finding("warning", what, "Removes it.", partial(shutil.rmtree, folder))
+            continue
+        of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
+        study = about.storage.load_study(row.name)
+        trials = {trial.number for trial in study.get_trials(deepcopy=False)}
+        gone = without_checkpoints(study, configs[row.name].top_k)
+        for of_trial in of_trials:
+            number = int(of_trial.name.removeprefix("trial-"))
+            if number not in trials or number in gone:
+                why = "one of the best" if number in trials else "of this study"
+                what = f"{of_trial} ({_mib(of_trial)}) is of trial {number}, which is not {why}."
+                yield Finding("warning", what, "Removes it.", partial(shutil.rmtree, of_trial))
+        config = configs[row.name]
+        if config.is_remote and (remote := open_remote_store(config)) and remote.trials(folder) & gone:
+            what = f"Study {row.name}: {config.location} has checkpoints of trials that keep none."
+            yield Finding("warning", what, "Removes them.", partial(remote.remove_trials, folder, gone))
+
+
+def _mib(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
+
+
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, checkpoints)
