@@ -131,7 +131,8 @@ def test_a_line_now_and_then_and_one_for_each_end(
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
     shown.show(Look([], [watched(8, "unsupported", LONG)]))
     assert screen.lines == [
-        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
+        "trial   8    0%  score 0.5  step 0  loss 1.25  209 ex/s",
+        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s  1 min 10 s left",
         "trial   9",
         "trial   9   40%  step 30",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
