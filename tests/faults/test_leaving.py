@@ -73,7 +73,7 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     """A worker begins a trial however late it is, as nothing is known, and writes its checkpoint in time."""
     write(tmp_path, every_seconds=600, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    end = int(time.time()) + 40
+    end = int(time.time()) + 25
     left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
     check_given_back(tmp_path, left)
     assert "Told to stop: its job ends at 20" in left.err
