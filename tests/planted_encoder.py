@@ -116,7 +116,7 @@ def write_planted_study(folder: Path) -> Path:
     rest = ["good day", "bad day"] * ((NUM_TEST - len(special)) // 2)
     data = write_set(
         folder / "data",
-        {"mood": {"kind": "single_label", "labels": ["good", "bad"]}},
+        {"mood": {"kind": "single_label", "classes": ["good", "bad"]}},
         train=rows(plain),
         validation=rows(plain[:8]),
         test=rows(special + rest),

@@ -36,7 +36,7 @@ def write_mood_study(folder: Path, **changes: Any) -> Path:
             label = ("good", "bad")[index % 2]
             yield {"id": str(next(numbers)), "text": f"a {label} day", "labels": {"mood": label}}
 
-    tasks = {"mood": {"kind": "single_label", "labels": ["good", "bad"]}}
+    tasks = {"mood": {"kind": "single_label", "classes": ["good", "bad"]}}
     data = write_set(folder / "data", tasks, train=rows(64), validation=rows(40), test=rows(320))
     training = {"max_steps": 40, "batch_size": 16, "max_length": 16, "dropout": 0.0, "pooling": "cls"}
     study = {
