@@ -172,6 +172,11 @@ def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
     return any(name in space for name in names)
 
 
+def is_finite(space: SearchSpace) -> bool:
+    """Whether the space has finitely many configurations: no range of floats without a `step`."""
+    return not any(isinstance(one, FloatDistribution) and one.step is None for one in space.values())
+
+
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
     """All values of each setting, for Optuna's GridSampler."""
     return {name: [encode(value) for value in distribution.grid()] for name, distribution in space.items()}

@@ -52,6 +52,14 @@ def test_exhaustive_search_finds_the_best(table: Table) -> None:
     assert min(row.seconds for row in good) <= found.seconds <= sum(row.seconds for row in rows)
 
 
+def test_ours_ends_within_one_pass_without_a_pruner(table: Table) -> None:
+    """No configuration is had twice, so the best is met at the latest with the last one."""
+    for seed in range(2):
+        found = replay(ours("ours", pruner=NO_PRUNER), table, seed)
+        assert found.reached
+        assert found.num_repeats == 0
+
+
 @pytest.mark.parametrize("contender", [ours("ours"), PLAIN_TPE, TRAINER], ids=lambda one: one.name)
 def test_a_seed_decides_the_search(table: Table, contender: Contender) -> None:
     assert replay(contender, table, 3, max_trials=25) == replay(contender, table, 3, max_trials=25)

@@ -1,17 +1,25 @@
-"""A sampler that keeps another from proposing what cannot work."""
+"""Samplers that keep another from proposing what cannot work, and what was tried already."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from typing import Any, cast
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import BaseSampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
+from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.sampling.device_sampler import WrapperSampler
@@ -22,8 +30,17 @@ MIN_INFEASIBLE_TRIALS = 3
 RETRIED_SHARE = 0.05
 """Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
 
+CHANGES_TRIED = 20
+"""How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
+
+ENUMERATED = 2000
+"""Of a space with at most so many configurations the last one is found, too."""
+
 Choice = tuple[str, Any]
 """Setting and value."""
+
+Configuration = frozenset[tuple[str, str]]
+"""The settings of a trial with their values as text."""
 
 
 def is_infeasible(trial: FrozenTrial) -> bool:
@@ -112,3 +129,114 @@ def _blame(unexplained: Sequence[Mapping[Choice, int]]) -> Choice | None:
         counts.update(weights)
     blamed = max(counts, key=lambda choice: (counts[choice], choice[0] == PRECISION), default=None)
     return blamed if blamed is not None and counts[blamed] >= MIN_INFEASIBLE_TRIALS else None
+
+
+class AvoidRepeats(WrapperSampler):
+    """Proposes no configuration that a trial has tried already, as long as one is found that none has.
+
+    For spaces of finitely many configurations. Run again with the same seed, a configuration would end much
+    as it did before, and samplers that exploit what is good come back to it often. Of a proposal that was
+    tried before, one setting is changed at random, then two, and so on. Trials that FAILed do not count:
+    they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
+    """
+
+    def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:
+        super().__init__(sampler)
+        self._avoids = sampler.avoids
+        self._space = space
+        self._values = grid(space)
+        self._random = random.Random(seed)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        # The proposal is made here already: which settings it has depends on its values.
+        tried = {
+            _configuration(other.params)
+            for other in study.get_trials(deepcopy=False)
+            if other.number != trial.number and other.state != TrialState.FAIL
+        }
+        space = super().infer_relative_search_space(study, trial)
+        proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
+        if _configuration(proposal.params) in tried:
+            proposal = self._change(study, trial, proposal, tried)
+        self._params = proposal.params
+        return proposal.distributions
+
+    def sample_relative(self, *_: object) -> dict[str, Any]:
+        return self._params
+
+    def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
+        """The configuration with `params`, as far as they apply, and what is missing from the sampler."""
+
+        def draw(name: str, distribution: BaseDistribution) -> Any:
+            if name in trial.params:  # another worker began this trial
+                return trial.params[name]
+            if name in params:
+                return params[name]
+            return self._sampler.sample_independent(study, trial, name, distribution)
+
+        proposal = _Proposal(draw)
+        suggest(self._space, cast(BaseTrial, proposal))
+        return proposal
+
+    def _change(
+        self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
+    ) -> _Proposal:
+        for params in self._changes(proposal.params, trial.params):
+            changed = self._propose(study, trial, params)
+            if _configuration(changed.params) not in tried:
+                return changed
+        return proposal
+
+    def _changes(self, params: Mapping[str, Any], kept: Container[str]) -> Iterator[dict[str, Any]]:
+        """Random changes of one setting, of two, and so on; then, of a small space, every combination."""
+        values = {
+            name: [value for value in of_setting if not self._avoids(name, value)]
+            for name, of_setting in self._values.items()
+            if name not in kept
+        }
+        others = {
+            name: [value for value in values.get(name, ()) if _text(value) != _text(present)]
+            for name, present in params.items()
+        }
+        names = [name for name in params if others[name]]
+        for num_changes in range(1, len(names) + 1):
+            for _ in range(CHANGES_TRIED):
+                drawn = self._random.sample(names, num_changes)
+                yield {**params, **{name: self._random.choice(others[name]) for name in drawn}}
+        if math.prod(map(len, values.values())) <= ENUMERATED:
+            products = list(itertools.product(*values.values()))
+            self._random.shuffle(products)
+            for product in products:
+                yield {**params, **dict(zip(values, product, strict=True))}
+
+
+class _Proposal:
+    """Takes the part of a trial while a configuration is put together."""
+
+    def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
+        self._draw = draw
+        self.params: dict[str, Any] = {}
+        self.distributions: dict[str, BaseDistribution] = {}
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest(name, CategoricalDistribution(choices))
+
+    def suggest_float(self, name: str, low: float, high: float, **options: Any) -> Any:
+        return self._suggest(name, FloatDistribution(low, high, **options))
+
+    def suggest_int(self, name: str, low: int, high: int, **options: Any) -> Any:
+        return self._suggest(name, IntDistribution(low, high, **options))
+
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        self.distributions[name] = distribution
+        self.params[name] = self._draw(name, distribution)
+        return self.params[name]
+
+
+def _configuration(params: Mapping[str, Any]) -> Configuration:
+    return frozenset((name, _text(value)) for name, value in params.items())
+
+
+def _text(value: Any) -> str:
+    """0.3 and 0 + 3 * 0.1 are one value of a range with steps."""
+    return f"{value:.12g}" if isinstance(value, float) else repr(value)

@@ -9,8 +9,10 @@ as PRUNED with an infeasible constraint (see `leases`):
   infeasible.
 - GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study.
 
-Random, QMC and the grid do not learn: with them, such a trial ends before training. The sampler `grid` is
-our own, `grid_sampler.SharedGrid`.
+Random, QMC and the grid do not learn: with them, such a trial ends before training.
+
+TPE and GP come back to what they found good: on a grid, to the very same configuration. `AvoidRepeats`
+changes that. The sampler `grid` is our own, `grid_sampler.SharedGrid`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import optuna
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler
 
-from hpo.config.search_space import SearchSpace
+from hpo.config.search_space import SearchSpace, is_finite
 from hpo.precision.table import PRECISION
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
-from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
+from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.grid_sampler import Lock, SharedGrid, grid_points
 
@@ -57,12 +59,14 @@ def build_sampler(
     choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
     # Where a device runs no choice, `run_worker` asks for no proposal.
     runnable = tuple(choice for choice in choices if choice not in skipped) or choices
-    sampler = _build_optuna_sampler(config, (config.seed + worker_number) % 2**32)
+    if choices:
+        space = {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
+    sampler = _build_optuna_sampler(config, space, (config.seed + worker_number) % 2**32)
     models = config.name in ("tpe", "gp")
     return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
 
 
-def _build_optuna_sampler(config: SamplerConfig, seed: int) -> BaseSampler:
+def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:
     """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
     name, options = config.name, config.options
     if name in ("gp", "qmc"):
@@ -73,7 +77,10 @@ def _build_optuna_sampler(config: SamplerConfig, seed: int) -> BaseSampler:
     sampler: BaseSampler = _build(optuna.samplers, config, options)
     if name == "gp":
         sampler = PrunedAwareSampler(sampler)
-    return InfeasibleFilterSampler(sampler, seed) if name in ("tpe", "gp", "nsga2") else sampler
+    if name not in ("tpe", "gp", "nsga2"):
+        return sampler
+    feasible = InfeasibleFilterSampler(sampler, seed)
+    return AvoidRepeats(feasible, space, seed) if name != "nsga2" and is_finite(space) else feasible
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:

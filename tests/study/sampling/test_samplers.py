@@ -5,10 +5,12 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 from scripted_study import Params, ScriptedStudy, best_at_1e_4
 from worker_process import SPACE, study
 
 from hpo.config.sampler_config import PrunerConfig
+from hpo.config.search_space import suggest
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler
 from hpo.study.sampling.samplers import build_pruner
@@ -52,6 +54,74 @@ def test_workers_share_one_sequence(name: str) -> None:
     assert workers[0].params[1:] == ScriptedStudy(config_of(name)).run(12)[1:]
 
 
+# Repeated configurations
+
+CONDITIONAL = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]},
+    "batch_size": {"type": "categorical", "choices": [8, 16]},
+    "pooling": {"type": "categorical", "choices": ["cls", "mean", "max"]},
+    "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "fp16"}},
+}
+STEPS = {"dropout": {"type": "float", "low": 0.0, "high": 0.5, "step": 0.1}}
+SMALL = {name: {"type": "categorical", "choices": [1, 2, 3, 4]} for name in ("batch_size", "epochs")}
+SMALL |= {"max_length": {"type": "int", "low": 8, "high": 32, "step": 8}}
+BATCHES = {"batch_size": {"type": "categorical", "choices": [4, 8, 16]}}
+
+
+@pytest.mark.parametrize(
+    ("space", "size", "name", "options"),
+    [
+        (CONDITIONAL, 2 * 3 + 2 * 3 * 2, "tpe", {"multivariate": True}),
+        (CONDITIONAL, 2 * 3 + 2 * 3 * 2, "tpe", {"multivariate": False}),
+        (CONDITIONAL, 2 * 3 + 2 * 3 * 2, "gp", {}),
+        (STEPS, 6, "tpe", {}),  # TPE's 0 + 3 * 0.1 is not the 0.3 that the grid has
+        (SMALL, 64, "tpe", {}),  # random changes alone would not find the last one
+    ],
+)
+def test_no_configuration_is_tried_twice(
+    space: dict[str, Any], size: int, name: str, options: dict[str, Any]
+) -> None:
+    """Also where a setting depends on another; when all were tried, it goes on."""
+    current = ScriptedStudy(
+        config_of(name, space, **options),
+        lambda params: float(sum(value for value in params.values() if not isinstance(value, str))),
+    )
+    tried = current.run(size)
+    rounded = [{k: v if isinstance(v, str) else round(v, 6) for k, v in params.items()} for params in tried]
+    assert len({str(sorted(params.items())) for params in rounded}) == size
+    assert all(("init_scale" in params) == (params.get("fp_precision") == "fp16") for params in tried)
+    current.run()
+    assert current.params[:size] == tried
+
+
+def test_what_another_worker_began_is_kept() -> None:
+    current = ScriptedStudy(config_of("tpe", CONDITIONAL))
+    begun = {"fp_precision": "fp16", "batch_size": 16}
+    for _ in range(3):
+        trial = current.study.ask()
+        for name, value in begun.items():
+            choices = current.space[name].choices
+            trial.storage.set_trial_param(
+                trial._trial_id, name, choices.index(value), CategoricalDistribution(choices)
+            )
+        taken_over = optuna.trial.Trial(current.study, trial._trial_id)
+        params = suggest(current.space, taken_over)
+        assert params | begun == params
+        current.end(taken_over, 0.5)
+    assert len({str(sorted(params.items())) for params in current.params}) == 3
+
+
+def test_running_and_pruned_trials_count_as_tried_but_failed_ones_do_not() -> None:
+    current = ScriptedStudy(config_of("tpe", BATCHES))
+    _, first = current.ask()
+    pruned, second = current.ask()
+    current.end(pruned, "pruned")
+    failed, third = current.ask()
+    current.end(failed, "failed")
+    assert {params["batch_size"] for params in (first, second, third)} == {4, 8, 16}
+    assert current.ask()[1] == third
+
+
 # Infeasible choices
 
 SIX = {"type": "categorical", "choices": ["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]}
@@ -65,8 +135,9 @@ TWO_OBJECTIVES = [{"metric": "score"}, {"metric": "peak_memory_bytes", "directio
         ({}, {"fp32", "bf16"}, "nonfinite", 30, MIN_INFEASIBLE_TRIALS),
         ({"objective": TWO_OBJECTIVES}, {"fp32", "bf16"}, "nonfinite", 16, MIN_INFEASIBLE_TRIALS),
         ({"search_space": SPACE | {"fp_precision": SIX}}, {"fp32"}, "unsupported", 12, 1),
+        ({"search_space": CONDITIONAL}, {"fp32"}, "unsupported", 9, 1),
     ],
-    ids=["nonfinite", "two objectives", "one unsupported trial is enough"],
+    ids=["nonfinite", "two objectives", "one unsupported trial is enough", "changed proposals"],
 )
 def test_a_precision_that_never_works_is_drawn_at_most(
     name: str, changes: dict[str, Any], works: set[str], outcome: str, n_trials: int, most: int
@@ -139,7 +210,6 @@ def test_study_in_which_nothing_works_goes_on(name: str) -> None:
 # Out of memory
 
 GIB = 2**30
-BATCHES = {"batch_size": {"type": "categorical", "choices": [4, 8, 16]}}
 
 
 @pytest.mark.parametrize(
@@ -159,8 +229,8 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
     for batch_size in (4, 8):
         small.run(batch_size=batch_size)
     device = WorkerDevice(memory_bytes=None if memory is None else memory * GIB)
-    worker = ScriptedStudy(config, lambda params: float(params["batch_size"]), storage=storage, device=device)
-    assert (16 in {params["batch_size"] for params in worker.run(8)}) == expected
+    _, next_one = ScriptedStudy(config, storage=storage, device=device).ask()
+    assert (next_one["batch_size"] == 16) == expected  # 4 and 8 were tried
 
 
 # Pruners
