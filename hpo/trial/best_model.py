@@ -162,18 +162,7 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
-    try:
-        settings = json.loads(best.state["config"])
-        for name, default in _FORMER_SETTINGS.items():
-            if settings.get(name) == default:
-                del settings[name]
-        config = TrialConfig.model_validate(settings)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise RunError(
-            f"the best checkpoint in {folder} is of another version of hpo: {where}: {problem['msg']}"
-        ) from error
+    config = stored_config(folder, best.state["config"])
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     runnable = attention_on(executor.device.type, config.attention)
@@ -181,6 +170,22 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
     prepare_model(model, precision)
     model.load_state_dict(best.weights)
     return model, config, precision, ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
+
+
+def stored_config(folder: Path, content: str) -> TrialConfig:
+    """The settings that a checkpoint in `folder` has as JSON. Raises RunError for one of another version."""
+    settings = json.loads(content)
+    for name, default in _FORMER_SETTINGS.items():
+        if settings.get(name) == default:
+            del settings[name]
+    try:
+        return TrialConfig.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise RunError(
+            f"the best checkpoint in {folder} is of another version of hpo: {where}: {problem['msg']}"
+        ) from error
 
 
 def _check_encoder(study: StudyConfig, config: TrialConfig) -> None:

@@ -109,7 +109,8 @@ GOOD = excel(ROWS)
             {"encoding": "utf-16"},
             "must be utf-16, but cannot be decoded so: tr",
         ),
-        (GOOD.encode("utf-16"), {}, "name its encoding in `data.csv.encoding`"),
+        (GOOD.encode("utf-16"), {}, "holds zero bytes, as UTF-16 does. Save it as UTF-8, or name its"),
+        (GOOD.encode("utf-16-le"), {}, "holds zero bytes, as UTF-16 does"),
         (GOOD.partition("\nund")[0].encode(), {}, "train.csv:3: must be CSV, but the row that begins here"),
         (
             GOOD.replace("spät|teuer", "['spät']").encode(),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import every_kind
@@ -8,14 +10,16 @@ import numpy as np
 import pytest
 from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
+from hpo.config.trial_config import TrialConfig
 from hpo.data.examples import RowChecker
 from hpo.data.tasks import parse_tasks
 from hpo.data.tokenized_split import Windowing
-from hpo.errors import Nonfinite
+from hpo.errors import Nonfinite, RunError
 from hpo.evaluation import detailed
+from hpo.precision.table import AmpConfig
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import score_logits
-from hpo.trial.best_model import SplitLogits
+from hpo.trial.best_model import SplitLogits, stored_config
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}
 TASKS = tuple(parse_tasks({**every_kind.TASKS, "evidence": EVIDENCE}, "tasks.json"))
@@ -57,6 +61,16 @@ def test_metrics_and_record_are_of_one_decoding(
     } == expected
     assert (found.split, found.decided_on) == ("test", "validation")
     assert len(decoded) == 1
+
+
+def test_settings_of_a_checkpoint_of_an_earlier_version_are_read_where_they_mean_the_same() -> None:
+    config = TrialConfig(encoder="minilm", fp_precision="bf16", amp=AmpConfig())
+    content = config.model_dump(mode="json")
+    former = {"precision_overrides": {}, "weight_rounding": "nearest"}
+    assert stored_config(Path("trial"), json.dumps(content | former)) == config
+    for change in ({"precision_overrides": {"heads": "fp32"}}, {"weight_rounding": "compensated"}):
+        with pytest.raises(RunError, match=f"in trial is of another version of hpo: {next(iter(change))}: "):
+            stored_config(Path("trial"), json.dumps(content | former | change))
 
 
 def test_logits_that_are_not_finite_have_no_metrics(split_logits: SplitLogits) -> None:
