@@ -4,6 +4,7 @@ real Slurm where its programs are, the real sets and Chromium, where they are.""
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from slurm import SlurmCluster, why_not
 
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError
+
+
+logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures
 
 
 def pytest_collection_finish() -> None:

@@ -349,7 +349,7 @@ def test_a_second_interrupt_ends_at_once_and_says_so(capsys: pytest.CaptureFixtu
     with pytest.raises(typer.Exit) as end:
         twice()
     assert end.value.exit_code == 130
-    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    assert "goes on from its last checkpoint" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
 
 
