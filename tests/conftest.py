@@ -19,7 +19,6 @@ from slurm import SlurmCluster, why_not
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError
 
-
 logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures
 
 
