@@ -124,9 +124,9 @@ class Runs:
         """None: it ended without a score."""
         key = (trial.number, metric)
         if key not in self._scored:
-            per_example = self._statistics.get(trial.number)
-            has_score = trial.outcome == Outcome.COMPLETE and per_example
-            self._scored[key] = self._score(per_example, metric) if per_example and has_score else None
+            statistics = self._statistics.get(trial.number)
+            has_score = trial.outcome == Outcome.COMPLETE and statistics
+            self._scored[key] = self._score(statistics, metric) if statistics and has_score else None
         return self._scored[key]
 
     def _score(self, statistics: Statistics, metric: str) -> Scored | None:

@@ -73,5 +73,5 @@ def _why_not(artifact: Artifact, device: DeviceInfo) -> str:
         if device.type != "cpu":
             return "onnxruntime is measured on a CPU alone: --device cpu."
         return missing_packages()
-    chosen = support(artifact.precision, device)
-    return "" if chosen.level == "native" else chosen.reason
+    supported = support(artifact.precision, device)
+    return "" if supported.level == "native" else supported.reason

@@ -279,9 +279,9 @@ def searched_parameters(trials: pd.DataFrame) -> list[str]:
 
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
-    here = support(name, DeviceInfo.from_facts(facts))
-    runs = here.level == "native" or (here.level == "emulated" and allow_emulated)
-    return "" if runs else here.reason
+    supported = support(name, DeviceInfo.from_facts(facts))
+    runs = supported.level == "native" or (supported.level == "emulated" and allow_emulated)
+    return "" if runs else supported.reason
 
 
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
