@@ -58,7 +58,8 @@ def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -
         process.send_signal(number)
     left = finish(process)
     check_given_back(tmp_path, left)
-    assert f"Told to stop: {numbers[0].name}.\n" in left.err
+    # Which of signals that come together is handled first, nobody says.
+    assert any(f"Told to stop: {number.name}.\n" in left.err for number in numbers)
     step = saved_steps(tmp_path)[-1]
 
     write(tmp_path, every_seconds=600)
