@@ -98,11 +98,11 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
 
 
 def _by_precision_told(tables: StudyTables) -> str:
-    """The best value under each precision, and what it takes to know whether they differ; empty where one
-    precision has values, or precisions were compared."""
+    """The best value under each precision, and what it takes to know whether they differ; empty where no
+    trial is complete, or precisions were compared."""
     record, metric = tables.record, tables.record.metric_names[0]
     known = tables.by_precision.dropna(subset=[f"best_{metric}"])
-    if record.comparisons or known["precision"].nunique() < 2:
+    if record.comparisons or known.empty:
         return ""
     names = known["precision"] + (ON + known["device"] if len(tables.devices) > 1 else "")
     best = known.assign(name=names).sort_values(
@@ -112,6 +112,11 @@ def _by_precision_told(tables: StudyTables) -> str:
         f"{format_metric(metric, value)} under {name}"
         for name, value in best[["name", f"best_{metric}"]].to_numpy()
     )
+    if known["precision"].nunique() == 1:
+        return (
+            f"The best {metric} found is {told}. No other precision has a complete trial: `hpo verify` "
+            "shows which ones this machine runs, and `search_space.fp_precision` tries them."
+        )
     return (
         f"The best {metric} found is {told}. One search does not tell whether the precisions differ: "
         f"`hpo compare {shlex.quote(record.name)}` does, on new seeds."

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import optuna
 import pytest
-from browser import open_chromium
 from detailed_documents import every_kind
 from optuna_dashboard import get_note, save_note
 from study_records import fake_record, fake_tables, fake_trial, record_of, tables_of
@@ -171,22 +170,3 @@ def test_a_server_listens_on_another_address_when_told_to(sqlite_url: str) -> No
 def test_another_host_is_an_ipv4_address(sqlite_url: str, host: str) -> None:
     with pytest.raises(InputError, match=f"--host must be an IPv4 address .* but got `{host}`"):
         dashboard_server(sqlite_url, 0, host)
-
-
-@pytest.mark.browser
-def test_the_dashboard_shows_the_study_with_our_note_and_charts(study: optuna.Study, sqlite_url: str) -> None:
-    publish(study, fake_record())
-    with serving(sqlite_url) as port, open_chromium() as chromium:
-        page = chromium.new_page(viewport={"width": 1300, "height": 900})
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        address = f"http://127.0.0.1:{port}/dashboard/studies/{study._study_id}"
-        page.goto(address)
-        for title in ("score by trial", "score against training throughput", "Importance of the parameters"):
-            page.locator(".gtitle", has_text=title).wait_for()
-        assert "fake" in page.inner_text("body")
-        page.goto(f"{address}/note")
-        page.get_by_role("heading", name="By requested precision").wait_for()
-        row = page.get_by_role("row", name="support native").inner_text().split()
-        assert row == ["support", "native", "unsupported", "native", "emulated"]
-        assert errors == []

@@ -133,7 +133,7 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
         ),
         (
             ["complete"],
-            "1 complete. Objective: maximize score.",
+            "under fp32. No other precision has a complete trial",
             {"history", "precision_metric", "metric_throughput", "numerics", "timeline"}
             | {"learning_curves_epochs", "learning_curves_seconds"},
         ),

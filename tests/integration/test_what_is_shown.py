@@ -1,0 +1,165 @@
+"""What pages and commands show of a study that was run: every kind of task, four precisions, trials that end
+badly. The numbers are those that Optuna itself reads from the database, and scikit-learn from predictions."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pandas as pd
+import pytest
+from browser import page_that_fits
+from command_line import hpo_command, ok
+from every_kind import TASKS, write_every_kind
+from sklearn.metrics import f1_score, mean_absolute_error
+
+from hpo.report.dashboard import dashboard_server
+
+N_TRIALS = 16
+"""All points of the grid."""
+SPACE = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "bf16-true", "tf32"]},
+    "learning_rate": {"type": "categorical", "choices": [3e-3, 10.0]},
+    "optimizer": {"type": "categorical", "choices": ["adamw", "sgd"]},  # sgd at 10 diverges
+}
+UNKNOWN = re.compile(r"\b(nan|None|undefined|Infinity|inf)\b")
+"""What a page shows where a value is not known, and nobody thought of it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the study was run; `run.txt` has what was printed."""
+    folder = tmp_path_factory.mktemp("shown")
+    amp = {"allow_emulated": True, "fallback_to_fp32": False, "on_unsupported": "prune"}
+    training = {"max_steps": 12, "batch_size": 8, "max_length": 24, "dropout": 0.0, "max_grad_norm": None}
+    sampler = {"name": "grid", "seed": 5}
+    write_every_kind(
+        folder, n_trials=N_TRIALS, sampler=sampler, amp=amp, training=training, search_space=SPACE
+    )
+    (folder / "run.txt").write_text(ok(hpo_command(folder, "run", "tiny.yaml")).out)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def study(folder: Path) -> optuna.Study:
+    """The study as plain Optuna reads it."""
+    return optuna.load_study(study_name="tiny", storage=f"sqlite:///{folder}/runs/hpo.db")
+
+
+def outcomes(study: optuna.Study) -> Counter[str]:
+    return Counter(trial.user_attrs["outcome"] for trial in study.trials)
+
+
+def test_the_study_has_what_the_pages_are_to_show(study: optuna.Study) -> None:
+    assert outcomes(study).keys() >= {"complete", "nonfinite", "unsupported"}
+    complete = {trial.params["fp_precision"] for trial in study.trials if trial.values}
+    assert complete == {"fp32", "bf16", "bf16-true"}
+
+
+def test_run(folder: Path, study: optuna.Study) -> None:
+    text = (folder / "run.txt").read_text()
+    assert Counter(re.findall(r"^trial +\d+  ([a-z]+)", text, re.MULTILINE)) == outcomes(study)
+    assert f"best trial {study.best_trial.number}: score {study.best_value:.4f}" in text
+    assert not UNKNOWN.search(text)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_status(folder: Path, study: optuna.Study, width: int) -> None:
+    text = ok(hpo_command(folder, "status", "tiny.yaml", width=width)).out
+    assert f"{N_TRIALS} of {N_TRIALS} trials done" in text
+    rows = dict(re.findall(r"^ +([a-z]+) +(\d+) *$", text, re.MULTILINE))
+    assert {name: int(count) for name, count in rows.items()} == outcomes(study)
+    assert not UNKNOWN.search(text)
+    found = ok(hpo_command(folder, "status", "tiny.yaml", "--json")).json
+    assert found["states"] == Counter(trial.state.name for trial in study.trials)
+    assert found["best"][0]["values"] == {"score": study.best_value}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_best(folder: Path, study: optuna.Study, width: int) -> None:
+    text = ok(hpo_command(folder, "best", "tiny.yaml", width=width)).out
+    assert f"best trial {study.best_trial.number}: score {study.best_value:.4f}" in text
+    assert not UNKNOWN.search(text)
+    for task in TASKS:
+        assert re.search(rf"^{task}: ", text, re.MULTILINE), task
+
+
+def test_an_exported_model_scores_as_it_was_shown(folder: Path) -> None:
+    options = ("--evaluate", "test", "--export", "model", "--json")
+    shown = ok(hpo_command(folder, "best", "tiny.yaml", *options)).json["evaluation"]["metrics"]
+    rows = [json.loads(line) for line in (folder / "data" / "test.jsonl").read_text().splitlines()]
+    predicted = [
+        json.loads(line)
+        for line in ok(hpo_command(folder, "predict", "model", "data/test.jsonl")).out.splitlines()
+    ]
+
+    def both(task: str) -> tuple[list[Any], list[Any]]:
+        return [row["labels"][task] for row in rows], [row["labels"][task] for row in predicted]
+
+    truth, said = both("topic")
+    classes = sorted(set(truth))
+    assert shown["topic"]["f1_macro"] == pytest.approx(f1_score(truth, said, labels=classes, average="macro"))
+    truth, said = both("urgency")
+    assert shown["urgency"]["mae"] == pytest.approx(mean_absolute_error(truth, said), rel=1e-4)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_report(folder: Path, study: optuna.Study, chromium: Any, width: int) -> None:
+    path = folder / ok(hpo_command(folder, "report", "tiny.yaml", "--json")).json["report"]
+    trials = pd.read_csv(path.parent / "tables" / "trials.csv")
+    assert trials["objective.score"].dropna().tolist() == pytest.approx(
+        [t.value for t in study.trials if t.values]
+    )
+    with page_that_fits(chromium, path, width, num_plots=8) as page:
+        first = page.inner_text("body")
+        assert f"{study.best_value:.4f} under {study.best_trial.params['fp_precision']}" in first
+        for summary in page.locator("summary").all():
+            summary.click()
+        text = page.inner_text("body")
+        assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]  # type: ignore[union-attr]
+        drawn = page.evaluate("document.getElementById('history').data.map(each => [each.name, each.y])")
+        values = sorted(
+            value for name, ys in drawn if name in SPACE["fp_precision"]["choices"] for value in ys
+        )
+        assert values == pytest.approx(sorted(trial.value for trial in study.trials if trial.values))
+
+
+@pytest.mark.browser
+def test_dashboard(folder: Path, study: optuna.Study, chromium: Any) -> None:
+    from hpo.report.dashboard import publish
+    from hpo.study.reading.reader import read_study
+    from hpo.study.store.storage import open_storage
+
+    url = f"sqlite:///{folder}/runs/hpo.db"
+    with open_storage(url) as storage:
+        publish(storage.load_study("tiny"), read_study(storage, "tiny"))
+    server = dashboard_server(url, 0, "127.0.0.1")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        page = chromium.new_page(viewport={"width": 1300, "height": 900})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        address = f"http://127.0.0.1:{server.server_port}/dashboard/studies/{study._study_id}"
+        page.goto(address)
+        for title in ("score by trial", "score against training throughput", "Importance of the parameters"):
+            page.locator(".gtitle", has_text=title).wait_for()
+        page.goto(f"{address}/note")
+        page.get_by_role("heading", name="By requested precision").wait_for()
+        note = page.inner_text("body")
+        assert f"{study.best_value:.4f}" in note
+        assert not UNKNOWN.search(note)
+        row = page.get_by_role("row", name="support native").inner_text().split()
+        assert row[:3] == ["support", "native", "unsupported"], "tf32, on a CPU"
+        assert errors == []
+        page.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
