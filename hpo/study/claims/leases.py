@@ -175,9 +175,11 @@ class WorkerLease(Membership):
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
         self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(rows) / LOOK_AT_ONCE)
-        storage, name = self._storage, self._study.study_name
+        if not rows:
+            return None
+        storage, members = self._storage, workers.c.study == self._study.study_name
         witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
-        alive = storage.live_workers(connection, name, witnessed) if rows else set()
+        alive = storage.live_workers(connection, members, witnessed_seconds=witnessed)
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:

@@ -86,8 +86,8 @@ class Membership:
         running = sa.select(slots.c.owner).where(self._of_study, slots.c.state == "running")
 
         def read(connection: sa.Connection) -> set[str]:
-            alive = self._storage.live_workers(connection, self._study.study_name)
-            return alive.intersection(connection.execute(running).scalars()) - {self.id}
+            alive = self._storage.live_workers(connection, workers.c.study == self._study.study_name)
+            return set(connection.execute(running).scalars()) & alive.keys() - {self.id}
 
         return bool(self._storage.read(read))
 

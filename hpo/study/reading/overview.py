@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpo.config.study_file import show
-from hpo.study.claims.process import is_alive
 from hpo.study.store import optuna_internals
 from hpo.study.store.database import snapshot
-from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.schema import slots, studies
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 _logger = logging.getLogger(__name__)
@@ -49,8 +49,9 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
         with snapshot(storage.engine) as connection:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = _studies(connection)
-            alive = _alive(storage, connection)
+            alive = storage.live_workers(connection)
             counts = _counts(connection, alive)
+        num_workers = Counter(worker.study for worker in alive.values())
         overviews = []
         for row in rows:
             trials = counts[row.name]
@@ -62,7 +63,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
                     state="done" if row.state == "open" and not unfinished else row.state,
                     priority=row.priority,
                     trials={**trials, "total": sum(trials.values())},
-                    workers=len(alive[row.name]),
+                    workers=num_workers[row.name],
                     created=min(row.created, now),
                     now=now,
                 )
@@ -94,17 +95,7 @@ def _studies(connection: sa.Connection) -> list[sa.Row[Any]]:
     return [row for row in connection.execute(query) if token_of.get(row.name) == json.dumps(row.token)]
 
 
-def _alive(storage: Storage, connection: sa.Connection) -> dict[str, set[str]]:
-    """The ids of the live workers of each study."""
-    alive: dict[str, set[str]] = defaultdict(set)
-    query = sa.select(workers, *storage.clock).where(workers.c.state == "live")
-    for row in connection.execute(query):
-        if is_alive(row, storage.lease_seconds):
-            alive[row.study].add(row.id)
-    return alive
-
-
-def _counts(connection: sa.Connection, alive: dict[str, set[str]]) -> dict[str, dict[str, int]]:
+def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
     """How many slots of each study are `open`, `running` and `done`."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
     others = sa.select(slots.c.study, slots.c.state, sa.func.count()).where(slots.c.state != "running")
@@ -113,5 +104,5 @@ def _counts(connection: sa.Connection, alive: dict[str, set[str]]) -> dict[str, 
     owners = sa.select(slots.c.study, slots.c.owner).where(slots.c.state == "running")
     for study, owner in connection.execute(owners):
         # One whose worker died waits for the next one, as an open slot does.
-        counts[study]["running" if owner in alive[study] else "open"] += 1
+        counts[study]["running" if owner in alive else "open"] += 1
     return counts

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -61,7 +61,7 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
             allow_idle(connection)
             reading = _Reading(source.url, connection)
             row = reading.one(sa.select(studies).where(studies.c.name == name))
-            _refuse_live(name, source.live_workers(connection, name))
+            _refuse_live(name, source.live_workers(connection, workers.c.study == name))
             with exclusive(target.engine) as lock, target.engine.begin() as writing:
                 allow_idle(lock, writing)
                 _make_room(writing, target.url, row["token"], name)
@@ -91,7 +91,7 @@ class _Reading:
         return next(self.chunks(query))[0]
 
 
-def _refuse_live(name: str, live: set[str]) -> None:
+def _refuse_live(name: str, live: Collection[str]) -> None:
     """Raise InputError where a worker would go on with the study after it was copied."""
     if live:
         raise InputError(

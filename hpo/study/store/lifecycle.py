@@ -89,8 +89,7 @@ def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
 
 def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
     """The live workers of the study, in words."""
-    alive = storage.live_workers(connection, name)
-    rows = connection.execute(sa.select(workers).where(workers.c.id.in_(alive))) if alive else ()
+    rows = storage.live_workers(connection, workers.c.study == name).values()
     return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
 
 
@@ -106,7 +105,7 @@ def end_unfinished(storage: Storage, name: str) -> int:
         cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
         if not connection.execute(cancelled.values(state="cancelled")).rowcount:
             return set()
-        alive = storage.live_workers(connection, name)
+        alive = storage.live_workers(connection, workers.c.study == name)
         has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
         unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
         query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)

@@ -170,12 +170,15 @@ class Storage:
     # Studies
 
     def live_workers(
-        self, connection: sa.Connection, name: str, witnessed_seconds: float = math.inf
-    ) -> set[str]:
-        """Return the names of the workers of a study whose processes live (see `process.is_alive`)."""
-        members = sa.select(workers, *self.clock).where(workers.c.study == name)
-        rows = connection.execute(members.where(workers.c.state == "live"))
-        return {row.id for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
+        self,
+        connection: sa.Connection,
+        *where: sa.ColumnElement[bool],
+        witnessed_seconds: float = math.inf,
+    ) -> dict[str, sa.Row[Any]]:
+        """The rows of the workers, of those of which this holds, whose processes live (`process.is_alive`)."""
+        query = sa.select(workers, *self.clock).where(workers.c.state == "live", *where)
+        rows = connection.execute(query)
+        return {row.id: row for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
 
     def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
         """End a trial that no worker has, as FAIL, which samplers do not see."""
@@ -261,11 +264,9 @@ class Storage:
 
         The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
         """
-        here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
+        here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
         there = sa.func.coalesce(workers.c.device, device) == device
-        query = sa.select(workers, *self.clock).where(*here, there)
-        rows = self.read(lambda connection: connection.execute(query).all())
-        return any(is_alive(row, self.lease_seconds) for row in rows)
+        return bool(self.read(lambda connection: self.live_workers(connection, *here, there)))
 
     # Compatibility cache
 
