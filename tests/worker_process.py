@@ -22,7 +22,6 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.claims import leases
-from hpo.study.claims.deaths import Deaths
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow, Report
@@ -105,7 +104,7 @@ def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
     of_trial = (slots.c.study == name, slots.c.trial_number == trial.number)
     with storage.engine.connect() as connection:
         row = connection.execute(sa.select(slots).where(*of_trial)).one()
-    return Lease(storage, name, row.owner, row.slot, Deaths(), trial=trial)
+    return Lease(storage, name, row.owner, row.slot, trial=trial)
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from optuna.trial import TrialState
 from worker_process import PLACES, check_done, finish, notes, outcome_of, start, study, wait_for
 
-from hpo.study.claims.deaths import MAX_DEATHS
+from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 

@@ -19,7 +19,7 @@ from worker_process import evaluate, finish, note, notes, result, start_process,
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.study.claims.deaths import MAX_DEATHS
+from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import WorkerOptions, run_worker

@@ -27,7 +27,6 @@ from worker_process import finish, note, notes, result, start_process, study, wa
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
-from hpo.study.claims.deaths import last_saved_step
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
@@ -42,6 +41,11 @@ pytestmark = pytest.mark.postgres
 BETWEEN_TRIALS = "between-trials"
 """While there is a file of this name, no trial begins."""
 STEPS, EVALUATED = 100, list(range(20, 101, 20))
+
+
+def last_saved_step(folder: Path) -> int:
+    """Of the newest checkpoint in a trial's folder; 0 without one."""
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*[0-9]")), default=0)
 
 
 class Train:

@@ -16,14 +16,16 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
-from hpo.study.claims.deaths import Deaths
 from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import evaluations, slots
+from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import Report
     from hpo.trial.telemetry import Progress, TrialResult
+
+MAX_DEATHS = 3
+"""So many workers of a trial that died in a row, without progress in between, end it as `crashed`."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -46,8 +48,6 @@ class Lease:
     owner: str
     """The worker."""
     slot: int
-    deaths: Deaths
-    """Of workers that had its trial."""
     trial_number: int | None = None
     """Of the slot's last Optuna trial."""
     trial: optuna.trial.Trial | None = None
@@ -56,12 +56,24 @@ class Lease:
     """Whether `check` was called: the trial has made a step."""
     saved_step: int = 0
     """Of the newest checkpoint that was written of its trial."""
+    deaths: int = 0
+    """How many workers that had its trial died in a row, without progress in between."""
+    death_step: int = 0
+    """From where it would go on after the last of them."""
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when another worker has the slot."""
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
+
+    @property
+    def crash(self) -> str:
+        """Why its trial is to end as `crashed`; empty: it is not."""
+        if self.deaths < MAX_DEATHS:
+            return ""
+        where = f"after step {self.death_step}" if self.death_step else "before its first checkpoint"
+        return f"its process died {self.deaths} times {where}, without progress."
 
     def check(self) -> None:
         """To be called between steps; reads a flag only.
@@ -165,7 +177,7 @@ class Lease:
             self._end_trial(self.trial, result)
         except UpdateFinishedTrialError as error:
             raise LeaseLostError(f"Trial {self.trial.number} was ended by somebody else.") from error
-        fresh = {"saved_step": 0, **Deaths().columns} if slot_state == "open" else {}
+        fresh = NO_PROGRESS if slot_state == "open" else {}
         with self.storage.engine.begin() as connection:
             self.hold(connection, mine, state=slot_state, **fresh)
 

@@ -16,6 +16,12 @@ A worker that dies leaves its slot claimed. On the same machine the others see a
 gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat runs only inside
 `study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
 
+A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
+taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
+as `crashed`, which samplers see as infeasible, only when `MAX_DEATHS` of its workers died in a row, none of
+them with a later checkpoint or evaluation than the one before. Who takes over the slot of a dead worker
+counts its death, in the same transaction.
+
 Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
 FAIL, because samplers do not see FAIL and would return to the same broken precision.
 """
@@ -34,13 +40,12 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.claims.deaths import Deaths, count_death
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.lease import trial_attributes
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
 from hpo.study.store.optuna_internals import make_trial, start_trial, study_id_of, trial_id_of
-from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.schema import NO_PROGRESS, evaluations, slots, studies, workers
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -81,8 +86,6 @@ class WorkerLease(Membership):
     not made yet; it leaves the others to other workers. None: it can run all."""
     refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
-    saved_step: Callable[[int], int] = lambda _: 0
-    """The step of the last checkpoint of the trial with this number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,20 +116,21 @@ class WorkerLease(Membership):
                 return self._lease_of(slot)
             if not self._look_whether_open(connection):
                 return None
-            if lease := self._take_over(connection, runnable):
-                return lease
-            slot = self._open_slot(connection, runnable) if looks else None
+            slot = self._take_over(connection, runnable)
+            if slot is None and looks:
+                slot = self._open_slot(connection, runnable)
             return self._lease_of(slot) if slot else None
 
-    def _lease_of(self, slot: sa.Row[Any], deaths: Deaths | None = None) -> Lease:
+    def _lease_of(self, slot: sa.Row[Any]) -> Lease:
         return Lease(
             self._storage,
             self._study.study_name,
             self.id,
             slot.slot,
-            deaths or Deaths.of_slot(slot),
             slot.trial_number,
             saved_step=slot.saved_step,
+            deaths=slot.deaths,
+            death_step=slot.death_step,
             study_closed=self.study_closed,
         )
 
@@ -145,14 +149,14 @@ class WorkerLease(Membership):
         about = {"of_study": self._study.study_name, "by": self.id}
         return connection.execute(_claim_open(runnable), about).one_or_none()
 
-    def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Lease | None:
+    def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """Claim the slot of a worker that is dead; None: there is none."""
         while slot := self._abandoned(connection, runnable):
-            deaths = self._deaths(connection, slot)
             unchanged = (self._of_study, slots.c.slot == slot.slot, slots.c.state == "running")
-            claim = sa.update(slots).where(*unchanged, slots.c.owner == slot.owner)
-            if connection.execute(claim.values(owner=self.id, **deaths.columns)).rowcount:
-                return self._lease_of(slot, deaths)
+            claim = sa.update(slots).where(*unchanged, slots.c.owner == slot.owner).returning(slots)
+            values = {"owner": self.id, **self._death(connection, slot)}
+            if claimed := connection.execute(claim.values(values)).one_or_none():
+                return claimed
         return None
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
@@ -182,15 +186,19 @@ class WorkerLease(Membership):
         alive = storage.live_workers(connection, members, witnessed_seconds=witnessed)
         return next((row for row in rows if row.owner not in alive), None)
 
-    def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
-        """The deaths in an abandoned slot, with that of its owner if it died in the trial."""
-        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
+    def _death(self, connection: sa.Connection, slot: sa.Row[Any]) -> dict[str, int]:
+        """What the death of its owner changes in an abandoned slot; nothing where it was not in the trial."""
+        owner = connection.execute(sa.select(workers.c.id).where(workers.c.id == slot.owner)).first()
         if owner is None or slot.trial_number is None:  # owner: its row was lost, see `Membership`
-            return Deaths.of_slot(slot)
+            return {}
         if "outcome" in self._trial(slot.trial_number).user_attrs:  # it had ended
-            return Deaths.of_slot(slot)
-        saved_step = max(slot.saved_step, self.saved_step(slot.trial_number))
-        return count_death(connection, slot, saved_step)
+            return {}
+        last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
+            evaluations.c.study == slot.study, evaluations.c.trial_number == slot.trial_number
+        )
+        step = max(connection.execute(last_evaluation).scalar() or 0, slot.saved_step)
+        count = 1 if step > slot.death_step else slot.deaths + 1
+        return {"deaths": count, "death_step": max(step, slot.death_step)}
 
     # The trial of a slot
 
@@ -257,9 +265,9 @@ class WorkerLease(Membership):
 
     def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
         """Note the number of the slot's new trial, which has no step yet; False: the slot has changed."""
-        lease.deaths, lease.saved_step, lease.progress = Deaths(), 0, None
+        lease.deaths, lease.saved_step, lease.progress = 0, 0, None
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
-        return lease.update(connection, unchanged, trial_number=number, saved_step=0, **lease.deaths.columns)
+        return lease.update(connection, unchanged, trial_number=number, **NO_PROGRESS)
 
     def _reread(self, lease: Lease) -> None:
         """Look which trial the slot has now."""

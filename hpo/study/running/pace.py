@@ -3,7 +3,7 @@
 A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
 for ever, while the heartbeat goes on in another. So a thread here waits for signs of progress: a trial that
 shows none for `stall_seconds`, and for `TIMES_SLOWEST` times the longest that it took between two, ends with
-its process. SIGABRT is a death that counts (`hpo.study.claims.deaths`): a supervisor starts the worker again,
+its process. SIGABRT is a death that counts (`hpo.study.claims.leases`): a supervisor starts the worker again,
 and the trial goes on from its last checkpoint.
 """
 

@@ -24,7 +24,6 @@ from hpo.precision.table import apply_preset, left_out
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.claims.deaths import last_saved_step
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_memory
@@ -289,7 +288,6 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
         deadline=stop.deadline,
         goes_on=goes_on,
         after_trial=lambda: keep_best_checkpoints(stored, study_folder, config.checkpoint.top_k, remote),
-        saved_step=lambda number: last_saved_step(folder(number)),
     )
     device = WorkerDevice(
         executor.device.device_id,

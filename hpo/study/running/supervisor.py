@@ -6,7 +6,7 @@ What a worker process ends with decides:
   to stop, or its job ends. It is not started again, and the others go on.
 - anything else, a signal or exit code 1: it died, and is started again, at most `MAX_RESTARTS` times within
   an hour. When these are used up, the machine is broken: the other workers checkpoint and leave, and the
-  error shows the end of the log. Who takes over its trial counts the death (`hpo.study.claims.deaths`).
+  error shows the end of the log. Who takes over its trial counts the death (`hpo.study.claims.leases`).
 
 Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
 also when it is killed.

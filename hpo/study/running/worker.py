@@ -80,8 +80,6 @@ class WorkerOptions:
     after_trial: Callable[[], None] = lambda: None
     """Called when a trial has ended, here or with a worker that this one waited for; again if the database
     went away meanwhile."""
-    saved_step: Callable[[int], int] = lambda _: 0
-    """The step of the last checkpoint of a trial by its number."""
     poll_seconds: float = 2.0
 
 
@@ -109,7 +107,6 @@ def run_worker(
         device=device.device_id,
         can_run=runnable if skipped or config.comparison else None,
         refusal=partial(refusal, config.search_space),
-        saved_step=options.saved_step,
     ) as worker:
         if config.comparison is None:
             study.sampler = build_sampler(
@@ -182,8 +179,8 @@ def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome 
 
 
 def _result_of(trial: optuna.trial.Trial, lease: Lease, run_trial: RunTrial) -> TrialResult:
-    if lease.deaths.end_trial:
-        return _ended(Outcome.CRASHED, lease.deaths.reason)
+    if lease.crash:
+        return _ended(Outcome.CRASHED, lease.crash)
     try:
         return run_trial(trial, lease)
     except HpoError:

@@ -25,7 +25,7 @@ from hpo.outcome import Outcome
 from hpo.study.store import schema
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
-from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.schema import NO_PROGRESS, slots, studies, workers
 
 if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
@@ -37,9 +37,7 @@ _FRESH = {
     "trial_number": None,
     "owner": None,  # who had it and was silent for long stores nothing when it comes back
     "trained": False,
-    "saved_step": 0,
-    "deaths": 0,
-    "death_step": 0,
+    **NO_PROGRESS,
 }
 """The columns of a slot without a trial."""
 

@@ -30,12 +30,15 @@ slots = sa.Table(
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
     sa.Column("trained", sa.Boolean, nullable=False, default=False),  # its trial has made a step
-    # See `deaths.Deaths`.
+    # Of workers in a row, without progress, and from where its trial would go on after the last.
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
     # Of the newest checkpoint that was written of its trial; a reader of a shared folder may not see it yet.
     sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"),
 )
+
+NO_PROGRESS = {"saved_step": 0, "deaths": 0, "death_step": 0}
+"""The columns of a slot whose trial has not begun."""
 
 # For claims: of the open slots those with a trial, and the first without.
 sa.Index("ix_hpo_slots_state", slots.c.study, slots.c.state, slots.c.trial_number, slots.c.slot)

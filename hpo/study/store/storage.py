@@ -175,7 +175,7 @@ class Storage:
         *where: sa.ColumnElement[bool],
         witnessed_seconds: float = math.inf,
     ) -> dict[str, sa.Row[Any]]:
-        """The rows of the workers, of those of which this holds, whose processes live (`process.is_alive`)."""
+        """The rows of the workers whose processes live (`process.is_alive`), by id."""
         query = sa.select(workers, *self.clock).where(workers.c.state == "live", *where)
         rows = connection.execute(query)
         return {row.id: row for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}

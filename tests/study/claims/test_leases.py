@@ -25,7 +25,7 @@ from worker_process import (
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
 from hpo.study.claims import leases
-from hpo.study.claims.deaths import MAX_DEATHS, Deaths
+from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.store.optuna_internals import params as stored_params
@@ -128,43 +128,43 @@ def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_p
             assert worker.number == 6
 
 
+def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
+    """End a worker whose trial has a checkpoint of this step, of which a heartbeat told."""
+    assert worker._lease is not None
+    worker._lease.saved_step = step
+    worker._beat_once()
+    change_worker(storage, worker, process_start="1")
+
+
 @pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
 def test_deaths_at_one_place_count_until_there_is_progress(
     storage: Storage, opened: optuna.Study, progress: str
 ) -> None:
-    saved = {0: 0}
     with ExitStack() as stack:
-        peer = WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__)
-        stack.enter_context(peer)
+        peer = stack.enter_context(worker_on(storage, opened))
         for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
             victim = stack.enter_context(worker_on(storage, opened))
             trial = victim.open_trial(victim.claim())
             assert trial.number == 0
             if step and progress == "evaluation":
                 evaluate(storage, trial, step=step)
-            elif step:
-                saved[0] = step
-            change_worker(storage, victim, process_start="1")
+            die(storage, victim, step if progress == "checkpoint" else 0)
             lease = peer.claim()
-            assert lease.deaths.count == num_deaths
-            assert lease.deaths.end_trial == (num_deaths == MAX_DEATHS)
+            assert lease.deaths == num_deaths
+            assert bool(lease.crash) == (num_deaths == MAX_DEATHS)
             peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
-        assert lease.deaths.reason == "its process died 3 times after step 30, without progress."
-        assert peer.claim().deaths.end_trial, "known to whoever claims the slot next"
+        assert lease.crash == "its process died 3 times after step 30, without progress."
+        assert peer.claim().crash, "known to whoever claims the slot next"
 
 
 def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
-    saved = {0: 500, 1: 100}
-    with (
-        WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__) as peer,
-        ExitStack() as stack,
-    ):
-        for number in (0, 1):
+    with worker_on(storage, opened) as peer, ExitStack() as stack:
+        for number, step in ((0, 500), (1, 100)):
             victim = stack.enter_context(worker_on(storage, opened))
             assert victim.open_trial(victim.claim()).number == number
-            change_worker(storage, victim, process_start="1")
+            die(storage, victim, step)
             lease = peer.claim()
-            assert (lease.deaths.count, lease.deaths.step) == (1, saved[number])
+            assert (lease.deaths, lease.death_step) == (1, step)
             peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
 
 
@@ -174,15 +174,15 @@ def test_a_trial_that_the_dashboard_failed_leaves_its_slot_without_steps_and_dea
     with worker_on(storage, opened) as worker:
         lease = worker.claim()
         worker.open_trial(lease)
-        lease.saved_step, lease.deaths = 500, Deaths(2, 500)
+        lease.saved_step = 500
         with storage.engine.begin() as connection:
-            lease.hold(connection, **lease.deaths.columns)
+            lease.hold(connection, deaths=2, death_step=500)
         optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, state=TrialState.FAIL)
         with pytest.raises(LeaseLostError):
             worker.record_outcome(lease, lease.trial, result("complete"))
         again = worker.claim()
         assert worker.open_trial(again).number == 1
-        assert (again.saved_step, again.deaths.count) == (0, 0)
+        assert (again.saved_step, again.deaths) == (0, 0)
         worker.release(again)
         with storage.engine.connect() as connection:
             row = connection.execute(sa.select(slots).where(slots.c.slot == again.slot)).one()

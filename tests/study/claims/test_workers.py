@@ -64,4 +64,4 @@ def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> Non
         with WorkerLease(storage, opened, max_retries=0) as other:
             taken = other.claim()
             assert taken is not None
-            assert (taken.trial_number, taken.deaths.count) == (trial.number, 0)
+            assert (taken.trial_number, taken.deaths) == (trial.number, 0)

@@ -20,7 +20,7 @@ from worker_process import study, wait_for
 
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, RunError
-from hpo.study.claims.deaths import MAX_DEATHS
+from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.running import supervisor
 from hpo.study.running.stopping import Stop
 from hpo.study.running.supervisor import (
