@@ -17,7 +17,7 @@ def make_old(url: str, version: str) -> None:
         with WorkerLease(storage, opened, max_retries=0) as worker:
             evaluate(storage, worker.open_trial(worker.claim()), 1, 0.5, 40)
         with storage.engine.begin() as connection:
-            for later in ("v8", "v7", "v6", "v5", "v4", "v3", "v2"):
+            for later in ("v9", "v8", "v7", "v6", "v5", "v4", "v3", "v2"):
                 if version < later:
                     for statement in _UNDO[later]:
                         connection.execute(sa.text(statement))
@@ -26,6 +26,7 @@ def make_old(url: str, version: str) -> None:
 
 
 _UNDO = {
+    "v9": ["ALTER TABLE hpo_slots ADD COLUMN trained BOOLEAN DEFAULT FALSE NOT NULL"],
     "v8": [
         "CREATE TABLE hpo_jobs (id VARCHAR(128) PRIMARY KEY, study VARCHAR(512))",
         "ALTER TABLE hpo_workers ADD COLUMN cause VARCHAR(64)",

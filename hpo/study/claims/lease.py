@@ -52,8 +52,6 @@ class Lease:
     """Of the slot's last Optuna trial."""
     trial: optuna.trial.Trial | None = None
     """The one that runs here."""
-    trained: bool = False
-    """Whether `check` was called: the trial has made a step."""
     saved_step: int = 0
     """Of the newest checkpoint that was written of its trial."""
     deaths: int = 0
@@ -81,7 +79,6 @@ class Lease:
         Raises:
             LeaseLostError: another worker has the slot, so this one must stop and store nothing.
         """
-        self.trained = True
         if self.lost.is_set():
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
@@ -89,9 +86,8 @@ class Lease:
         """Change the slot's row, which stays locked until the end of the transaction; False: another worker
         has it, or one of the `conditions` does not hold."""
         owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
-        made: dict[str, Any] = {"trained": True} if self.trained else {}
-        made |= {"saved_step": self.saved_step} if self.saved_step else {}
-        change = sa.update(slots).where(*owned, *conditions).values({"owner": self.owner, **made, **values})
+        saved = {"saved_step": self.saved_step} if self.saved_step else {}
+        change = sa.update(slots).where(*owned, *conditions).values({"owner": self.owner, **saved, **values})
         return connection.execute(change).rowcount > 0
 
     def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:

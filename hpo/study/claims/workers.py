@@ -22,7 +22,6 @@ from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.sqlite_place import refuse_other_hosts
-from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:
     import optuna
@@ -64,22 +63,20 @@ class Membership:
         return self
 
     def _register(self) -> None:
-        """Add this worker's row, with the next number; the data cannot be exchanged at the same time."""
+        """Add this worker's row, with the next number."""
         storage, name = self._storage, self._study.study_name
-        with storage.exclusive():
-            check_data(storage, name)
-            with storage.engine.begin() as connection:
-                refuse_other_hosts(connection, storage.now, storage.lease_seconds)
-                # One that is there is of an attempt that was committed, though the answer was lost.
-                connection.execute(sa.delete(workers).where(workers.c.id == self.id))
-                numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
-                last: int | None = connection.execute(numbers).scalar()
-                self.number = 0 if last is None else last + 1
-                me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
-                me |= {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid()}
-                me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
-                times = {"started": storage.now, "last_seen": storage.now}
-                connection.execute(sa.insert(workers).values({**me, **times}))
+        with storage.exclusive(), storage.engine.begin() as connection:
+            refuse_other_hosts(connection, storage.now, storage.lease_seconds)
+            # One that is there is of an attempt that was committed, though the answer was lost.
+            connection.execute(sa.delete(workers).where(workers.c.id == self.id))
+            numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
+            last: int | None = connection.execute(numbers).scalar()
+            self.number = 0 if last is None else last + 1
+            me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
+            me |= {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid()}
+            me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
+            times = {"started": storage.now, "last_seen": storage.now}
+            connection.execute(sa.insert(workers).values({**me, **times}))
 
     def others_run(self) -> bool:
         """Whether another worker that lives is running a trial of the study."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from hpo.config.allowed import allowing, check_allowed, places
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo, memory_limit, probe_device
-from hpo.errors import InputError, NoDatabaseError, StorageError, StudyChangedError
+from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import release_free_memory
 from hpo.precision.table import apply_preset, left_out
 from hpo.study.checkpoints.checkpoint_folders import note_database
@@ -32,7 +32,7 @@ from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, is_in_use, read_stored
+from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -86,8 +86,8 @@ def open_study(
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
-    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
-    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
+    A study without an evaluated trial is checked first (`Executor.check_study`), but not by the processes of
+    `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
     changed.
 
     Raises:
@@ -103,11 +103,10 @@ def open_study(
         if storage is not None:
             stored = read_stored(databases.enter_context(storage), config.name)
         if storage is not None and stored is not None:
+            config = config.resumed(stored.definition)
             if stored.state != "open":
-                resumed = config.resumed(stored.definition)
-                yield OpenStudy(resumed, storage, runs_dir, stored, {}, None)
+                yield OpenStudy(config, storage, runs_dir, stored, {}, None)
                 return
-            config = _resumed(config, stored, storage, resize)
         check_trust(config, of_file, options.trust_remote_code)
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
@@ -138,19 +137,6 @@ def open_study(
                 executor = _build_executor(config, device, runs_dir)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
-
-
-def _resumed(config: StudyConfig, stored: StoredStudy, storage: Storage, resize: bool) -> StudyConfig:
-    """The study as it goes on.
-
-    Raises StudyChangedError where it has changed, unless it is to be replaced (`create_or_resume_study`).
-    """
-    try:
-        return config.resumed(stored.definition)
-    except StudyChangedError:
-        if not resize or storage.persist(lambda: is_in_use(storage, config.name)):
-            raise
-    return config
 
 
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:

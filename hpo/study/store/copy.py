@@ -111,9 +111,7 @@ def _make_room(writing: sa.Connection, url: str, token: str, name: str) -> None:
                 "one, or name another database."
             )
         raise InputError(f"{redact(url)} has another study `{name}`. Name another database.")
-    for table in (*OURS, workers):
-        writing.execute(sa.delete(table).where(table.c.study == name))
-    writing.execute(sa.delete(studies).where(studies.c.name == name))
+    schema.delete_rows(writing, name)
 
 
 def _copy_ours(reading: _Reading, writing: sa.Connection, row: dict[str, Any]) -> None:

@@ -22,10 +22,9 @@ from hpo.config.study_config import check_study_name
 from hpo.config.study_file import show
 from hpo.errors import RunError, StorageError, printable
 from hpo.outcome import Outcome
-from hpo.study.store import schema
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
-from hpo.study.store.schema import NO_PROGRESS, slots, studies, workers
+from hpo.study.store.schema import NO_PROGRESS, delete_rows, slots, studies, workers
 
 if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
@@ -36,7 +35,6 @@ _FRESH = {
     "state": "open",
     "trial_number": None,
     "owner": None,  # who had it and was silent for long stores nothing when it comes back
-    "trained": False,
     **NO_PROGRESS,
 }
 """The columns of a slot without a trial."""
@@ -132,10 +130,7 @@ def delete_study(storage: Storage, name: str) -> None:
             if left := _processes(storage, connection, name):
                 raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
             delete_study_rows(connection, name)
-            for table in schema.metadata.sorted_tables:
-                if "study" in table.c:
-                    connection.execute(sa.delete(table).where(table.c.study == name))
-            connection.execute(sa.delete(studies).where(studies.c.name == name))
+            delete_rows(connection, name)
 
     storage.persist(delete)
 

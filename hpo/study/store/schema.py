@@ -29,7 +29,6 @@ slots = sa.Table(
     sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, done
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
-    sa.Column("trained", sa.Boolean, nullable=False, default=False),  # its trial has made a step
     # Of workers in a row, without progress, and from where its trial would go on after the last.
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
@@ -101,3 +100,11 @@ compat = sa.Table(
     sa.Column("result", sa.Text, nullable=False),  # JSON
     sa.Column("created", sa.Float, nullable=False),
 )
+
+
+def delete_rows(connection: sa.Connection, study: str) -> None:
+    """Remove all that our tables have of a study."""
+    for table in metadata.sorted_tables:
+        if "study" in table.c:
+            connection.execute(sa.delete(table).where(table.c.study == study))
+    connection.execute(sa.delete(studies).where(studies.c.name == study))

@@ -94,8 +94,6 @@ class Storage:
         self.stop = stop or threading.Event()
         """Set when this process is told to stop: nothing waits for the database any more."""
         self.availability = availability
-        self.data: dict[str, str] = {}
-        """Study -> fingerprint of the data that this process trains with."""
         seconds, started = (
             (
                 "extract(epoch from clock_timestamp())::float8",

@@ -4,7 +4,6 @@ the data that its trials train with."""
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 import warnings
 from collections.abc import Collection
@@ -18,23 +17,18 @@ from hpo.errors import StorageError, StudyChangedError
 from hpo.outcome import Outcome
 from hpo.study.store.database import redact
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, slots, studies
+from hpo.study.store.schema import delete_rows, evaluations, slots, studies, workers
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
 
-_logger = logging.getLogger(__name__)
-
 
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
     """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
 
-    A stored study of another definition is replaced, with a warning in the log, if no trial of it has
-    trained and no worker is in it.
-
     Args:
-        resize: False for a worker that joins: it neither changes the stored `n_trials` nor replaces.
+        resize: False for a worker that joins: it does not change the stored `n_trials`.
 
     Raises:
         StudyChangedError: the stored study was made with another search space or definition.
@@ -42,32 +36,9 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
 
     def create_or_resume() -> optuna.Study:
         with storage.exclusive():
-            try:
-                return _make_or_resume(storage, config, resize)
-            except StudyChangedError:
-                if not resize or is_in_use(storage, config.name):
-                    raise
-            optuna.delete_study(study_name=config.name, storage=storage.optuna)
-            _logger.warning(
-                "The stored study `%s` had another definition, but no trial of it had trained: "
-                "it is replaced.",
-                config.name,
-            )
             return _make_or_resume(storage, config, resize)
 
     return storage.persist(create_or_resume)
-
-
-def is_in_use(storage: Storage, name: str) -> bool:
-    """Whether a trial of the study has trained, or a worker is in it."""
-    with storage.engine.connect() as connection:
-        return _has_trained(connection, name) or bool(storage.live_workers(connection, name))
-
-
-def _has_trained(connection: sa.Connection, name: str) -> bool:
-    steps = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-    trained = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.trained).limit(1)
-    return any(connection.execute(query).first() is not None for query in (steps, trained))
 
 
 def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
@@ -83,9 +54,7 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
         row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
         if row is not None and row.token != token:
             # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
-            connection.execute(sa.delete(studies).where(studies.c.name == config.name))
-            for table in (slots, evaluations, detailed_evaluations, row_statistics):
-                connection.execute(sa.delete(table).where(table.c.study == config.name))
+            delete_rows(connection, config.name)
             row = None
         if row is None:
             if token is None and study.get_trials(deepcopy=False):
@@ -97,11 +66,11 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
             values = {**_definition(config), "name": config.name, "token": token, "created": storage.now}
             connection.execute(sa.insert(studies).values(values))
         else:
-            resumed = _resumed(config, row)
+            resumed = _definition(config.resumed(json.loads(row.definition)))
             values = resumed if resize else {"n_trials": row.n_trials}
             # Also where nothing changes: from here on nobody else writes to a SQLite file.
             connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
-        live = storage.live_workers(connection, config.name)
+        live = storage.live_workers(connection, workers.c.study == config.name)
         dropped = _resize(connection, config.name, values["n_trials"], live)
     if row is None:
         with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
@@ -113,12 +82,6 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
             reason = f"n_trials was lowered to {values['n_trials']}"
             storage.fail_trial(trial, Outcome.PREEMPTED, reason)
     return study
-
-
-def _resumed(config: StudyConfig, row: sa.Row[Any]) -> dict[str, Any]:
-    """The columns of a stored study that is resumed as `config`. Raises StudyChangedError."""
-    stored = json.loads(row.definition)
-    return _definition(config.resumed(stored))
 
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
@@ -169,7 +132,7 @@ class StoredStudy:
     slots: dict[str, int]
     """As `Storage.slot_counts`."""
     has_trained: bool
-    """Whether a trial has made a step."""
+    """Whether a trial has been evaluated."""
 
 
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:
@@ -179,51 +142,38 @@ def read_stored(storage: Storage, name: str) -> StoredStudy | None:
         if not storage.has_study(name):
             return None
         query = sa.select(studies.c.definition, studies.c.state).where(studies.c.name == name)
+        evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
         with storage.engine.connect() as connection:
             definition, state = connection.execute(query).one()
-            has_trained = _has_trained(connection, name)
+            has_trained = connection.execute(evaluated).first() is not None
         return StoredStudy(json.loads(definition), state, storage.slot_counts(name), has_trained)
 
     return storage.persist(read)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
-    """Note which data the study `name` is made with; workers of this process train with them.
+    """Note which data the study `name` is made with, if none are noted yet.
 
-    The data's path is part of the definition, but a file may be edited in its place. Other data are taken as
-    long as no trial has trained and no worker is in the study.
+    The data's path is part of the definition, but a file may be edited in its place.
 
     Raises:
         StudyChangedError: the study was made with data of another fingerprint.
         StorageError: there is no such study.
     """
-
-    def bind() -> None:
-        with storage.exclusive():
-            if storage.stored(name, studies.c.data) is None or not is_in_use(storage, name):
-                _update(storage, name, data=fingerprint)
-        check_data(storage, name, fingerprint)
-        storage.data[name] = fingerprint
-
-    storage.persist(bind)
+    unbound = sa.update(studies).where(studies.c.name == name, studies.c.data.is_(None))
+    storage.write(lambda connection: connection.execute(unbound.values(data=fingerprint)))
+    check_data(storage, name, fingerprint)
 
 
-def _update(storage: Storage, name: str, **columns: Any) -> None:
-    update = sa.update(studies).where(studies.c.name == name).values(columns)
-    storage.write(lambda connection: connection.execute(update))
-
-
-def check_data(storage: Storage, name: str, fingerprint: str | None = None) -> None:
+def check_data(storage: Storage, name: str, fingerprint: str) -> None:
     """Check data against those that the study is bound to.
-
-    Without a `fingerprint`, those that this process gave to `bind_data`, if any.
 
     Raises:
         StudyChangedError: the study was made with data of another fingerprint.
     """
-    fingerprint = fingerprint or storage.data.get(name)
-    if fingerprint is not None and storage.stored(name, studies.c.data) not in (None, fingerprint):
+    if storage.stored(name, studies.c.data) not in (None, fingerprint):
         raise StudyChangedError(
             f"The data of the study `{name}` have changed since it was made, though they lie where they "
-            "lay, so its results would not compare. Restore them, or give the study another `name`."
+            "lay, so its results would not compare. Restore them, or give the study another `name`; `hpo "
+            f"delete {name}` removes what is stored."
         )

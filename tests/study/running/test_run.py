@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError, StudyChangedError
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running import run as run_module
 from hpo.study.running.run import OpenOptions, check_precisions, open_study, run_study
@@ -179,21 +177,14 @@ def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
     assert [executor.num_checks for executor in executors.made] == [1]
 
 
-@pytest.mark.parametrize("has_trained", [True, False])
 def test_another_definition_is_refused_before_anything_is_read(
-    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], has_trained: bool
+    storage: Storage, tmp_path: Path, executors: type[FakeExecutor]
 ) -> None:
-    """Where a trial has trained, and where a worker is in the study."""
+    create_or_resume_study(storage, study(1))
     changed = study(2, training={"epochs": 7})
-    with open_storage(sqlite_url) as storage, ExitStack() as inside:
-        opened = create_or_resume_study(storage, study(1))
-        if has_trained:
-            train_one(storage, study(1))
-        else:
-            inside.enter_context(WorkerLease(storage, opened, max_retries=0))
-        refused = pytest.raises(StudyChangedError, match=r"training\.epochs")
-        with refused, open_study(changed, sqlite_url, tmp_path):
-            pass
+    refused = pytest.raises(StudyChangedError, match=r"training\.epochs")
+    with refused, open_study(changed, storage.url, tmp_path):
+        pass
     assert not executors.made
 
 

@@ -186,7 +186,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         assert lease is not None
         trial = worker.open_trial(lease)
         assert trial is not None
-        lease.trained, lease.saved_step = True, 20
+        lease.saved_step = 20
         worker._beat_once()
         process_start = change_worker_and_end(storage, worker)
         change_worker(storage, worker, process_start=process_start)
@@ -200,7 +200,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
     ]
     with storage.engine.connect() as connection:
         row = connection.execute(sa.select(schema.slots).where(schema.slots.c.slot == lease.slot)).one()
-    assert (row.trial_number, row.owner, row.trained, row.saved_step) == (None, None, False, 0)
+    assert (row.trial_number, row.owner, row.saved_step) == (None, None, 0)
     assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
 
 

@@ -21,7 +21,7 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
 
 
-def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = True) -> optuna.Study:
+def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
     """Run one trial for each of `results`, and give the objects that each trial had."""
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
@@ -29,8 +29,6 @@ def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = Tru
             lease = worker.claim()
             trial = worker.open_trial(lease)
             suggest(config.search_space, trial)
-            if trained:
-                lease.check()
             worker.record_outcome(lease, trial, trial_result)
     return opened
 
@@ -72,52 +70,18 @@ def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_pat
 # The data
 
 
-def refused() -> Any:
-    return pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made")
-
-
-@pytest.mark.parametrize("end", ["evaluated", "pruned", "preempted"])
-def test_data_of_a_trial_that_trained_stay(storage: Storage, end: str) -> None:
-    """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
-    opened = create_or_resume_study(storage, study(3))
+def test_data_are_those_of_the_first_worker(storage: Storage) -> None:
+    create_or_resume_study(storage, study(3))
     check_data(storage, "tiny", "any, as none are bound")
-    for fingerprint in ("wrong at first", "as they were"):
-        bind_data(storage, "tiny", fingerprint)
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
-        if end == "evaluated":
-            evaluate(storage, trial)
-        else:
-            lease.check()
-            worker.record_outcome(lease, trial, result(end))
+    for _ in range(2):
+        bind_data(storage, "tiny", "as they were")
     for function in (bind_data, check_data):
-        with refused():
+        with pytest.raises(
+            StudyChangedError, match=r"data of the study `tiny` .* changed.*`hpo delete tiny`"
+        ):
             function(storage, "tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         bind_data(storage, "tinny", "as they were")
-    bind_data(storage, "tiny", "as they were")
-
-
-def test_data_of_a_live_worker_are_not_exchanged(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(3))
-    bind_data(storage, "tiny", "of the first")
-    with WorkerLease(storage, opened, max_retries=0), open_storage(storage.url) as other:
-        with refused():
-            bind_data(other, "tiny", "of the second")
-        bind_data(other, "tiny", "of the first")
-    bind_data(storage, "tiny", "of the second")
-
-
-def test_worker_whose_data_were_exchanged_before_it_joined_is_refused(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(3))
-    bind_data(storage, "tiny", "of the first")
-    with open_storage(storage.url) as other:
-        bind_data(other, "tiny", "of the second")
-        with WorkerLease(other, opened, max_retries=0):
-            pass
-    with refused(), WorkerLease(storage, opened, max_retries=0):
-        pass
 
 
 def stored_by_name(storage: Storage) -> StudyConfig:
@@ -204,38 +168,11 @@ def test_joining_worker_does_not_resize(storage: Storage) -> None:
 # A study that goes
 
 
-@pytest.mark.parametrize("outcome", ["unsupported", "failed", "preempted"])
-def test_study_that_never_trained_is_replaced_with_a_word(
-    storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
-) -> None:
-    run_trials(storage, study(3), result(outcome, traceback="Traceback"), trained=False)
-    before = storage.study_token("tiny")
-    mended = study(2, model={"encoder": "other/name"})
-    with pytest.raises(StudyChangedError):
-        create_or_resume_study(storage, mended, resize=False)
-    assert create_or_resume_study(storage, mended).trials == []
-    assert "another definition, but no trial of it had trained: it is replaced" in caplog.text
-    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-    assert storage.study_token("tiny") != before
-    assert read_study(storage, "tiny").definition["model"]["encoder"] == "other/name"
-
-
-@pytest.mark.parametrize("outcome", ["complete", "crashed", "preempted"])
-def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> None:
-    run_trials(storage, study(2), result(outcome))
-    with pytest.raises(StudyChangedError, match="another definition"):
+def test_a_study_of_another_definition_is_refused_and_stays(storage: Storage) -> None:
+    run_trials(storage, study(2), result("unsupported"))
+    with pytest.raises(StudyChangedError, match=r"another definition.*`hpo delete tiny` removes what"):
         create_or_resume_study(storage, study(2, training={"epochs": 7}))
     assert len(read_study(storage, "tiny").trials) == 1
-
-
-def test_study_with_a_worker_is_not_replaced(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    changed = study(2, training={"epochs": 7})
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        worker.open_trial(worker.claim())
-        with pytest.raises(StudyChangedError):
-            create_or_resume_study(storage, changed)
-    assert create_or_resume_study(storage, changed).trials == []
 
 
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
