@@ -149,10 +149,3 @@ def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
         else:
             connection.exec_driver_sql("BEGIN")  # sqlite3 begins a transaction only before a change
         yield connection
-
-
-def allow_idle(*connections: sa.Connection | None) -> None:
-    """Let the transactions of these connections wait, for as long as it takes, for what else is done."""
-    for connection in connections:
-        if connection is not None and connection.dialect.name == "postgresql":
-            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
