@@ -25,7 +25,7 @@ from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.lifecycle import checkpoint_config
-from hpo.study.store.schema import slots, studies
+from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage
 
 
@@ -54,10 +54,8 @@ class Examined:
 
     def studies(self) -> list[sa.Row[Any]]:
         """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""
-        with self.storage.engine.connect() as connection:
-            rows = connection.execute(sa.select(studies).order_by(studies.c.name)).all()
-        rows = [row for row in rows if self.named in (None, row.name) and self.storage.has_study(row.name)]
-        return [row for row in rows if _is_readable(row)]
+        rows = self.storage.read(self.storage.studies)
+        return [row for row in rows if self.named in (None, row.name) and _is_readable(row)]
 
 
 def _is_readable(row: sa.Row[Any]) -> bool:

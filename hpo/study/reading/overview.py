@@ -12,15 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import sqlalchemy as sa
 
 from hpo.config.study_file import show
-from hpo.study.store import optuna_internals
 from hpo.study.store.database import snapshot
-from hpo.study.store.schema import slots, studies
-from hpo.study.store.storage import TOKEN_ATTR, Storage
+from hpo.study.store.schema import slots
+from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
     def read() -> list[StudyOverview]:
         with snapshot(storage.engine) as connection:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
-            rows = _studies(connection)
+            rows = storage.studies(connection)
             alive = storage.live_workers(connection)
             counts = _counts(connection, alive)
         num_workers = Counter(worker.study for worker in alive.values())
@@ -80,19 +78,6 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
 def say_damaged(name: str, reason: str) -> None:
     """Log, once, that the row of a study cannot be read."""
     _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
-
-
-def _studies(connection: sa.Connection) -> list[sa.Row[Any]]:
-    """The rows of the studies, the oldest first; not those whose Optuna study was deleted."""
-    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
-    tokens = (
-        sa.select(made.c.study_name, attributes.c.value_json)
-        .join(attributes, attributes.c.study_id == made.c.study_id)
-        .where(attributes.c.key == TOKEN_ATTR)
-    )
-    token_of = {row.study_name: row.value_json for row in connection.execute(tokens)}
-    query = sa.select(studies).order_by(studies.c.created, studies.c.name)
-    return [row for row in connection.execute(query) if token_of.get(row.name) == json.dumps(row.token)]
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:

@@ -27,6 +27,7 @@ from hpo.errors import OutageError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.process import is_alive, this_machine
+from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability, persist
 from hpo.study.store.database import redact
 from hpo.study.store.failures import explain, is_outage, is_wrong_input
@@ -200,20 +201,18 @@ class Storage:
             raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
         return row[0]
 
-    def token_of(self, name: str) -> str | None:
-        """What tells the Optuna study `name` from a deleted one; None: it was not made to the end by hpo."""
-        study_id = self.optuna.get_study_id_from_name(name)
-        token: str | None = self.optuna.get_study_system_attrs(study_id).get(TOKEN_ATTR)
-        return token
+    def studies(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
+        """The rows of `hpo_studies`, the oldest first; not those whose Optuna study was deleted."""
+        made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
+        query = sa.select(studies).join(made, made.c.study_name == studies.c.name)
+        query = query.join(attributes, attributes.c.study_id == made.c.study_id)
+        token = sa.literal('"') + studies.c.token + '"'  # JSON
+        query = query.where(attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token, *where)
+        return list(connection.execute(query.order_by(studies.c.created, studies.c.name)))
 
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
-        query = sa.select(studies.c.token).where(studies.c.name == name)
-        token = self.read(lambda connection: connection.execute(query).scalar_one_or_none())
-        try:
-            return token is not None and token == self.persist(lambda: self.token_of(name))
-        except KeyError:
-            return False
+        return bool(self.read(lambda connection: self.studies(connection, studies.c.name == name)))
 
     def load_study(self, name: str) -> optuna.Study:
         """Return the stored study `name`, for reading.

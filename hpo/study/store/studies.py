@@ -49,7 +49,7 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
         directions=[objective.direction for objective in config.objective],
         load_if_exists=True,
     )
-    token = storage.token_of(config.name)
+    token = storage.optuna.get_study_system_attrs(study_id_of(study)).get(TOKEN_ATTR)
     with storage.engine.begin() as connection:
         row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
         if row is not None and row.token != token:
@@ -138,17 +138,15 @@ class StoredStudy:
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     """Return what is stored of the study `name`, but for its trials; None: there is none."""
 
-    def read() -> StoredStudy | None:
-        if not storage.has_study(name):
-            return None
-        query = sa.select(studies.c.definition, studies.c.state).where(studies.c.name == name)
-        evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-        with storage.engine.connect() as connection:
-            definition, state = connection.execute(query).one()
-            has_trained = connection.execute(evaluated).first() is not None
-        return StoredStudy(json.loads(definition), state, storage.slot_counts(name), has_trained)
+    evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
 
-    return storage.persist(read)
+    def read(connection: sa.Connection) -> StoredStudy | None:
+        if not (rows := storage.studies(connection, studies.c.name == name)):
+            return None
+        definition, has_trained = json.loads(rows[0].definition), connection.execute(evaluated).first()
+        return StoredStudy(definition, rows[0].state, storage.slot_counts(name), has_trained is not None)
+
+    return storage.read(read)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
