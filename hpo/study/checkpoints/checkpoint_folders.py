@@ -33,14 +33,9 @@ def noted_database(storage: Storage) -> str:
     path = sqlite_path(url)
     if path is not None:
         return str(path.resolve())
-    number = storage.persist(lambda: _system_identifier(storage))
+    query = "SELECT system_identifier FROM pg_control_system()"
+    number = storage.read(lambda connection: connection.exec_driver_sql(query).scalar_one())
     return f"{url.host or ''}:{url.port or 5432}/{url.database} of server {number}"
-
-
-def _system_identifier(storage: Storage) -> int:
-    with storage.engine.connect() as connection:
-        query = "SELECT system_identifier FROM pg_control_system()"
-        return int(connection.exec_driver_sql(query).scalar_one())
 
 
 def note_database(folder: Path, storage: Storage) -> None:

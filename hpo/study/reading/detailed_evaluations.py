@@ -67,14 +67,13 @@ def store_detailed_evaluation(
     key = {"study": name, "trial_number": trial_number, "split": document["split"]}
     text = json.dumps(json_safe(document))
 
-    def store() -> bool:
-        with storage.engine.begin() as connection:
-            # Written first, so that nobody deletes the study, or stores the same, meanwhile.
-            here = sa.update(studies).where(studies.c.name == name, studies.c.token == token)
-            if not connection.execute(here.values(token=token)).rowcount:
-                return False
-            connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
-            connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
+    def store(connection: sa.Connection) -> bool:
+        # Written first, so that nobody deletes the study, or stores the same, meanwhile.
+        here = sa.update(studies).where(studies.c.name == name, studies.c.token == token)
+        if not connection.execute(here.values(token=token)).rowcount:
+            return False
+        connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
+        connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
         return True
 
-    return storage.persist(store)
+    return storage.write(store)

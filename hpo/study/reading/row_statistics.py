@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpo.study.claims.lease import Lease
     from hpo.study.store.storage import Storage
 
-_SPARSE = ("data", "indices", "indptr", "shape")
-
 
 def store_row_statistics(
     storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
@@ -36,16 +34,14 @@ def store_row_statistics(
     """
     study, number = key
     of_trial = (row_statistics.c.study == study, row_statistics.c.trial_number == number)
-    content = _packed(statistics)
+    row = {"study": study, "trial_number": number, "content": _packed(statistics)}
 
-    def store() -> None:
-        with storage.engine.begin() as connection:
-            lease.hold(connection)
-            connection.execute(sa.delete(row_statistics).where(*of_trial))
-            row = {"study": study, "trial_number": number, "content": content}
-            connection.execute(sa.insert(row_statistics).values(row))
+    def store(connection: sa.Connection) -> None:
+        lease.hold(connection)
+        connection.execute(sa.delete(row_statistics).where(*of_trial))
+        connection.execute(sa.insert(row_statistics).values(row))
 
-    storage.persist(store)
+    storage.write(store)
 
 
 def read_row_statistics(
@@ -53,15 +49,11 @@ def read_row_statistics(
 ) -> dict[int, dict[str, RowStatistics]]:
     """Those of a study's trials, by the trial's number and the task. Raises RunError where one is damaged."""
     query = sa.select(row_statistics).where(row_statistics.c.study == study)
-
-    def read() -> Sequence[sa.Row[Any]]:
-        with storage.engine.connect() as connection:
-            return connection.execute(query).all()
-
     by_trial = {}
-    for row in storage.persist(read):
+    for row in storage.read(lambda connection: connection.execute(query).all()):
         try:
-            by_trial[row.trial_number] = _unpacked(row.content, tasks)
+            with np.load(io.BytesIO(row.content), allow_pickle=False) as archive:
+                by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
         except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
             raise RunError(
                 f"What the rows say of trial {row.trial_number} of `{study}` cannot be read "
@@ -74,35 +66,24 @@ def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
     arrays: dict[str, Any] = {}
     for task, of in statistics.items():
         arrays[f"{task}/num_examples"] = np.array(of.num_examples)
-        arrays[f"{task}/index"] = of.index_N
+        arrays[f"{task}/rows"] = of.index_N
         arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
-        for name, counts_NC in of.counts_NC.items():
-            arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
+        # Not as they are held: compressed, the zeros take next to nothing.
+        arrays |= {f"{task}/counts/{name}": counts_NC.toarray() for name, counts_NC in of.counts_NC.items()}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     return buffer.getvalue()
 
 
-def _unpacked(content: bytes, tasks: Sequence[Task]) -> dict[str, RowStatistics]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-        return {task.name: _of_task(archive, task) for task in tasks}
-
-
 def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
-    def named(kind: str) -> dict[str, str]:
-        """The names of this kind, each with its place in the archive."""
+    def named(kind: str) -> dict[str, Any]:
         start = f"{task.name}/{kind}/"
-        return {key.removeprefix(start).partition("/")[0]: key for key in archive if key.startswith(start)}
+        return {key.removeprefix(start): archive[key] for key in archive if key.startswith(start)}
 
-    counts = {}
-    for name in named("counts"):
-        parts = {part: archive[f"{task.name}/counts/{name}/{part}"] for part in _SPARSE}
-        shape = tuple(parts.pop("shape").tolist())
-        counts[name] = csr_array((parts["data"], parts["indices"], parts["indptr"]), shape=shape)
     return RowStatistics(
         task,
         int(archive[f"{task.name}/num_examples"]),
-        archive[f"{task.name}/index"].astype(np.intp),
-        counts,
-        {name: archive[place] for name, place in named("values").items()},
+        archive[f"{task.name}/rows"].astype(np.intp),
+        {name: csr_array(counts_NC) for name, counts_NC in named("counts").items()},
+        named("values"),
     )
