@@ -41,7 +41,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease as Lease
-from hpo.study.claims.lease import trial_attributes
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
 from hpo.study.store.optuna_internals import make_trial, start_trial, study_id_of, trial_id_of
@@ -216,10 +215,12 @@ class WorkerLease(Membership):
 
     def _open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
         while (last := self._last_trial(lease)) is None or last.state != TrialState.RUNNING:
-            if last is None or (last.state == TrialState.FAIL and not _has_failed(last)):
+            # Where no worker ended it as `failed`, somebody gave it up.
+            failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
+            if last is None or (last.state == TrialState.FAIL and not failed):
                 if not self._start_enqueued(lease):
                     self._make_trial(lease, {}, {})
-            elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs):
+            elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs.get("traceback")):
                 # As `study.enqueue_trial` stores them.
                 self._make_trial(lease, {"fixed_params": last.params}, {"retry_of": last.number})
             else:
@@ -280,12 +281,13 @@ class WorkerLease(Membership):
         else:
             lease.trial_number = row.trial_number
 
-    def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, attributes: Mapping[str, Any]) -> bool:
-        """Whether the slot of a trial that FAILed, with these attributes, gets another one."""
+    def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, traceback: str | None) -> bool:
+        """Whether the slot of a trial that FAILed gets another one; a failure that was decided has no
+        traceback."""
         num_failures, number = 1, failed.user_attrs.get("retry_of")
         while number is not None:
             num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
-        return "traceback" in attributes and num_failures <= self.max_retries
+        return bool(traceback) and num_failures <= self.max_retries
 
     def release(self, lease: Lease) -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
@@ -311,7 +313,7 @@ class WorkerLease(Membership):
 
         def record() -> None:
             failed = result.outcome == Outcome.FAILED
-            is_retried = failed and self._is_retried(trial, trial_attributes(result))
+            is_retried = failed and self._is_retried(trial, result.traceback)
             lease.record(result, "open" if is_retried else "done")
 
         self._storage.persist(record)
@@ -321,8 +323,3 @@ class WorkerLease(Membership):
         """The slot is not this worker's any more; the heartbeat says nothing more of it."""
         self._may_have_slot = False
         self._lease = None
-
-
-def _has_failed(trial: FrozenTrial) -> bool:
-    """Whether a worker ended the trial as `failed`; else somebody gave it up."""
-    return trial.user_attrs.get("outcome") == Outcome.FAILED
