@@ -43,6 +43,7 @@ _logger = logging.getLogger(__name__)
 MARKER = ".hpo-artifacts"
 _CHECKPOINT = r"(?P<name>(step|best)-\d{8})-(?P<key>[0-9a-f]{12})"
 _TRIAL = re.compile(r"trial-(\d{5,})")
+_OF_FOLDER: dict[str, Any] = {"auto_mkdir": True}
 _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 
 
@@ -53,19 +54,18 @@ class RemoteStore:
         self.location = location
         self._filesystem = filesystem
         self._root = root.rstrip("/")
+        self.marker = f"{self._root}/{MARKER}"
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
-            self._filesystem.info(f"{self._root}/{MARKER}")
+            self._filesystem.info(self.marker)
             yield
-        except FileNotFoundError as error:
-            why = (
-                f"it has no file {MARKER}, so it is away" if MARKER in str(error) else f"{error} is not there"
-            )
-            raise CheckpointError(f"{what} {self.location}: {why}.") from error
         except Exception as error:  # each file system has its own
-            raise CheckpointError(f"{what} {self.location}: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, FileNotFoundError) and MARKER in str(error):
+                why = f"it has no file {MARKER}, so it is away."
+            raise CheckpointError(f"{what} {self.location}: {why}") from error
 
     def list(self, folder: Path, key: str | None = None) -> dict[str, dict[str, int]]:
         """The sizes of the files of each complete checkpoint of a trial, by its name there, the oldest first.
@@ -210,44 +210,34 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
     Raises:
         InputError: it cannot be used. One that only does not answer now is no error.
     """
-    if not config.is_remote:
-        if config.location is not None:
-            _make_folder(Path(config.location))
-        return None
-    import fsspec
-
-    url = config.url
-    options = {"s3": {"config_kwargs": _S3_OPTIONS}, "gs": {}}.get(
-        url.partition("://")[0], {"auto_mkdir": True}
-    )
+    location, url = config.location, config.url
     try:
+        if location is not None and "://" not in url and (create or not config.is_remote):
+            Path(url).mkdir(parents=True, exist_ok=True)
+        if not config.is_remote:
+            return None
+        import fsspec
+
+        options = {"s3": {"config_kwargs": _S3_OPTIONS}, "gs": {}}.get(url.partition("://")[0], _OF_FOLDER)
         filesystem, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
-    except ImportError as error:
-        raise InputError(
-            f"checkpoint.location: {config.location} needs a package that is not installed: {error}"
-        ) from None
-    if create and "://" not in url:
-        _make_folder(Path(url))
+    except (OSError, ImportError) as error:
+        raise InputError(f"checkpoint.location: {location} cannot be used: {error}.") from None
+    store = RemoteStore(str(location), filesystem, root)
     try:
         if create:
-            filesystem.pipe_file(f"{root.rstrip('/')}/{MARKER}", b"checkpoints of hpo\n")
-        filesystem.info(f"{root.rstrip('/')}/{MARKER}")
-    except FileNotFoundError as error:
-        raise InputError(
-            f"checkpoint.location: {config.location} cannot be made: {error}."
-            if create
-            else f"checkpoint.location: {config.location} must be the place that was made with the study, "
-            f"but it has no file {MARKER}. Mount it here. Where it is lost, make an empty one with it."
-        ) from None
-    except PermissionError as error:
-        raise InputError(
-            f"checkpoint.location: these credentials may not use {config.location}: {error}."
-        ) from None
+            filesystem.pipe_file(store.marker, b"checkpoints of hpo\n")
+        filesystem.info(store.marker)
     except Exception as error:  # each file system has its own
-        if type(error).__name__ == "NoCredentialsError":
-            raise InputError(f"checkpoint.location: {config.location}: {error}.") from None
-        _logger.warning("%s does not answer now: %s", config.location, error)
-    return RemoteStore(str(config.location), filesystem, root)
+        if isinstance(error, FileNotFoundError) and not create:
+            raise InputError(
+                f"checkpoint.location: {location} must be the place that was made with the study, but it has "
+                f"no file {MARKER}. Mount it here. Where it is lost, make an empty one with it."
+            ) from None
+        no_credentials = type(error).__name__ == "NoCredentialsError"
+        if no_credentials or isinstance(error, FileNotFoundError | PermissionError):
+            raise InputError(f"checkpoint.location: {location} cannot be used: {error}.") from None
+        _logger.warning("%s does not answer now: %s", location, error)
+    return store
 
 
 def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
@@ -270,13 +260,6 @@ def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
     except HpoError as error:
         return f"Its checkpoints stay in {config.location}: {error}"
     return f"Its checkpoints in {config.location} are removed."
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"checkpoint.location: {folder} cannot be made: {error.strerror}.") from None
 
 
 def _files() -> tuple[str, ...]:

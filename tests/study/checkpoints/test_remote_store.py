@@ -185,9 +185,11 @@ def test_a_store_that_is_away_is_a_problem_of_the_trial(tmp_path: Path, monkeypa
 def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path, s3: str) -> None:
     (tmp_path / "file").write_text("")
     for prefix in ("", "artifacts:"):
-        with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be made"):
+        with pytest.raises(
+            InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"
+        ):
             open_remote_store(CheckpointConfig(location=f"{prefix}{tmp_path}/file/store"), create=True)
-    with pytest.raises(InputError, match=r"s3://absent/prefix cannot be made: The specified bucket does not"):
+    with pytest.raises(InputError, match=r"s3://absent/prefix cannot be used: The specified bucket does not"):
         opened("s3://absent/prefix", create=True)
     with pytest.raises(InputError, match=r"s3://studies/team must be the place that was made with the study"):
         opened(s3)
