@@ -7,7 +7,6 @@ stopped. It sees a copy of the study in which such trials are COMPLETE with a va
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,7 @@ from hpo.study.sampling.feasible_sampler import is_infeasible
 class PrunedAwareSampler(WrapperSampler):
     """Shows its sampler PRUNED trials as COMPLETE.
 
-    One that the pruner stopped has its best evaluation, and what trials that went on gained after that
-    evaluation in the median: an estimate that only the sampler sees. An infeasible one has the worst of these
+    One that the pruner stopped has the value of its best evaluation. An infeasible one has the worst of these
     values and those of the COMPLETE trials.
     """
 
@@ -45,16 +43,15 @@ class PrunedAwareSampler(WrapperSampler):
 
 
 def _with_pruned(study: Study, trials: Sequence[FrozenTrial]) -> Study:
-    complete = [t for t in trials if t.state == TrialState.COMPLETE]
-    value_of = {t.number: t.values for t in complete} | _expected(study, complete, trials)
-    known = list(value_of.values()) or [[0.0] * len(study.directions)]
+    value_of = {t.number: _values(study, t) for t in trials if not is_infeasible(t)}
+    known = [values for values in value_of.values() if values] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
         for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
     ]
     copy = optuna.create_study(directions=study.directions)
     for t in trials:
-        shown = worst if is_infeasible(t) else value_of.get(t.number)
+        shown = worst if is_infeasible(t) else value_of[t.number]
         copy.add_trial(
             optuna.trial.create_trial(
                 state=t.state if shown is None else TrialState.COMPLETE,
@@ -66,30 +63,11 @@ def _with_pruned(study: Study, trials: Sequence[FrozenTrial]) -> Study:
     return copy
 
 
-def _expected(
-    study: Study, complete: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]
-) -> dict[int, list[float]]:
-    """{trial number: value} of what the pruner stopped: its best evaluation and what others gained later."""
-    gain_after: dict[int, float] = {}
-    expected = {}
-    for t in trials:
-        if t.state != TrialState.PRUNED or is_infeasible(t) or (step := t.last_step) is None:
-            continue
-        if step not in gain_after:
-            then = ((other.values[0], _best_until(study, other, step)) for other in complete)
-            gains = [value - best for value, best in then if best is not None]
-            gain_after[step] = statistics.median(gains) if gains else 0.0
-        if (best := _best_until(study, t, step)) is not None:
-            expected[t.number] = [best + gain_after[step]]
-    return expected
-
-
-def _best_until(study: Study, trial: FrozenTrial, last_step: int) -> float | None:
-    """The trial's best evaluation until `last_step`; None without a finite one."""
-    reports = [
-        value
-        for step, value in trial.intermediate_values.items()
-        if step <= last_step and math.isfinite(value)
-    ]
+def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
+    """Of a COMPLETE trial its values, of a PRUNED one its best evaluation; None: there is nothing finite."""
+    if trial.state == TrialState.COMPLETE:
+        return trial.values
+    reports = filter(math.isfinite, trial.intermediate_values.values())
     better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
-    return better(reports, default=None)
+    best = better(reports, default=None) if trial.state == TrialState.PRUNED else None
+    return None if best is None else [best]

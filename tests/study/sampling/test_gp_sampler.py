@@ -42,20 +42,18 @@ def ask_gp(current: ScriptedStudy) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("maximize", 1.0), ("minimize", -1.0)])
-def test_gp_sees_what_to_expect_of_pruned_trials(direction: str, sign: float) -> None:
-    """Their best evaluation and the median gain of those that went on; maximised or minimised alike."""
+def test_gp_sees_the_best_evaluation_of_pruned_trials(direction: str, sign: float) -> None:
     current = scripted(direction)
-    for scores in ([0.1, 0.2, 0.5], [0.4, 0.3, 0.5], [0.0, 0.1, 0.9]):
-        run_trial(current, [sign * score for score in scores], sign * max(scores))
+    run_trial(current, [sign * 0.1, sign * 0.5], sign * 0.5)
     run_trial(current, [sign * 0.3, sign * 0.2], "pruned")
     run_trial(current, [], "pruned")
     *known, unknown = ask_gp(current)
     assert unknown.state == TrialState.PRUNED, "nothing is known of the last one"
-    assert {trial.state for trial in known} == {TrialState.COMPLETE}
-    # The complete trials gained 0.3, 0.1 and 0.8 after their second evaluation.
-    expected = [sign * value for value in (0.5, 0.5, 0.9, 0.3 + 0.3)]
-    assert [trial.value for trial in known] == pytest.approx(expected)
-    assert current.trials[3].state == TrialState.PRUNED
+    assert [(trial.state, trial.value) for trial in known] == [
+        (TrialState.COMPLETE, sign * 0.5),
+        (TrialState.COMPLETE, sign * 0.3),
+    ]
+    assert current.trials[1].state == TrialState.PRUNED
 
 
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
