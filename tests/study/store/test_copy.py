@@ -14,12 +14,14 @@ import sqlalchemy as sa
 from optuna.samplers import NSGAIISampler
 from optuna.trial import TrialState, create_trial
 from whole_study import contents, filled
-from worker_process import check_done, finish, notes, start, start_process, study, wait_for
+from worker_process import change_worker, check_done, finish, notes, start, start_process, study
 
 from hpo.errors import InputError, StorageError
+from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.store import copy, lock, schema
 from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import studies, tables, trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -88,17 +90,16 @@ def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
         assert len(parents(source)[1]) == 4
 
 
-def test_a_half_done_study_goes_on(sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path) -> None:
+def test_a_half_done_study_goes_on(sqlite_url: str, other_url: str, tmp_path: Path) -> None:
     config, log = study(8), tmp_path / "log"
     killed = start(sqlite_url, config, log, kill="training", kill_at=4)
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
-    target_url = other_url if storage_url == sqlite_url else storage_url
-    with open_storage(sqlite_url) as source, open_storage(target_url) as target:
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
         assert source.slot_counts("tiny")["running"] == 1
         copy_study(source, target, "tiny")
         assert target.slot_counts("tiny") == {"open": 5, "running": 0, "done": 3}
-        finish(start(target_url, config, log), start(target_url, config, log))
+        finish(start(other_url, config, log), start(other_url, config, log))
         check_done(target, config, log)
         assert [line["number"] for line in notes(log)].count(3) == 2, "the trial in flight went on"
         assert source.slot_counts("tiny")["done"] == 3
@@ -118,39 +119,28 @@ def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> No
         optuna.delete_study(study_name="tiny", storage=target.optuna)  # as the dashboard does
         copy_study(source, target, "tiny")
         assert contents(target) == contents(source)
+        for there in (target, source):
+            with pytest.raises(InputError, match="holds the study `tiny` already"):
+                copy_study(source, there, "tiny")
 
 
-def test_a_database_is_not_copied_into_itself(storage_url: str) -> None:
-    with open_storage(storage_url) as source, open_storage(storage_url) as target:
-        filled(source)
-        with pytest.raises(InputError, match="holds the study `tiny` already"):
-            copy_study(source, target, "tiny")
-
-
-def test_live_workers(sqlite_url: str, other_url: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    working = start(sqlite_url, study(4), log, trial_seconds=600)
-    wait_for(lambda: len(notes(log)) == 1)
-    paused = sa.update(schema.studies).values(state="paused")
+def test_a_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        with pytest.raises(InputError, match="1 live workers are in `tiny`"):
+        with WorkerLease(source, create_or_resume_study(source, study(4)), max_retries=0) as worker:
+            set_state(source, "tiny", "paused")  # it may still train
+            with pytest.raises(InputError, match=r"1 live workers are in `tiny`.*`hpo pause tiny` has them"):
+                copy_study(source, target, "tiny")
+            assert not target.has_study("tiny")
+            change_worker(source, worker, process_start="1")
             copy_study(source, target, "tiny")
-        with source.engine.begin() as connection:
-            connection.execute(paused)
-        with pytest.raises(InputError, match="`hpo pause tiny` has them leave"):  # it still trains
-            copy_study(source, target, "tiny")
-        assert not target.has_study("tiny")
-        working.kill()
-        working.join(60)
-        copy_study(source, target, "tiny")
         assert [worker.alive for worker in read_study(target, "tiny").workers] == [False]
 
 
-def copy_and_die(source_url: str, target_url: str, table: str) -> None:
-    """Copy the study, and be killed when the first rows of `table` are written."""
+def copy_and_die(source_url: str, target_url: str) -> None:
+    """Copy the study, and be killed when all of Optuna's rows are written, and the first of ours."""
 
     def die(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith(f"INSERT INTO {table} "):
+        if statement.startswith("INSERT INTO hpo_studies "):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with open_storage(source_url) as source, open_storage(target_url) as target:
@@ -158,14 +148,11 @@ def copy_and_die(source_url: str, target_url: str, table: str) -> None:
         copy_study(source, target, "tiny")
 
 
-@pytest.mark.parametrize("table", ["hpo_studies", "trial_intermediate_values"])
-def test_a_copy_that_is_killed_leaves_nothing(
-    sqlite_url: str, storage_url: str, other_url: str, table: str
-) -> None:
+def test_a_copy_that_is_killed_leaves_nothing(sqlite_url: str, storage_url: str, other_url: str) -> None:
     target_url = other_url if storage_url == sqlite_url else storage_url
     with open_storage(sqlite_url) as source, open_storage(target_url) as target:
         filled(source)
-        killed = start_process(copy_and_die, sqlite_url, target_url, table)
+        killed = start_process(copy_and_die, sqlite_url, target_url)
         killed.join(60)
         assert killed.exitcode == -signal.SIGKILL
         assert num_rows(target) == 0

@@ -13,7 +13,6 @@ from worker_process import change_worker, evaluate, result, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError, StorageError
-from hpo.outcome import Outcome
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
@@ -164,19 +163,6 @@ def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
         checkpoints_folder(storage, "../tiny", tmp_path)
 
 
-def test_a_trial_whose_worker_died_ends_with_its_cancelled_study(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(3))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        assert lease is not None
-        worker.open_trial(lease)
-        set_state(storage, "tiny", "cancelled")
-        assert end_unfinished(storage, "tiny") == 0, "a worker has it"
-        change_worker(storage, worker, process_start="1")
-        assert end_unfinished(storage, "tiny") == 1
-    assert read_study(storage, "tiny").slots == {"open": 3, "running": 0, "done": 0}
-
-
 def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Storage) -> None:
     """It was taken for dead, its trial was ended and the study opened again, and then it comes back."""
     config = study(3)
@@ -188,8 +174,11 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         assert trial is not None
         lease.saved_step = 20
         worker._beat_once()
-        process_start = change_worker_and_end(storage, worker)
-        change_worker(storage, worker, process_start=process_start)
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 0, "a worker has it"
+        change_worker(storage, worker, process_start="1")
+        assert end_unfinished(storage, "tiny") == 1
+        set_state(storage, "tiny", "open")
         with pytest.raises(LeaseLostError):
             worker.record_outcome(lease, trial, result("complete"))
         worker._beat_once()
@@ -202,34 +191,6 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         row = connection.execute(sa.select(schema.slots).where(schema.slots.c.slot == lease.slot)).one()
     assert (row.trial_number, row.owner, row.saved_step) == (None, None, 0)
     assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
-
-
-def change_worker_and_end(storage: Storage, worker: WorkerLease) -> str:
-    """Cancel the study of a worker that seems dead, open it again, and return the worker's process start."""
-    with storage.engine.connect() as connection:
-        of_worker = sa.select(schema.workers.c.process_start).where(schema.workers.c.id == worker.id)
-        process_start: str = connection.execute(of_worker).scalar_one()
-    change_worker(storage, worker, process_start="1")
-    set_state(storage, "tiny", "cancelled")
-    assert end_unfinished(storage, "tiny") == 1
-    set_state(storage, "tiny", "open")
-    return process_start
-
-
-def test_a_trial_that_somebody_ended_gets_no_outcome(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(3))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        assert lease is not None
-        trial = worker.open_trial(lease)
-        assert trial is not None
-        frozen = opened.get_trials(deepcopy=False)[trial.number]
-        storage.fail_trial(frozen, Outcome.PREEMPTED, "by hand")
-        with pytest.raises(LeaseLostError, match="Trial 0 was ended by somebody else"):
-            worker.record_outcome(lease, trial, result("complete"))
-    record = read_study(storage, "tiny")
-    assert record.slots == {"open": 3, "running": 0, "done": 0}
-    assert [(trial.state, trial.reason) for trial in record.trials] == [("FAIL", "by hand")]
 
 
 def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:

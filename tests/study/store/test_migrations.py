@@ -31,12 +31,7 @@ def check_current(storage: Storage) -> None:
     assert storage.slot_counts("tiny") == {"open": 3, "running": 0, "done": 0}
 
 
-def test_a_new_database_is_of_the_newest_version(storage_url: str) -> None:
-    with open_storage(storage_url) as storage, storage.engine.connect() as connection:
-        assert is_current(connection)
-
-
-@pytest.mark.parametrize("version", ["v1", "v3", "v7"])
+@pytest.mark.parametrize("version", ["v1", "v8"])
 def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
     storage_url: str, version: str
 ) -> None:
@@ -89,12 +84,7 @@ def upgrade_and_die(url: str, statement: str) -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    [
-        "ALTER TABLE hpo_studies ADD COLUMN priority",
-        "CREATE TABLE hpo_detailed_evaluations",
-        "DROP TABLE hpo_artifacts",
-        "INSERT INTO hpo_version",
-    ],
+    ["ALTER TABLE hpo_studies ADD COLUMN priority", "INSERT INTO hpo_version"],
 )
 def test_a_migration_that_is_killed_leaves_the_version_before(storage_url: str, statement: str) -> None:
     make_old(storage_url, "v1")

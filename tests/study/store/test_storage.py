@@ -271,15 +271,6 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
     assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.7, 3: 0.5}
 
 
-def test_pruner_is_asked(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        trial = worker.open_trial(worker.claim())
-        assert evaluate(storage, trial, 1, 0.4) is False
-        assert evaluate(storage, trial, 2, 0.2) is True
-
-
 def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
