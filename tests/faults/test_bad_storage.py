@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sqlite3
 import tempfile
 import threading
@@ -45,14 +44,11 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
     ("url", "message"),
     [
         ("not a url", "must be a URL such as `sqlite:///runs/hpo.db`"),
-        ("", "must be a URL"),
         ("mysql://me:secret@host/db", "must be SQLite or PostgreSQL .* names `mysql`"),
-        ("oracle+nodriver://me:secret@host/db", "must be SQLite or PostgreSQL"),
-        ("redis://host", "must be SQLite or PostgreSQL"),
-        ("sqlite://", "A study in memory would be lost"),
         ("sqlite:///:memory:", "A study in memory would be lost"),
         ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
         ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
+        ("postgresql://me:secret@127.0.0.1:1/db", "no database answers there"),
     ],
 )
 def test_url(url: str, message: str) -> None:
@@ -60,13 +56,6 @@ def test_url(url: str, message: str) -> None:
     assert isinstance(error, StorageError)
     assert error.exit_code == 2
     assert re.search(message, str(error))
-
-
-def test_nothing_listens() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"postgresql://me:secret@127.0.0.1:{free.getsockname()[1]}/db"
-        assert "no database answers there" in str(refusal(url))
 
 
 def test_absent_database_is_not_made_by_a_command_that_reads(tmp_path: Path) -> None:
@@ -132,17 +121,18 @@ def shared_folder() -> Any:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "folder and no file"])
+@pytest.mark.parametrize("what", ["file", "folder and no file"])
 def test_read_only(shared_folder: Path, sqlite_url: str, what: str) -> None:
     path = shared_folder / "hpo.db"
     url = f"sqlite:///{path}"
     with open_storage(url) as storage:
         create_or_resume_study(storage, study(2))
-    if what == "folder and no file":
-        path.unlink()
+    if what == "file":
+        path.chmod(0o444)
+        shared_folder.chmod(0o777)
     else:
-        path.chmod(0o444 if what == "file" else 0o666)
-    shared_folder.chmod(0o777 if what == "file" else 0o555)
+        path.unlink()
+        shared_folder.chmod(0o555)
     before = path.read_bytes() if path.exists() else None
     answer, to_answer = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=open_as_nobody, args=(url, sqlite_url, to_answer))
@@ -173,43 +163,30 @@ def test_disk_full(sqlite_url: str) -> None:
 
 
 @pytest.mark.postgres
-def test_wrong_password_or_user(postgres_server: PostgresServer, postgres_url: str) -> None:
-    name = postgres_url.rpartition("/")[2]
-    for url in (
-        postgres_server.url(name, password="secret"),
-        postgres_server.url(name, user="nobody", password="secret"),
-        postgres_url.replace(postgres_server.url(name).split("@")[0], f"postgresql://{USER}"),
-    ):
-        error = refusal(url)
-        assert isinstance(error, StorageError)
-        assert "the server refuses this user and password" in str(error)
-
-
-@pytest.mark.postgres
-def test_no_rights(postgres_server: PostgresServer, postgres_url: str) -> None:
+def test_what_a_server_refuses(postgres_server: PostgresServer, postgres_url: str) -> None:
     name = postgres_url.rpartition("/")[2]
     with postgres_server.connect(name) as connection:
         connection.execute("DROP ROLE IF EXISTS guest")
         connection.execute("CREATE ROLE guest LOGIN PASSWORD 'guest secret'")
+    no_password = postgres_url.replace(postgres_server.url(name).split("@")[0], f"postgresql://{USER}")
     guest = postgres_server.url(name, user="guest", password="guest secret")
-    error = refusal(guest)
-    assert isinstance(error, StorageError)
-    assert "must be allowed to create tables" in str(error)
-
-    open_storage(postgres_url).close()  # the tables are there, but not for this user
-    error = refusal(guest)
-    assert "must be allowed to create tables" in str(error)
-
-
-@pytest.mark.postgres
-def test_no_such_database_and_a_read_only_server(postgres_server: PostgresServer, postgres_url: str) -> None:
+    refused = "the server refuses this user and password"
     for url, message in (
+        (postgres_server.url(name, password="secret"), refused),
+        (postgres_server.url(name, user="nobody", password="secret"), refused),
+        (no_password, refused),
         (postgres_server.url("nowhere"), "the server has no such database"),
         (f"{postgres_url}?options=-c%20default_transaction_read_only%3Don", "must be writable"),
+        (guest, "must be allowed to create tables"),
+        (postgres_url, ""),
+        (guest, "must be allowed to create tables"),  # the tables are there, but not for this user
     ):
-        error = refusal(url)
-        assert isinstance(error, StorageError)
-        assert message in str(error)
+        if message:
+            error = refusal(url)
+            assert isinstance(error, StorageError)
+            assert message in str(error)
+        else:
+            open_storage(url).close()
 
 
 @pytest.mark.postgres
@@ -253,10 +230,8 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
     [
         ("sslmode=disable", "the server refuses such a connection.*no encryption"),
         ("sslmode=verify-full&sslrootcert={other}", "vouches for.*certificate verify failed"),
-        ("sslmode=verify-full&sslrootcert=/no/such/file", "vouches for.*file .*/no/such/file"),
         ("sslmode=verify-full&sslrootcert={own}&hostaddr=127.0.0.1", "for this host's name.*elsewhere"),
         ("sslmode=require&colour=red", "does not know such an option.*colour"),
-        ("sslmode=never", "does not know such an option.*sslmode"),
     ],
 )
 def test_connections_that_tls_refuses(

@@ -11,14 +11,14 @@ import pytest
 
 from hpo.study.store.storage import Storage, open_storage
 
-SQL = ("claims", "reading", "store")
-"""The rooms whose own queries are tried with each kind of database; the others with SQLite."""
+SQL = ("test_leases", "test_lifecycle", "test_overview", "test_reader", "test_storage", "test_workers")
+"""The tests of queries, which are tried with each kind of database; the others with SQLite."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "database_kind" in metafunc.fixturenames:
         kinds: list[Any] = ["sqlite"]
-        if metafunc.definition.path.parent.name in SQL:
+        if metafunc.definition.path.stem in SQL:
             kinds.append(pytest.param("postgres", marks=pytest.mark.postgres))
         metafunc.parametrize("database_kind", kinds)
 

@@ -73,11 +73,8 @@ def test_unfinished_trial_is_continued_first(
 @pytest.mark.parametrize(
     ("row", "taken"),
     [
-        ({"state": "live"}, False),
         ({"last_seen": 0.0}, False),  # this process was asleep, but it lives
         ({"process_start": "1"}, True),  # its process id was given to another process
-        ({"pid": 2**22 + 1}, True),
-        ({"machine": "elsewhere"}, False),
         ({"machine": "elsewhere", "last_seen": 0.0}, False),  # unseen: the third worker has just come
         ({"state": "left"}, True),
     ],
@@ -119,13 +116,12 @@ def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
 
 def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
     config = study(2)
-    for _ in range(2):
-        finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(3)))
-    assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(6))
+    finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(4)))
+    assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(4))
     with open_storage(storage_url) as storage:
-        assert sorted(worker.number for worker in read_study(storage, "tiny").workers) == list(range(6))
+        assert sorted(worker.number for worker in read_study(storage, "tiny").workers) == list(range(4))
         with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
-            assert worker.number == 6
+            assert worker.number == 4
 
 
 def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
@@ -222,37 +218,23 @@ def test_a_trial_with_parameters_of_another_process_is_opened_again(
         assert suggest(config.search_space, worker.open_trial(worker.claim())) == drawn
 
 
-def test_heartbeat_renews_and_notes_progress_and_a_lost_lease(storage: Storage, opened: optuna.Study) -> None:
-    storage.lease_seconds = 0.06
-    with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-
-        def last_seen() -> float:
-            with storage.engine.connect() as connection:
-                return float(connection.execute(sa.select(workers.c.last_seen)).scalar_one())
-
-        before = last_seen()
-        wait_for(lambda: last_seen() > before)
-        assert not lease.lost.is_set()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
-        wait_for(lease.lost.is_set)
-        with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
-            lease.check()
-
-
-def test_heartbeat_writes_how_far_the_trial_is(storage: Storage, opened: optuna.Study) -> None:
+def test_heartbeat_says_how_far_the_trial_is_and_sees_a_lost_lease(
+    storage: Storage, opened: optuna.Study
+) -> None:
     with worker_on(storage, opened) as worker:
 
-        def written() -> str | None:
+        def beat() -> sa.Row[Any]:
             worker._beat_once()
             with storage.engine.connect() as connection:
-                return connection.execute(sa.select(workers.c.progress)).scalar_one()
+                return connection.execute(sa.select(workers)).one()
 
         lease = worker.claim()
-        assert written() is None
+        before = beat()
+        assert before.progress is None
         lease.progress = Progress(40, 0.25, math.nan, 12.5, checkpoint_seconds=1.5)
-        assert json.loads(written()) == {
+        after = beat()
+        assert after.last_seen > before.last_seen
+        assert json.loads(after.progress) == {
             "step": 40,
             "budget_used": 0.25,
             "train_loss": None,
@@ -260,8 +242,14 @@ def test_heartbeat_writes_how_far_the_trial_is(storage: Storage, opened: optuna.
             "checkpoint_seconds": 1.5,
             "trial": lease.trial_number,
         }
-        worker.release(lease)
-        assert written() is None
+        assert not lease.lost.is_set()
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
+        beat()
+        with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
+            lease.check()
+        worker._lease = None
+        assert beat().progress is None
 
 
 def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:

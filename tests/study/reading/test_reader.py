@@ -14,7 +14,7 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
-@pytest.mark.parametrize("table", ["trials", "trial_values", "trial_user_attributes", "hpo_workers"])
+@pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
 def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -> None:
     opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker, open_storage(storage.url) as reader:
