@@ -24,7 +24,7 @@ from hpo.outcome import Outcome
 from hpo.study.claims import leases
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import EvaluationRow, Report
+from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
@@ -94,8 +94,8 @@ def evaluate(
     `changes` are fields of the evaluation's row.
     """
     fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
-    report = Report(index, value, EvaluationRow(step or index, **fields))
-    return lease_of(storage, trial).report(trial, report)
+    row = EvaluationRow(step or index, **fields)
+    return lease_of(storage, trial).report(trial, row, index, value)
 
 
 def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:

@@ -44,16 +44,10 @@ def note_database(folder: Path, storage: Storage) -> None:
     (folder / _NOTE).write_text(noted_database(storage))
 
 
-def database_of(folder: Path) -> str | None:
-    """Return what `note_database` has noted in a folder; None: nothing."""
-    note = folder / _NOTE
-    return note.read_text() if note.is_file() else None
-
-
 def is_of(folder: Path, noted: str) -> bool:
     """Whether the folder is of the database that `noted_database` describes so, whatever its host is now."""
-    note = database_of(folder)
-    return note is not None and note.partition("/")[2] == noted.partition("/")[2]
+    note = folder / _NOTE
+    return note.is_file() and note.read_text().partition("/")[2] == noted.partition("/")[2]
 
 
 def remove_checkpoints(folder: Path, noted: str) -> str:
@@ -65,7 +59,8 @@ def remove_checkpoints(folder: Path, noted: str) -> str:
         if not folder.is_dir():
             return f"There were no checkpoints in {folder}"
         if not is_of(folder, noted):
-            whose = database_of(folder) or "an unknown database"
+            note = folder / _NOTE
+            whose = note.read_text() if note.is_file() else "an unknown database"
             return f"Its checkpoints stay in {folder}: {whose} has used them last"
         shutil.rmtree(folder)
     except OSError as error:

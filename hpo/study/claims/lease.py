@@ -21,7 +21,7 @@ from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
-    from hpo.study.reading.study_record import Report
+    from hpo.study.reading.study_record import EvaluationRow
     from hpo.trial.telemetry import Progress, TrialResult
 
 MAX_DEATHS = 3
@@ -130,19 +130,29 @@ class Lease:
         except KeyError as error:
             raise LeaseLostError(f"Trial {trial.number} is gone: its study was deleted.") from error
 
-    def report(self, trial: optuna.trial.Trial, report: Report) -> bool:
+    def report(
+        self, trial: optuna.trial.Trial, evaluation: EvaluationRow, index: int, value: float | None
+    ) -> bool:
         """Store one evaluation of the trial and return whether the pruner would stop it.
 
         Those of this step and later ones go: a worker that died made them, after the checkpoint from which
         the trial went on.
 
+        Args:
+            index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
+                different batch sizes at the same share of their budget.
+            value: the objective. None, NaN and infinity are not reported to Optuna, nor is anything where
+                there are several objectives, by which it cannot prune.
+
         Raises:
             LeaseLostError: another worker has the trial; nothing is stored.
         """
-        return self.storage.persist(lambda: self._report(trial, report))
+        return self.storage.persist(lambda: self._report(trial, evaluation, index, value))
 
-    def _report(self, trial: optuna.trial.Trial, report: Report) -> bool:
-        row = json_safe(asdict(report.row))
+    def _report(
+        self, trial: optuna.trial.Trial, evaluation: EvaluationRow, index: int, value: float | None
+    ) -> bool:
+        row = json_safe(asdict(evaluation))
         key = {"study": self.study, "trial_number": trial.number}
         of_trial = [evaluations.c[column] == value for column, value in key.items()]
         with self.storage.engine.begin() as connection:
@@ -154,8 +164,8 @@ class Lease:
         study, trial_id, optunas = trial.study, trial_id_of(trial), self.storage.optuna
         if len(study.directions) > 1:
             return False
-        if report.value is not None and math.isfinite(report.value):
-            optunas.set_trial_intermediate_value(trial_id, report.index, report.value)
+        if value is not None and math.isfinite(value):
+            optunas.set_trial_intermediate_value(trial_id, index, value)
         # Not `trial.report`, which keeps an older value of the same step, as of before a checkpoint.
         return study.pruner.prune(study, optunas.get_trial(trial_id))
 

@@ -35,19 +35,6 @@ class EvaluationRow:
 
 
 @dataclass(frozen=True)
-class Report:
-    """One evaluation on its way into the database."""
-
-    index: int
-    """Counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of different
-    batch sizes at the same share of their budget."""
-    value: float | None
-    """The objective; None, NaN and infinity are not reported to Optuna, nor is anything in a study with
-    several objectives, which Optuna cannot prune."""
-    row: EvaluationRow
-
-
-@dataclass(frozen=True)
 class TrialRecord:
     """One Optuna trial."""
 

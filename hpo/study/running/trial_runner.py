@@ -14,7 +14,7 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
 from hpo.study.claims.leases import Lease
-from hpo.study.reading.study_record import EvaluationRow, Report
+from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import Storage
@@ -105,10 +105,9 @@ class TrialRunner:
             train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
             numerics=evaluation.numerics,
         )
-        report = Report(evaluation.index, scored.values[0], row)
         lease.check()
         with self.pace.reporting():
-            is_pruned = lease.report(trial, report)
+            is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 
