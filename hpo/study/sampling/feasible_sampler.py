@@ -60,21 +60,12 @@ class InfeasibleFilterSampler(WrapperSampler):
         super().__init__(sampler)
         self._random = random.Random(seed)
         self._avoided: set[Choice] = set()
-        # A trial that has finished stays as it is, so each is looked at once.
-        self._seen: set[int] = set()
-        self._feasible: set[Choice] = set()
-        self._infeasible: list[FrozenTrial] = []
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        for other in finished:
-            if other.number not in self._seen:
-                self._seen.add(other.number)
-                if is_infeasible(other):
-                    self._infeasible.append(other)
-                else:
-                    self._feasible.update(_choices(other))
-        infeasible = [weights for t in self._infeasible if (weights := _weights(t, self._feasible))]
+        broken = {other.number for other in finished if is_infeasible(other)}
+        feasible = {choice for t in finished if t.number not in broken for choice in _choices(t)}
+        infeasible = [weights for t in finished if t.number in broken and (weights := _weights(t, feasible))]
         self._avoided, unexplained = set(), infeasible
         while blame := _blame(unexplained):
             self._avoided.add(blame)

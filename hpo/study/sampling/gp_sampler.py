@@ -1,22 +1,22 @@
 """What Optuna's Gaussian process is shown: it looks at COMPLETE trials only.
 
 So it would never learn what is infeasible and propose it again, and learn nothing from what the pruner
-stopped. It sees a copy of the study in which such trials are COMPLETE with a value that stands for them.
+stopped. Here such trials are COMPLETE to it, with a value that stands for them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import optuna
 from optuna.distributions import BaseDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.sampling.feasible_sampler import is_infeasible
+from hpo.study.store.optuna_internals import StudyView
 
 
 class PrunedAwareSampler(WrapperSampler):
@@ -27,40 +27,33 @@ class PrunedAwareSampler(WrapperSampler):
     """
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trials = study.get_trials(deepcopy=False)
-        self._copy = _with_pruned(study, trials)
-        numbers = [other.number for other in trials]
-        self._copied_trial = self._copy.get_trials(deepcopy=False)[numbers.index(trial.number)]
-        super().before_trial(self._copy, self._copied_trial)
+        self._view = StudyView(study, lambda: _with_pruned(study))
+        super().before_trial(self._view, trial)
 
-    def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
-        return super().infer_relative_search_space(self._copy, self._copied_trial)
+    def infer_relative_search_space(self, _: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return super().infer_relative_search_space(self._view, trial)
 
     def sample_relative(
-        self, _: Study, __: FrozenTrial, space: dict[str, BaseDistribution]
+        self, _: Study, trial: FrozenTrial, space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        return super().sample_relative(self._copy, self._copied_trial, space)
+        return super().sample_relative(self._view, trial, space)
 
 
-def _with_pruned(study: Study, trials: Sequence[FrozenTrial]) -> Study:
-    value_of = {t.number: _values(study, t) for t in trials if not is_infeasible(t)}
-    known = [values for values in value_of.values() if values] or [[0.0] * len(study.directions)]
+def _with_pruned(study: Study) -> list[FrozenTrial]:
+    trials = study.get_trials(deepcopy=False)
+    values_of = {t.number: _values(study, t) for t in trials if not is_infeasible(t)}
+    known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
         for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
     ]
-    copy = optuna.create_study(directions=study.directions)
-    for t in trials:
-        shown = worst if is_infeasible(t) else value_of[t.number]
-        copy.add_trial(
-            optuna.trial.create_trial(
-                state=t.state if shown is None else TrialState.COMPLETE,
-                values=shown,
-                params=t.params,
-                distributions=t.distributions,
-            )
-        )
-    return copy
+    shown = []
+    for t in map(copy.copy, trials):
+        if values := values_of.get(t.number, worst):
+            t.state, t.values = TrialState.COMPLETE, values
+        t.system_attrs = {}  # the constraint of an infeasible one, which no other has
+        shown.append(t)
+    return shown
 
 
 def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
