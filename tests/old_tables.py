@@ -17,39 +17,32 @@ def make_old(url: str, version: str) -> None:
         with WorkerLease(storage, opened, max_retries=0) as worker:
             evaluate(storage, worker.open_trial(worker.claim()), 1, 0.5, 40)
         with storage.engine.begin() as connection:
-            for later in ("v9", "v8", "v7", "v6", "v5", "v4", "v3", "v2"):
-                if version < later:
-                    for statement in _UNDO[later]:
-                        connection.execute(sa.text(statement))
-            if version != "v1":
-                connection.execute(sa.text(f"UPDATE hpo_version SET version_num = '{version}'"))
+            for statement in _CHANGES[version]:
+                connection.execute(sa.text(statement))
 
 
-_UNDO = {
-    "v9": ["ALTER TABLE hpo_slots ADD COLUMN trained BOOLEAN DEFAULT FALSE NOT NULL"],
+_CHANGES = {
     "v8": [
-        "CREATE TABLE hpo_jobs (id VARCHAR(128) PRIMARY KEY, study VARCHAR(512))",
-        "ALTER TABLE hpo_workers ADD COLUMN cause VARCHAR(64)",
-        "ALTER TABLE hpo_workers ADD COLUMN progress_at FLOAT",
+        "ALTER TABLE hpo_slots ADD COLUMN trained BOOLEAN DEFAULT FALSE NOT NULL",
+        "UPDATE hpo_version SET version_num = 'v8'",
     ],
-    "v7": ["DROP TABLE hpo_row_statistics"],
-    "v6": ["CREATE TABLE hpo_artifacts (id TEXT PRIMARY KEY, study TEXT)"],
-    "v5": [
-        "ALTER TABLE hpo_workers DROP COLUMN progress",
-        "ALTER TABLE hpo_workers DROP COLUMN progress_at",
-        "ALTER TABLE hpo_workers ADD COLUMN oom_kills INTEGER",
+    "v1": [
+        "ALTER TABLE hpo_slots ADD COLUMN trained BOOLEAN DEFAULT FALSE NOT NULL",
         "ALTER TABLE hpo_slots ADD COLUMN death_params INTEGER DEFAULT 0 NOT NULL",
-    ],
-    "v4": ["DROP TABLE hpo_detailed_evaluations"],
-    "v3": ["ALTER TABLE hpo_evaluations DROP COLUMN numerics"],
-    "v2": [
-        "DROP INDEX ix_hpo_slots_state",
-        "DROP TABLE hpo_jobs",
-        "DROP TABLE hpo_version",
+        "ALTER TABLE hpo_slots DROP COLUMN saved_step",
+        "ALTER TABLE hpo_workers ADD COLUMN cause VARCHAR(64)",
+        "ALTER TABLE hpo_workers ADD COLUMN oom_kills INTEGER",
+        "ALTER TABLE hpo_workers DROP COLUMN progress",
+        "ALTER TABLE hpo_workers DROP COLUMN job",
+        "ALTER TABLE hpo_evaluations DROP COLUMN numerics",
         "ALTER TABLE hpo_studies DROP COLUMN state",
         "ALTER TABLE hpo_studies DROP COLUMN priority",
-        "ALTER TABLE hpo_slots DROP COLUMN saved_step",
-        "ALTER TABLE hpo_workers DROP COLUMN job",
+        "CREATE TABLE hpo_artifacts (id TEXT PRIMARY KEY, study TEXT)",
+        "CREATE TABLE hpo_jobs (id VARCHAR(128) PRIMARY KEY, study VARCHAR(512))",
+        "DROP TABLE hpo_row_statistics",
+        "DROP TABLE hpo_detailed_evaluations",
+        "DROP INDEX ix_hpo_slots_state",
+        "DROP TABLE hpo_version",
     ],
 }
-"""What takes a version back to the one before."""
+"""What takes the tables back to those of a version: of all that were changed since, in v1."""

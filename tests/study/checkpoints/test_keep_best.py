@@ -7,14 +7,9 @@ from typing import Any
 
 import optuna
 import pytest
-from worker_process import study
+from optuna.trial import TrialState
 
-from hpo.outcome import Outcome
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
-from hpo.study.claims.leases import Lease
-from hpo.study.running.worker import run_worker
-from hpo.study.store.storage import Storage
-from hpo.trial.telemetry import TrialResult
 
 
 def remaining(folder: Path) -> set[int]:
@@ -30,8 +25,8 @@ def test_only_the_best_trials_keep_their_checkpoints(
     values = [(0.5, 9.0), (0.9, 9.0), (0.7, 8.0), (0.1, 1.0), (0.2, 9.0)]
     for value in values:
         trial_study.tell(trial_study.ask(), value[: len(directions)])
-    trial_study.tell(trial_study.ask(), state=optuna.trial.TrialState.PRUNED)
-    trial_study.tell(trial_study.ask(), state=optuna.trial.TrialState.FAIL)
+    trial_study.tell(trial_study.ask(), state=TrialState.PRUNED)
+    trial_study.tell(trial_study.ask(), state=TrialState.FAIL)
     unfinished = trial_study.ask().number
     for number in range(unfinished + 1):
         (tmp_path / f"trial-{number:05d}" / "best-00000001").mkdir(parents=True)
@@ -48,21 +43,16 @@ def test_only_the_best_trials_keep_their_checkpoints(
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(0, set()), (1, {1, 4}), (3, {1, 3, 4})])
-def test_the_last_trials_that_were_not_finite_keep_theirs(
-    storage: Storage, tmp_path: Path, top_k: int, kept: set[int]
-) -> None:
+def test_the_last_trials_that_were_not_finite_keep_theirs(tmp_path: Path, top_k: int, kept: set[int]) -> None:
     """`hpo diagnose` goes on from their last checkpoint, of which no best trial may be in the way."""
-    outcomes = [Outcome.NONFINITE, Outcome.COMPLETE, Outcome.INCOMPATIBLE, Outcome.NONFINITE]
-    outcomes.append(Outcome.NONFINITE)
-
-    def execute(trial: optuna.trial.Trial, _lease: Lease) -> TrialResult:
-        outcome = outcomes[trial.number]
-        return TrialResult(outcome, values=(0.5,) if outcome == Outcome.COMPLETE else None)
-
-    run_worker(study(len(outcomes)), storage, execute)
-    for number in range(len(outcomes)):
-        (tmp_path / f"trial-{number:05d}" / "step-00000003").mkdir(parents=True)
-    keep_best_checkpoints(storage.load_study("tiny"), tmp_path, top_k)
+    opened = optuna.create_study(direction="maximize")
+    for outcome in ("nonfinite", "complete", "incompatible", "nonfinite", "nonfinite"):
+        trial = opened.ask()
+        trial.set_user_attr("outcome", outcome)
+        state = TrialState.COMPLETE if outcome == "complete" else TrialState.PRUNED
+        opened.tell(trial, 0.5 if outcome == "complete" else None, state)
+        (tmp_path / f"trial-{trial.number:05d}" / "step-00000003").mkdir(parents=True)
+    keep_best_checkpoints(opened, tmp_path, top_k)
     assert remaining(tmp_path) == kept
 
 

@@ -272,18 +272,6 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
         assert worker.claim().slot == 1
 
 
-def test_other_outcomes_are_not_retried(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(7))
-    # `failed` without a traceback: `amp.on_unsupported: fail`.
-    outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "failed", "complete")
-    with worker_on(storage, opened) as worker:
-        for outcome in outcomes:
-            lease = worker.claim()
-            worker.record_outcome(lease, worker.open_trial(lease), result(outcome))
-        assert worker.claim() is None
-    assert [trial.user_attrs["outcome"] for trial in opened.trials] == list(outcomes)
-
-
 def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
     storage: Storage, opened: optuna.Study
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -12,14 +11,13 @@ import sqlalchemy as sa
 from worker_process import change_worker, evaluate, result, study, wait_for
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError, RunError, StorageError
+from hpo.errors import LeaseLostError, RunError
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.lifecycle import (
-    checkpoints_folder,
     delete_study,
     end_unfinished,
     read_state,
@@ -153,14 +151,6 @@ def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
     worker._thread.join(60)
     assert not worker._thread.is_alive()
     assert set(num_rows(storage).values()) == {0}
-
-
-def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
-    create_or_resume_study(storage, study(3))
-    with pytest.raises(StorageError, match=r"no study `tony` .* Did you mean `tiny`"):
-        set_state(storage, "tony", "paused")
-    with pytest.raises(StorageError, match="must be letters, digits"):
-        checkpoints_folder(storage, "../tiny", tmp_path)
 
 
 def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Storage) -> None:

@@ -26,8 +26,9 @@ def check_current(storage: Storage) -> None:
         there = sa.inspect(connection)
         assert not there.has_table("hpo_artifacts")
         assert not there.has_table("hpo_jobs")
-        columns = {column["name"] for column in there.get_columns("hpo_workers")}
-        assert not columns & {"oom_kills", "cause", "progress_at"}
+        tables = ("hpo_slots", "hpo_workers")
+        columns = {column["name"] for table in tables for column in there.get_columns(table)}
+        assert not columns & {"oom_kills", "cause", "trained", "death_params"}
     assert storage.slot_counts("tiny") == {"open": 3, "running": 0, "done": 0}
 
 
@@ -52,12 +53,12 @@ def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
 
 
 def test_what_somebody_has_added_stays(storage_url: str) -> None:
-    make_old(storage_url, "v4")
+    make_old(storage_url, "v8")
     with open_storage(storage_url) as storage:
         with storage.engine.begin() as connection:
             connection.execute(sa.text("ALTER TABLE hpo_compat ADD COLUMN color TEXT"))
             connection.execute(sa.text("CREATE TABLE hpo_notes (text TEXT)"))
-            connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v5'"))
+            connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v8'"))
         with open_storage(storage_url), storage.engine.connect() as connection:
             assert is_current(connection)
             connection.execute(sa.text("SELECT color FROM hpo_compat, hpo_notes"))
