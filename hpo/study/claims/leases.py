@@ -214,7 +214,10 @@ class WorkerLease(Membership):
         return lease.trial
 
     def _open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
-        while (last := self._last_trial(lease)) is None or last.state != TrialState.RUNNING:
+        while True:
+            last = None if lease.trial_number is None else self._trial(lease.trial_number)
+            if last is not None and last.state == TrialState.RUNNING:
+                return optuna.trial.Trial(self._study, trial_id_of(last))
             # Where no worker ended it as `failed`, somebody gave it up.
             failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
             if last is None or (last.state == TrialState.FAIL and not failed):
@@ -227,13 +230,9 @@ class WorkerLease(Membership):
                 self._storage.write(lambda connection: lease.hold(connection, state="done"))
                 self._forget()
                 return None
-        return optuna.trial.Trial(self._study, trial_id_of(last))
 
     def _trial(self, number: int) -> FrozenTrial:
         return self._study.get_trials(deepcopy=False)[number]
-
-    def _last_trial(self, lease: Lease) -> FrozenTrial | None:
-        return None if lease.trial_number is None else self._trial(lease.trial_number)
 
     def _make_trial(
         self, lease: Lease, system_attrs: Mapping[str, Any], user_attrs: Mapping[str, Any]

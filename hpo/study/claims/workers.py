@@ -94,9 +94,11 @@ class Membership:
             return  # no time to wait for a database that is away; the others see that this process is gone
         self._thread.join()
         me = sa.update(workers).where(workers.c.id == self.id)
+        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         try:
             with self._storage.engine.begin() as connection:
-                self._open_slots(connection)
+                self._renew_slot(connection)
+                connection.execute(sa.update(slots).where(*mine).values(state="open"))
                 connection.execute(me.values(state="left", last_seen=self._storage.now))
         except SQLAlchemyError as error:  # the others see that this process is gone
             _logger.warning("Could not sign off: %s", explain(self._storage.url, error))
@@ -111,15 +113,14 @@ class Membership:
                 _logger.warning("Heartbeat failed, trying again: %s", error)
 
     def _beat_once(self) -> None:
+        me = sa.update(workers).where(workers.c.id == self.id)
         with self._storage.engine.begin() as connection:
             progress = self._renew_slot(connection)
             self._look_whether_open(connection)
             # Last, as everywhere: two threads never wait for each other's rows.
-            is_known = self._renew(connection, progress)
-        if not (
-            is_known or self.study_closed.is_set()
-        ):  # after a failover to a server that lagged behind, say
-            self._register()
+            renewed = connection.execute(me.values(last_seen=self._storage.now, progress=progress))
+        if not (renewed.rowcount or self.study_closed.is_set()):
+            self._register()  # after a failover to a server that lagged behind, say
 
     def _renew_slot(self, connection: sa.Connection) -> str | None:
         """Keep the slot that this worker has claimed; what its row says of the trial in it."""
@@ -131,18 +132,6 @@ class Membership:
         if lease.progress is None:
             return None
         return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.trial_number}))
-
-    def _open_slots(self, connection: sa.Connection) -> None:
-        """Open what this worker has claimed, for others."""
-        if self._lease is not None:
-            self._lease.update(connection, slots.c.state == "running", state="open")
-        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
-        connection.execute(sa.update(slots).where(*mine).values(state="open"))
-
-    def _renew(self, connection: sa.Connection, progress: str | None) -> bool:
-        """Say that this worker lives; False: its row is gone."""
-        me = sa.update(workers).where(workers.c.id == self.id)
-        return connection.execute(me.values(last_seen=self._storage.now, progress=progress)).rowcount > 0
 
     def _look_whether_open(self, connection: sa.Connection) -> bool:
         """Whether the study is open; where it is not, `study_closed` is set."""

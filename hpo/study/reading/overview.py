@@ -83,11 +83,8 @@ def say_damaged(name: str, reason: str) -> None:
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
     """How many slots of each study are `open`, `running` and `done`."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
-    others = sa.select(slots.c.study, slots.c.state, sa.func.count()).where(slots.c.state != "running")
-    for study, state, count in connection.execute(others.group_by(slots.c.study, slots.c.state)):
-        counts[study][state] = count
-    owners = sa.select(slots.c.study, slots.c.owner).where(slots.c.state == "running")
-    for study, owner in connection.execute(owners):
+    kind = (slots.c.study, slots.c.state, slots.c.owner)
+    for study, state, owner, count in connection.execute(sa.select(*kind, sa.func.count()).group_by(*kind)):
         # One whose worker died waits for the next one, as an open slot does.
-        counts[study]["running" if owner in alive else "open"] += 1
+        counts[study]["open" if state == "running" and owner not in alive else state] += count
     return counts
