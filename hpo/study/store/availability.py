@@ -1,4 +1,4 @@
-"""Whether the database answers this process, since when without a break, and how it is waited for.
+"""Whether the database answers this process, and since when without a break.
 
 After an outage every worker was silent for as long as it lasted, so the first that comes back would find the
 leases of all others lapsed. Only who has had the database for a whole lease without a break has seen that
@@ -8,14 +8,8 @@ another worker, which could have renewed its lease all that time, did not.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
-from hpo.errors import OutageError, StoppedError
-
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -57,20 +51,3 @@ class Availability:
 
 def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
-
-
-def persist(action: Callable[[], T], patience_seconds: float, stop: threading.Event) -> T:
-    """Run `action`, again after each OutageError: it must bear being run twice.
-
-    Raises:
-        OutageError: the database stayed away for `patience_seconds`; StoppedError when `stop` is set.
-    """
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        try:
-            return action()
-        except OutageError as error:
-            if stop.wait(min(1.0, patience_seconds / 10)):
-                raise StoppedError(f"told to stop while the database is away. {error}") from error
-            if time.monotonic() > deadline:
-                raise

@@ -13,6 +13,7 @@ import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
@@ -23,12 +24,12 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from hpo.errors import OutageError, StorageError, did_you_mean
+from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.process import is_alive, this_machine
 from hpo.study.store import optuna_internals
-from hpo.study.store.availability import Availability, persist
+from hpo.study.store.availability import Availability
 from hpo.study.store.database import redact
 from hpo.study.store.failures import explain, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
@@ -56,21 +57,7 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
         RunError: it can, but not now; OutageError: it stayed away for `Storage.patience_seconds`.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    availability = Availability()
-
-    def open_once() -> optuna.storages.RDBStorage:
-        try:
-            return open_database(url, create=create, stop=stop)
-        except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
-            explained = explain(url, error)
-            if stop is None or not is_outage(error) or is_wrong_input(error):
-                raise explained from error
-            availability.note_outage(str(explained))
-            raise OutageError(str(explained)) from error
-
-    backend = persist(open_once, Storage.patience_seconds, stop or threading.Event())
-    availability.note_answer(Storage.lease_seconds / 2)
-    return Storage(url, backend, stop, availability)
+    return Storage(url, create, stop)
 
 
 class Storage:
@@ -81,20 +68,27 @@ class Storage:
     patience_seconds = 3600.0
     """How long a call waits for a database that went away (restart, network)."""
 
-    def __init__(
-        self,
-        url: str,
-        backend: optuna.storages.RDBStorage,
-        stop: threading.Event | None,
-        availability: Availability,
-    ) -> None:
+    def __init__(self, url: str, create: bool, stop: threading.Event | None) -> None:
         self.url = url
+        self.stop = stop or threading.Event()
+        """Set when this process is told to stop: nothing waits for the database any more."""
+        self.availability = Availability()
+
+        def open_once() -> optuna.storages.RDBStorage:
+            try:
+                return open_database(url, create=create, stop=stop)
+            except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
+                explained = explain(url, error)
+                if stop is None or not is_outage(error) or is_wrong_input(error):
+                    raise explained from error
+                self.availability.note_outage(str(explained))
+                raise OutageError(str(explained)) from error
+
+        backend = self._until_it_answers(open_once)
+        self.availability.note_answer(self.lease_seconds / 2)
         self.engine: sa.Engine = backend.engine
         self.optuna = optuna.storages.get_storage(backend)
         """Optuna's own, which keeps finished trials in memory."""
-        self.stop = stop or threading.Event()
-        """Set when this process is told to stop: nothing waits for the database any more."""
-        self.availability = availability
         seconds, started = (
             (
                 "extract(epoch from clock_timestamp())::float8",
@@ -142,7 +136,18 @@ class Storage:
         Raises:
             OutageError: the database stayed away for `patience_seconds`; StoppedError when `stop` is set.
         """
-        return persist(lambda: self.attempt(action), self.patience_seconds, self.stop)
+        return self._until_it_answers(lambda: self.attempt(action))
+
+    def _until_it_answers(self, action: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self.patience_seconds
+        while True:
+            try:
+                return action()
+            except OutageError as error:
+                if self.stop.wait(min(1.0, self.patience_seconds / 10)):
+                    raise StoppedError(f"told to stop while the database is away. {error}") from error
+                if time.monotonic() > deadline:
+                    raise
 
     def read(self, action: Callable[[sa.Connection], T]) -> T:
         """What `action` reads, by `persist`."""
