@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optuna
-import pytest
 import sqlalchemy as sa
 import worker_process
 from worker_process import evaluate, result, study, wait_for
@@ -18,7 +16,6 @@ from hpo.config.search_space import suggest
 from hpo.study.claims.lease import Lease
 from hpo.study.reading.watch import Look, StudyWatch, watching
 from hpo.study.running.worker import run_worker
-from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
@@ -69,36 +66,17 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
     assert told(watch.look()) == ([], [])
 
 
-def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Storage) -> None:
-    config = study(2)
-    create_or_resume_study(storage, config)
-    watch = StudyWatch(storage, config)
-    found = []
-
-    def during(trial: optuna.trial.Trial) -> None:
-        [(_, before)] = watch.look().running  # the row still has what was said of the trial before
-        with storage.engine.begin() as connection:
-            progress = json.dumps({"step": 10 + trial.number, "trial": trial.number})
-            connection.execute(sa.update(workers).values(progress=progress))
-        [(_, after)] = watch.look().running
-        assert before == {}
-        found.append(after["step"])
-
-    run(storage, config, during)
-    assert found == [10, 11]
-
-
-def test_progress_is_told_every_few_seconds(storage: Storage) -> None:
+def test_progress_is_told_every_few_seconds_and_is_that_of_the_workers_trial_alone(storage: Storage) -> None:
     """Far more often than a lease needs to be renewed."""
-    config = study(1)
+    config = study(2)
     create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
         suggest(config.search_space, trial)
-        for step in (1, 2):
-            lease.progress = Progress(step, 0.1 * step, 1.5, None)
-            wait_for(lambda step=step: watch.look().running[0][1].get("step") == step, seconds=8)
+        assert watch.look().running[0][1] == {}, "the row still has what was said of the trial before"
+        lease.progress = Progress(10 + trial.number, 0.1, 1.5, None)
+        wait_for(lambda: watch.look().running[0][1].get("step") == 10 + trial.number, seconds=8)
         return result("complete")
 
     run_worker(config, storage, execute)
@@ -137,20 +115,6 @@ def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) ->
     assert other.exitcode == 0
     assert 0 < len(mine) <= 3
     assert ended == mine
-
-
-def test_an_error_of_the_one_who_is_told_is_raised(storage: Storage) -> None:
-    def fail(_: Look) -> None:
-        seen.set()
-        raise ZeroDivisionError
-
-    def during(_: optuna.trial.Trial) -> None:
-        assert seen.wait(60)
-
-    seen = threading.Event()
-    create_or_resume_study(storage, study(1))
-    with pytest.raises(ZeroDivisionError), watching(StudyWatch(storage, study(1)), fail, seconds=0.01):
-        run(storage, study(1), during)
 
 
 def test_a_look_reads_no_evaluations_and_no_trial_that_has_ended(storage: Storage) -> None:
