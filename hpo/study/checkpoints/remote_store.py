@@ -67,14 +67,12 @@ class RemoteStore:
                 why = f"it has no file {MARKER}, so it is away."
             raise CheckpointError(f"{what} {self.location}: {why}") from error
 
-    def list(self, folder: Path, key: str | None = None) -> dict[str, dict[str, int]]:
-        """The sizes of the files of each complete checkpoint of a trial, by its name there, the oldest first.
+    def list(self, folder: Path, key: str | None = None, *, whole: bool = True) -> dict[str, dict[str, int]]:
+        """The sizes of the files of each checkpoint of a trial, by its name there, the oldest first.
 
-        Raises CheckpointError where the store does not answer.
+        Without `whole` also of those that are not complete. Raises CheckpointError where the store does not
+        answer.
         """
-        return {name: sizes for name, sizes in self._list(folder, key).items() if len(sizes) == len(_files())}
-
-    def _list(self, folder: Path, key: str | None) -> dict[str, dict[str, int]]:
         base = self._path(folder)
         one = re.compile(rf"(?P<checkpoint>{_CHECKPOINT})/(?P<file>{'|'.join(map(re.escape, _files()))})")
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
@@ -83,12 +81,12 @@ class RemoteStore:
                 match = one.fullmatch(path.removeprefix(f"{base}/"))
                 if match and (key is None or match["key"] == _digest(key)):
                     sizes[match["checkpoint"]][match["file"]] = about["size"]
-        return sizes
+        return {name: of for name, of in sizes.items() if not whole or len(of) == len(_files())}
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
         """Upload a checkpoint unless it is there. Raises CheckpointError."""
         name = f"{path.name}-{_digest(key)}"
-        there = self._list(folder, key).get(name, {})
+        there = self.list(folder, key, whole=False).get(name, {})
         if there == {file: (path / file).stat().st_size for file in _files()}:
             return
         target = f"{self._path(folder)}/{name}"
@@ -124,7 +122,7 @@ class RemoteStore:
 
     def remove(self, folder: Path, keep: Callable[[str], bool] = lambda _: False) -> None:
         """Remove the checkpoints of a trial, complete or not, but those of the names to `keep`."""
-        names = [name for name in self._list(folder, None) if not keep(name)]
+        names = [name for name in self.list(folder, whole=False) if not keep(name)]
         with self._errors("checkpoints cannot be removed from"):
             for name in names:
                 self._filesystem.rm(f"{self._path(folder)}/{name}", recursive=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,12 +44,6 @@ PLAN = ComparisonConfig(
     margin=0.5,
 )
 COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
-
-
-@pytest.fixture
-def storage(sqlite_url: str) -> Iterator[Storage]:
-    with open_storage(sqlite_url) as opened:
-        yield opened
 
 
 @pytest.fixture(params=[GRID, COMPARISON], ids=["grid", "comparison"])
