@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from detailed_documents import document, interval
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
-from worker_process import evaluate, result, study
+from worker_process import begin, evaluate, result, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
@@ -31,10 +31,7 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
     opened.set_user_attr("note", {"text": "Grüße \0 ☃", "list": [1, None, 0.1]})
     with WorkerLease(storage, opened, max_retries=1) as worker:
         for value in (0.1 + 0.2, 5e-324):
-            lease = worker.claim()
-            assert lease is not None
-            trial = worker.open_trial(lease)
-            assert trial is not None
+            lease, trial = begin(worker)
             trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True)
             evaluate(storage, trial, 1, value)
             evaluate(storage, trial, 2, value, step=20)
@@ -42,15 +39,9 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
             token = storage.study_token("tiny")
             found = document({}, score=interval(value))
             store_detailed_evaluation(storage, "tiny", token, trial.number, found)
-        nonfinite = worker.claim()
-        assert nonfinite is not None
-        trial = worker.open_trial(nonfinite)
-        assert trial is not None
+        nonfinite, trial = begin(worker)
         worker.record_outcome(nonfinite, trial, result("nonfinite"))
-        begun = worker.claim()
-        assert begun is not None
-        trial = worker.open_trial(begun)
-        assert trial is not None
+        _, trial = begin(worker)
         trial.suggest_categorical("fp_precision", ["fp32", "bf16", "fp16"])
         evaluate(storage, trial)
     opened.enqueue_trial({"learning_rate": 1e-4})

@@ -98,6 +98,13 @@ def evaluate(
     return lease_of(storage, trial).report(trial, row, index, value)
 
 
+def begin(worker: WorkerLease) -> tuple[Lease, Any]:
+    """Claim a slot and open its trial."""
+    lease = worker.claim()
+    assert lease is not None
+    return lease, worker.open_trial(lease)
+
+
 def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
     """The lease of the worker that has a trial, or had it last."""
     name = trial.study.study_name

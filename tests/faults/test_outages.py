@@ -243,34 +243,6 @@ def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
     check_whole(url, config, tmp_path)
 
 
-def test_supervisor_and_its_workers_wait(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """None of them dies, and nothing that was evaluated is lost."""
-    write_study(tmp_path, n_trials=4, training={"max_steps": 12, "batch_size": 8, "max_length": 64})
-    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
-    process = start_hpo(tmp_path, "worker", "tiny", "--workers", "2", HPO_STORAGE=url)
-    logs = f"runs/tiny/worker-{socket.gethostname()}-*.log"
-
-    def num_waiting() -> int:
-        return sum(log.read_text().count("The database is away") for log in tmp_path.glob(logs))
-
-    try:
-        folders = "runs/tiny/checkpoints-*/trial-*"
-        wait_until(lambda: len(list(tmp_path.glob(folders))) >= 2, process)
-        postgres_server.stop(immediate=True)
-        try:
-            wait_until(lambda: num_waiting() >= 2, process, seconds=200)
-        finally:
-            postgres_server.start()
-        ok(finish_command(process, seconds=240))
-    finally:
-        process.kill()
-    with open_storage(url) as storage:
-        record = read_study(storage, "tiny")
-    assert record.slots == {"open": 0, "running": 0, "done": 4}
-    assert [trial.outcome for trial in record.trials] == ["complete"] * 4
-    assert [log.read_text().count("--- a worker starts") for log in tmp_path.glob(logs)] == [1, 1]
-
-
 def test_worker_that_starts_while_the_database_is_away(
     postgres_server: PostgresServer, url: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 from worker_process import (
+    begin,
     change_worker,
     evaluate,
     finish,
@@ -64,8 +65,7 @@ def test_unfinished_trial_is_continued_first(
         worker.record_outcome(one, worker.open_trial(one), result("preempted"))
     create_or_resume_study(storage, study(5))
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
+        lease, trial = begin(worker)
         assert (lease.slot, trial.number) == (1, 1)
         assert suggest(config.search_space, trial) == params
 
@@ -191,8 +191,7 @@ def test_parameters_that_the_server_lost_are_written_again(
 ) -> None:
     """It had acknowledged them, and then fell back to an older state."""
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
+        lease, trial = begin(worker)
         params = suggest(study(2).search_space, trial)
         lease.store_params()
         with storage.engine.begin() as connection:
@@ -208,8 +207,7 @@ def test_a_trial_with_parameters_of_another_process_is_opened_again(
     """Of a worker that was stopped while it drew them, or of a first attempt whose answer was lost."""
     config = study(2)
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
+        lease, trial = begin(worker)
         other = optuna.trial.Trial(opened, trial_id_of(trial))
         drawn = suggest(config.search_space, other)
         assert suggest(config.search_space, trial) != drawn
@@ -258,8 +256,7 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
     with worker_on(storage, opened, max_retries=2) as worker:
         params = []
         for number in range(3):
-            lease = worker.claim()
-            trial = worker.open_trial(lease)
+            lease, trial = begin(worker)
             assert (lease.slot, trial.number) == (0, number)
             frozen = opened.trials[number]
             assert frozen.user_attrs == ({"retry_of": number - 1} if number else {})
@@ -291,8 +288,7 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
         opened.enqueue_trial({"learning_rate": rate}, user_attrs={"memo": "asked for"})
     with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
         for number, worker in enumerate((first, second)):
-            lease = worker.claim()
-            trial = worker.open_trial(lease)
+            lease, trial = begin(worker)
             assert (lease.slot, trial.number) == (number, number)
             assert suggest(study().search_space, trial)["learning_rate"] == (1e-4, 2e-4)[number]
             worker.record_outcome(lease, trial, result("complete"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from worker_process import study
+from worker_process import begin, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import workers
@@ -55,10 +55,7 @@ def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
 def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        assert lease is not None
-        trial = worker.open_trial(lease)
-        assert trial is not None
+        _, trial = begin(worker)
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers))
         with WorkerLease(storage, opened, max_retries=0) as other:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import result, study
+from worker_process import begin, result, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
@@ -18,8 +18,7 @@ from hpo.study.store.studies import create_or_resume_study
 def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -> None:
     opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker, open_storage(storage.url) as reader:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
+        lease, trial = begin(worker)
         ended = []
 
         def end_trial(*args: Any) -> None:

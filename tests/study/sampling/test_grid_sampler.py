@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError
-from worker_process import result, study
+from worker_process import begin, result, study
 
 from hpo.compare.companion import comparison_study
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
@@ -64,8 +64,7 @@ def worker(storage: Storage, config: Any) -> Any:
 
 
 def run_one(worker: WorkerLease, config: Any) -> None:
-    lease = worker.claim()
-    trial = worker.open_trial(lease)
+    lease, trial = begin(worker)
     suggest(config.search_space, trial)
     worker.record_outcome(lease, trial, result("complete"))
 
@@ -99,8 +98,7 @@ def test_a_point_that_two_workers_chose_is_given_up_by_one(
 ) -> None:
     """The lock under which points are chosen is lost with the connection."""
     run_one(worker, config)
-    lease = worker.claim()
-    trial = worker.open_trial(lease)
+    lease, trial = begin(worker)
     first = worker._study.trials[0].system_attrs[POINT_ATTR]
     storage.optuna.set_trial_system_attr(trial_id_of(trial), POINT_ATTR, first)
     worker.release(lease)

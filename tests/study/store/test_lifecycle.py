@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import change_worker, evaluate, result, study, wait_for
+from worker_process import begin, change_worker, evaluate, result, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
@@ -158,10 +158,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
     config = study(3)
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        assert lease is not None
-        trial = worker.open_trial(lease)
-        assert trial is not None
+        lease, trial = begin(worker)
         lease.saved_step = 20
         worker._beat_once()
         set_state(storage, "tiny", "cancelled")
@@ -187,10 +184,7 @@ def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) 
     """Its slot may be open again, for another trial without a checkpoint."""
     opened = create_or_resume_study(storage, study(1, max_retries=1))
     with WorkerLease(storage, opened, max_retries=1) as worker:
-        lease = worker.claim()
-        assert lease is not None
-        trial = worker.open_trial(lease)
-        assert trial is not None
+        lease, trial = begin(worker)
         lease.saved_step = 20
         worker._beat_once()
         worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))

@@ -8,7 +8,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
-from worker_process import change_worker, evaluate, result, study
+from worker_process import begin, change_worker, evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig, stored_study
@@ -27,8 +27,7 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
         for trial_result in results:
-            lease = worker.claim()
-            trial = worker.open_trial(lease)
+            lease, trial = begin(worker)
             suggest(config.search_space, trial)
             worker.record_outcome(lease, trial, trial_result)
     return opened
@@ -140,8 +139,7 @@ def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage
 def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as dead, open_storage(storage.url) as other:
-        lease = dead.claim()
-        trial = dead.open_trial(lease)
+        lease, trial = begin(dead)
         with WorkerLease(storage, opened, max_retries=0) as alive:
             alive.open_trial(alive.claim())
             change_worker(storage, dead, process_start="1")
@@ -298,8 +296,7 @@ def test_several_objectives(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(2, objective=objective))
     assert opened.metric_names == ["score", "peak_memory_bytes"], "for the dashboard"
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
+        lease, trial = begin(worker)
         assert evaluate(storage, trial) is False, "Optuna cannot prune by two objectives"
         worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
     record = read_study(storage, "tiny")
