@@ -168,7 +168,7 @@ class Storage:
         return self.persist(once)
 
     def exclusive(self) -> AbstractContextManager[sa.Connection | None]:
-        """See `database.exclusive`; waits until `stop` is set."""
+        """See `lock.exclusive`; waits until `stop` is set."""
         return exclusive(self.engine, self.stop)
 
     # Studies
