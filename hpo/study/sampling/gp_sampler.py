@@ -59,7 +59,7 @@ def _with_pruned(study: Study) -> list[FrozenTrial]:
 def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
     """Of a COMPLETE trial its values, of a PRUNED one its best evaluation; None: there is nothing finite."""
     if trial.state == TrialState.COMPLETE:
-        return trial.values
+        return list(trial.values)
     reports = filter(math.isfinite, trial.intermediate_values.values())
     better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
     best = better(reports, default=None) if trial.state == TrialState.PRUNED else None
