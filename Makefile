@@ -9,7 +9,7 @@ CONSTRAINTS := docker/constraints.txt
 
 export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 
-.PHONY: help install hpo test test-all bench bench-gpu dashboard report lint reference clean
+.PHONY: help install hpo test test-all bench dashboard report lint reference clean
 
 help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
@@ -17,7 +17,6 @@ help:
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
-	@echo "make bench-gpu [BUDGET=1500]"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 
@@ -61,9 +60,6 @@ test-all: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev $(VENV)/.installed-bench
 	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS)) \
 		$(if $(EXAMPLES),--examples $(EXAMPLES))
-
-bench-gpu: $(VENV)/.installed-dev $(VENV)/.installed-bench $(VENV)/.installed-fp8
-	$(BIN)/python tests/benchmarks/gpu.py $(if $(BUDGET),--budget $(BUDGET))
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check hpo tests

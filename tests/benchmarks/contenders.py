@@ -5,7 +5,7 @@
 Each trains the same MiniLM with a linear layer for each task on the same rows, with the same batch size,
 dropout, learning rate and precision, AdamW, for one epoch, then evaluates the validation split as it does by
 default (Trainer in unsorted batches of 8, ours in sorted ones). Rates leave out the first steps, as many for
-each. What is only ours is imported for our contenders alone: the start of a process counts too.
+each.
 """
 
 from __future__ import annotations

@@ -27,13 +27,19 @@ from unittest import mock
 import optuna
 import torch
 import yaml
-from gpu import TINY
 from peers import PeerModel, pad, read_split, read_tasks, trainer_arguments
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, study_content
 
+TINY = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 WORKLOAD = Workload("peers", "", (), 64, (1, 4), 64, 32, encoder=TINY)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}

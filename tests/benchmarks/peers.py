@@ -22,15 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
-from workload import (
-    DROPOUT,
-    LEARNING_RATE,
-    STUDY_LEARNING_RATES,
-    WEIGHT_DECAY,
-    Workload,
-)
-
-from hpo.training.progress import CompileClock
+from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 WARMUP_STEPS = 3
 SEED = 42
@@ -120,68 +112,42 @@ def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class StepClock:
-    """Examples per second after the warm-up, with `compiles` without steps in which the compiler worked."""
+    """Examples per second after the warm-up."""
 
-    def __init__(self, *, compiles: bool = False) -> None:
-        self._num_steps = self._num_counted = 0
-        self._mark = self._seconds = self._compiled = 0.0
-        self._compile_clock = CompileClock()
-        if compiles:
-            self._compile_clock.start()
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._start = self._end = 0.0
 
     def step(self) -> None:
         self._num_steps += 1
+        self._end = time.perf_counter()
         if self._num_steps == WARMUP_STEPS:
-            _wait_for_gpu()
-        now, compiled = time.perf_counter(), self._compile_clock.seconds
-        if self._num_steps > WARMUP_STEPS and compiled == self._compiled:
-            self._num_counted += 1
-            self._seconds += now - self._mark
-        self._mark, self._compiled = now, compiled
-
-    def stop(self) -> None:
-        """After the last step, whose work a GPU may still have to do."""
-        _wait_for_gpu()
-        self._seconds += time.perf_counter() - self._mark
+            self._start = self._end
 
     def rates(self, batch_size: int, evaluate: Callable[[], object], num_rows: int) -> dict[str, float]:
         """Examples per second of training, and of evaluating `num_rows` now."""
-        train = self._num_counted * batch_size / self._seconds
+        train = (self._num_steps - WARMUP_STEPS) * batch_size / (self._end - self._start)
         started = time.perf_counter()
         evaluate()
         return {"train": train, "evaluate": num_rows / (time.perf_counter() - started)}
 
 
-def _wait_for_gpu() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def run_trainer(
-    folder: Path,
-    workload: Workload,
-    precision: str,
-    *,
-    sampling: str = "random",
-    device: str = "cpu",
-    compile_mode: str = "none",
+    folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
-    clock = StepClock(compiles=compile_mode != "none")
+    clock = StepClock()
 
     class Clock(TrainerCallback):
-        def on_step_end(self, _arguments: Any, state: Any, _control: Any, **__: Any) -> None:
+        def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
-            if state.global_step >= state.max_steps:
-                clock.stop()
 
-    more = {} if compile_mode == "none" else {"torch_compile": True, "torch_compile_mode": compile_mode}
-    more |= {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
+    more = {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
     validation = read_split(folder, "validation", workload.max_length)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=PeerModel(read_tasks(folder), workload.encoder),
-            args=trainer_arguments(workload, precision, output, device, **more),
+            args=trainer_arguments(workload, precision, output, **more),
             data_collator=pad,
             train_dataset=read_split(folder, "train", workload.max_length),
             eval_dataset=validation,
@@ -191,20 +157,16 @@ def run_trainer(
         return clock.rates(workload.batch_size, trainer.evaluate, len(validation))
 
 
-def trainer_arguments(
-    workload: Workload, precision: str, folder: str, device: str = "cpu", **more: Any
-) -> Any:
+def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
     """Trainer's arguments for our work; all else is its default."""
-    if device == "cuda":
-        more |= {"fp16": precision == "fp16", "tf32": precision == "tf32"}
     return TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,
         per_device_train_batch_size=workload.batch_size,
         weight_decay=WEIGHT_DECAY,
         bf16=precision == "bf16",
-        use_cpu=device == "cpu",
-        dataloader_pin_memory=device == "cuda",
+        use_cpu=True,
+        dataloader_pin_memory=False,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -212,35 +174,6 @@ def trainer_arguments(
         seed=SEED,
         **more,
     )
-
-
-def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """Hugging Face's hyperparameter_search with Optuna on the same learning rates."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    tasks, learning_rates = read_tasks(folder), list(STUDY_LEARNING_RATES)
-    with tempfile.TemporaryDirectory() as output:
-        trainer = Trainer(
-            model_init=lambda: PeerModel(tasks),
-            args=trainer_arguments(workload, precision, output, eval_strategy="epoch"),
-            data_collator=pad,
-            train_dataset=read_split(folder, "train", workload.max_length),
-            eval_dataset=read_split(folder, "validation", workload.max_length),
-        )
-        best = trainer.hyperparameter_search(
-            backend="optuna",
-            n_trials=len(learning_rates),
-            hp_space=lambda trial: {
-                "learning_rate": trial.suggest_categorical("learning_rate", learning_rates)
-            },
-            compute_objective=lambda metrics: metrics["eval_loss"],
-            direction="minimize",
-            sampler=optuna.samplers.GridSampler({"learning_rate": learning_rates}),
-        )
-    if best is None:
-        raise RuntimeError("the search found nothing")
-    return {}
 
 
 def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
@@ -290,6 +223,5 @@ def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str,
 CONTENDERS = {
     "trainer": run_trainer,
     "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
-    "trainer-study": run_trainer_study,
     "lightning": run_lightning,
 }

@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ class Figure:
     work: tuple[str, str]
     """Workload and precision."""
     measure: str
-    """A key of what the contender measured; `process` is 1 / seconds of the whole process."""
+    """A key of what the contender measured."""
     wanted: float
     peer: str = ""
     ours: str = "hpo"
@@ -72,31 +71,24 @@ FIGURES = (
     Figure("4", "training against Lightning", LONG_BF16, "train", 2.5, "lightning"),
     Figure("5", "evaluation against Trainer.evaluate", LONG_BF16, "evaluate", 2.0, "trainer"),
     Figure("6", "training against Trainer", SHORT_BF16, "train", 2.0, "trainer"),
-    Figure("7a", "study, hyperparameter_search", LONG_BF16, "process", 2.5, "trainer-study", "hpo-study"),
-    Figure("7b", "study, hyperparameter_search", SHORT_BF16, "process", 2.5, "trainer-study", "hpo-study"),
-    Figure("7c", "study, hyperparameter_search", SHORT_FP32, "process", 2.5, "trainer-study", "hpo-study"),
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
-    Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-memory", " s", True),
-    Figure("11", "memory growth, 50 trials", SHORT_FP32, "growth", 0.03, "", "hpo-memory", "", True),
+    Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
 )
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
     "padding": "of the places",
     "outside": "s",
-    "resident_gib": "GiB",
 }
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:
     """What one contender measured. Raises RuntimeError with the end of its output where it failed."""
     command = [sys.executable, str(CONTENDERS), name, str(folder), workload, precision]
-    started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
-    return {"process": 1 / seconds, **json.loads(done.stdout.splitlines()[-1])}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def rounds(
@@ -105,8 +97,7 @@ def rounds(
     """{contender: measured} of each round but the first."""
     for number in range(num_rounds + 1):
         results = {name: run_contender(name, folder, workload, precision) for name in names}
-        shown = "  ".join(f"{name} {1 / result['process']:.0f} s" for name, result in results.items())
-        print(f"{workload} {precision} round {number}: {shown}", file=sys.stderr)
+        print(f"{workload} {precision} round {number} of {num_rounds}", file=sys.stderr)
         if number:
             yield results
 
@@ -159,10 +150,7 @@ def main() -> None:
             for name in names:
                 for measure in results[0][name]:
                     values = [result[name][measure] for result in results]
-                    if measure == "process":
-                        print(f"      {name:16} {measure:13} {spread([1 / value for value in values])} s")
-                    else:
-                        print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
+                    print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
 
 
 if __name__ == "__main__":

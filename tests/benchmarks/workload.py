@@ -46,7 +46,6 @@ SYNTHETIC_TASKS = ("criteria", "severity")
 DROPOUT = 0.1
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
-STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
 
 
 def write_workload(workload: Workload, folder: Path) -> str:
@@ -74,13 +73,11 @@ def write_workload(workload: Workload, folder: Path) -> str:
     return f"the set {workload.real_set}" if is_real else "generated posts"
 
 
-def study_content(
-    workload: Workload, folder: Path, precision: str, *, device: str = "cpu", **training: Any
-) -> dict[str, Any]:
+def study_content(workload: Workload, folder: Path, precision: str) -> dict[str, Any]:
     """The study file that trains the workload with our settings set to the peers'."""
     return {
         "name": workload.name,
-        "device": device,
+        "device": "cpu",
         "data": {"source": "jsonl", "path": str(folder)},
         "model": {"encoder": workload.encoder},
         "training": {
@@ -98,7 +95,6 @@ def study_content(
             "schedule": "linear",
             "warmup_ratio": 0.0,
             "max_grad_norm": 1.0,
-            **training,
         },
         "compat": {"enabled": False},
         "sampler": {"name": "grid"},
