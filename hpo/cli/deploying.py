@@ -214,7 +214,6 @@ def _finish(stored: Mapping[str, Any], staging: Path, folder: Path, *, keep_all:
     import json
     import shutil
 
-    from hpo.report.deployed import card_section
     from hpo.report.deployment_page import deployment_html
 
     shutil.rmtree(staging / EXPORT)
@@ -224,7 +223,5 @@ def _finish(stored: Mapping[str, Any], staging: Path, folder: Path, *, keep_all:
     else:
         chosen.rename(staging / MODEL)
         shutil.rmtree(staging / ARTIFACTS)
-    with (staging / MODEL / "README.md").open("a", encoding="utf-8") as card:
-        card.write(f"\n{card_section(stored)}")
     (staging / "deploy.json").write_text(json.dumps(stored, indent=2) + "\n")
     (staging / "deploy.html").write_text(deployment_html(stored, str(folder / MODEL)), encoding="utf-8")

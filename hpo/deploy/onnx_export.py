@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from hpo.errors import ModelError, shorten
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
-from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_folder, write_metadata
-from hpo.models.model_card import model_card
+from hpo.models.export import EXPORT_FORMATS, export_metadata, new_folder, write_metadata
 from hpo.models.multitask import MultitaskModel
 from hpo.versions import installed_versions
 
@@ -46,7 +45,6 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
         model.onnx               input_ids, attention_mask [, token_type_ids] -> logits_<task> of each task
         tokenizer.json ...       the tokenizer, and config.json of the encoder
         hpo.json                 tasks, `ExportSettings`, and under `onnx` the `OnnxSettings`
-        README.md                the model card
 
     Any number of windows and tokens may be given to the graph. The folder appears at once or not at all.
 
@@ -65,17 +63,14 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
         model.tokenizer.save_pretrained(folder)
         network.encoder.config.save_pretrained(folder)
         content = export_metadata(network, model.settings)
-        write_onnx_metadata(folder, content, model.settings, settings)
+        write_onnx_metadata(folder, content, settings)
     return directory
 
 
-def write_onnx_metadata(
-    folder: Path, content: dict[str, Any], settings: ExportSettings, onnx_settings: OnnxSettings
-) -> None:
-    """Write hpo.json, of which `content` has what is the same in any runtime, and the model card."""
+def write_onnx_metadata(folder: Path, content: dict[str, Any], onnx_settings: OnnxSettings) -> None:
+    """Write hpo.json, of which `content` has what is the same in any runtime."""
     head = {"format": EXPORT_FORMATS["onnx"], "runtime": "onnx"}
-    card = model_card(content["tasks"], settings.windowing, settings.provenance, onnx_settings.precision)
-    write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)}, card)
+    write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)})
 
 
 @contextmanager

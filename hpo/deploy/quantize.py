@@ -86,11 +86,11 @@ def quantize(source: Path, directory: Path, mode: Quantization, calibration: Seq
         )
         OnnxNetwork(folder / "model.onnx", network.tasks, onnx_settings)  # which reads and checks it
         for file in source.iterdir():
-            if file.name not in ("model.onnx", "hpo.json", "README.md") and file.is_file():
+            if file.name not in ("model.onnx", "hpo.json") and file.is_file():
                 (folder / file.name).write_bytes(file.read_bytes())
         of_any = {key: value for key, value in content.items() if key not in ("format", "runtime", "onnx")}
         of_any["tasks"] = network.tasks
-        write_onnx_metadata(folder, of_any, settings, onnx_settings)
+        write_onnx_metadata(folder, of_any, onnx_settings)
     return directory
 
 

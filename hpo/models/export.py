@@ -25,7 +25,6 @@ from hpo.data.tasks import METRICS, Task
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, load_encoder, load_tokenizer
-from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.table import PRECISIONS
 
@@ -67,7 +66,6 @@ def export_model(
         config.json, model.safetensors, tokenizer.json ...  the encoder and its tokenizer
         heads.safetensors                                   pooling, heads, log variances
         hpo.json                                            tasks, `ExportSettings`, checksums of the files
-        README.md                                           the model card
 
     Weights keep their dtype. The folder appears at once or not at all. Raises ModelError where `directory`
     holds anything but an earlier export.
@@ -81,8 +79,7 @@ def export_model(
             if not name.startswith("encoder.")
         }
         save_file(heads, folder / "heads.safetensors")
-        content = {"format": EXPORT_FORMATS["torch"], **export_metadata(model, settings)}
-        write_metadata(folder, content, model_card(model.tasks, settings.windowing, settings.provenance))
+        write_metadata(folder, {"format": EXPORT_FORMATS["torch"], **export_metadata(model, settings)})
     return directory
 
 
@@ -125,12 +122,11 @@ def export_metadata(model: MultitaskModel, settings: ExportSettings) -> dict[str
     }
 
 
-def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
-    """Write hpo.json, with the checksums of all other files, and the model card, which may be edited."""
+def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write hpo.json, with the checksums of all other files."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     content = {**content, "checksums": {path.name: _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:

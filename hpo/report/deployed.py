@@ -125,36 +125,6 @@ def loading(stored: Stored, model: str) -> str:
     return f'hpo.load("{model}"{where})'
 
 
-def card_section(stored: Stored) -> str:
-    """What was measured of the chosen form, for its model card (Markdown)."""
-    best = stored["artifacts"][stored["chosen"]]
-    table = latency_table({**stored, "artifacts": [best]}).drop(columns="form").iloc[0].to_dict()
-    facts = {"form": best["artifact"]}
-    measured = {"validation": (stored["num_examples"], best["judged"])}
-    if stored["test"]:
-        measured["test"] = stored["test"]["num_examples"], stored["test"]["judged"]
-    for split, (rows, judged) in measured.items():
-        facts[f"{stored['objective']} on {rows:,} rows of {split}"] = _interval(judged["score"], digits=4)
-        if best["artifact"] != "fp32":
-            facts[f"drop of fp32's on {split}, {stored['unit']}"] = _interval(judged["drop"], "+")
-    facts |= {**table, "timed on": f"{stored['device']['name']}, {threads(stored)}"}
-    rows = [f"| {name} | {value} |" for name, value in facts.items() if value]
-    return "\n".join(
-        [
-            "## As deployed",
-            "",
-            "Measured by `hpo deploy`, with 95 % intervals; validation chose it, test did not. Of each",
-            "number of texts: ms from texts to predictions, median / 99th percentile; speed is times",
-            "fp32's, with the extremes of the rounds.",
-            "",
-            "| | |",
-            "| --- | --- |",
-            *rows,
-            "",
-        ]
-    )
-
-
 def latency_charts(stored: Stored) -> list[Chart]:
     """The score against the latency, at each batch size; bars are the scores' intervals."""
     corner = "Lower" if stored["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"

@@ -1,4 +1,4 @@
-"""Where an exported model comes from: what its hpo.json and its model card say of study, trial and data."""
+"""Where an exported model comes from: what its hpo.json says of study, trial and data."""
 
 from __future__ import annotations
 

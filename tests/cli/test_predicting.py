@@ -188,12 +188,11 @@ NEEDED = (
     *("config.json", "heads.safetensors", "hpo.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json"),
 )
-NOT_NEEDED = ("README.md",)
 
 
 def test_the_files_of_an_export_are_known(exported: Path) -> None:
     names = {file.name for file in (exported / "model").iterdir()}
-    assert names == {*NEEDED, *NOT_NEEDED}
+    assert names == {*NEEDED}
 
 
 @pytest.mark.parametrize("lost", NEEDED)
@@ -203,14 +202,6 @@ def test_a_file_that_an_export_lacks_is_named(lost: str, exported: Path, tmp_pat
     finished = hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl")
     refused(finished, lost)
     assert "written by `hpo best --export`" in finished.err
-
-
-@pytest.mark.parametrize("lost", NOT_NEEDED)
-def test_what_only_people_read_may_be_left_out(lost: str, exported: Path, tmp_path: Path) -> None:
-    shutil.copytree(exported / "model", tmp_path / "model")
-    (tmp_path / "model" / lost).unlink()
-    found = ok(hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl"))
-    assert found.out == ok(hpo_command(exported, "predict", "model", "test.jsonl")).out
 
 
 def test_an_export_is_read_without_a_request(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

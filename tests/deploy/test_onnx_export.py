@@ -73,7 +73,7 @@ def test_a_row_of_padding_leaves_the_others_as_they_are(tiny_exports: Path) -> N
 def test_the_folder_stands_alone(tiny_exports: Path) -> None:
     names = {file.name for file in (tiny_exports / "onnx").iterdir()}
     assert names == {
-        *("model.onnx", "hpo.json", "README.md"),
+        *("model.onnx", "hpo.json"),
         *("tokenizer.json", "tokenizer_config.json", "config.json"),
     }
     assert [file.name for file in tiny_exports.iterdir()] in (["torch", "onnx"], ["onnx", "torch"])

@@ -126,7 +126,6 @@ def test_the_folder_has_the_same_form(source: Path, quantised: dict[Quantization
         assert content.keys() == of_source.keys()
         for key in content.keys() - {"onnx", "checksums"}:
             assert content[key] == of_source[key], key
-        assert "whose layers compute in int8" in (folder / "README.md").read_text()
 
 
 def test_what_is_refused(source: Path, quantised: dict[Quantization, Path], tmp_path: Path) -> None:

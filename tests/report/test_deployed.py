@@ -1,4 +1,4 @@
-"""What is said of a deployment: verdicts by what was found, tables in a terminal, and the card's section."""
+"""What is said of a deployment: verdicts by what was found, and tables in a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpo.deploy.net_loss import TextChanges
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
 from hpo.evaluation.intervals import Interval
-from hpo.report.deployed import card_section, latency_charts, latency_table, loading, sentences, verdict
+from hpo.report.deployed import latency_charts, latency_table, loading, sentences, verdict
 from hpo.report.deployment_page import deployment_html
 
 
@@ -116,16 +116,3 @@ def test_the_better_corner_of_the_chart(objective: str, corner: str) -> None:
     captions = [chart.caption for chart in latency_charts(found(objective=objective))]
     assert all(caption.endswith(f"{corner} is better.") for caption in captions)
     assert len(captions) == 2
-
-
-def test_the_card_has_what_was_measured() -> None:
-    section = card_section(found()).replace("\u00a0", " ")
-    assert "| form | onnx_int8_dynamic |" in section
-    assert "| score on 1,234 rows of validation | 0.9000 [0.8800, 0.9200] |" in section
-    assert "| score on 700 rows of test | 0.8900 [0.8700, 0.9100] |" in section
-    assert "| drop of fp32's on test, points | +0.20 [-0.10, +0.60] |" in section
-    assert "| 1 text | 16 / 30 |" in section
-    assert "| speed, 1 text | 1.40 [1.40, 1.80] |" in section
-    assert "| weights | 22.8 MB |" in section
-    assert "| timed on | AMD EPYC, 2 threads |" in section
-    assert "drop of fp32" not in card_section(found("fp32"))
