@@ -288,13 +288,14 @@ def _evaluate_checkpoint(
     database: Storage, executor: Executor, folder: Path, number: int, split: str
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, and store that."""
+    from hpo.evaluation.detailed import evaluate_predictions
     from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
-    from hpo.trial.best_model import split_logits
+    from hpo.trial.best_model import split_predictions
 
     name = executor.study.name
     token = database.study_token(name)
-    predicted = split_logits(executor, folder, split)
-    metrics, document = predicted.metrics(), predicted.detailed().as_json()
+    predicted = split_predictions(executor, folder, split)
+    metrics, document = predicted.metrics(), evaluate_predictions(predicted, split_name=split).as_json()
     evaluation = {"trial": number, "split": split, "metrics": metrics, "detailed": document}
     try:
         if not store_detailed_evaluation(database, name, token, number, document):

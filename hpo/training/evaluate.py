@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.batches import collate
-from hpo.data.tasks import Task
 from hpo.data.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.training.decoding import DecodingThresholds, decode_tasks
-from hpo.training.metrics import score
+from hpo.training.decoding import DecodingThresholds
 
 
 @dataclass(frozen=True)
@@ -41,23 +39,6 @@ class Evaluation:
     """Throughput of training so far."""
     numerics: dict[str, Any] | None = None
     """What `hpo.training.numerics` measured at the step before it; None: nothing."""
-
-
-def score_logits(
-    logits: Mapping[str, NDArray[np.float32]],
-    split: TokenizedSplit,
-    tasks: Sequence[Task],
-    decisions: Mapping[str, DecodingThresholds] | None = None,
-    decision_metrics: Mapping[str, str] | None = None,
-) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
-    """Metrics of every task on a split, and the decisions that they were computed with.
-
-    Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
-    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
-    """
-    check_finite(logits)
-    predictions, chosen = decode_tasks(tasks, logits, split, decisions, decision_metrics)
-    return {task.name: score(task, predictions[task.name], split.examples) for task in tasks}, chosen
 
 
 def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:

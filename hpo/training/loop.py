@@ -28,6 +28,7 @@ from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import keep_gradients
+from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
     GradientSum,
@@ -39,8 +40,9 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, predict_logits, score_logits
+from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.losses import MultitaskLoss
+from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
 from hpo.training.numerics import StepProbe
 from hpo.training.optim import (
@@ -204,7 +206,9 @@ def _evaluate(
     with memory_agreed("Shorten `max_length`."):
         logits = predict_logits(model, split, batches, mixed_precision, data.pad_id, on_batch)
     merge(logits)
-    metrics, decisions = score_logits(logits, split, loss_fn.tasks, None, args.decision_metrics)
+    check_finite(logits)
+    predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
+    metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import TokenizedSplit
-from hpo.errors import DataError, RunError, Unsupported, did_you_mean
-from hpo.evaluation.detailed import SplitPredictions, evaluate_predictions, predict_split
-from hpo.evaluation.record import DetailedEvaluation
+from hpo.errors import DataError, RunError, did_you_mean
+from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.models.encoder import attention_on
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.multitask import MultitaskModel
@@ -28,7 +21,6 @@ from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
-from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
@@ -38,50 +30,19 @@ from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation]
 
 
-@dataclass(frozen=True)
-class SplitLogits:
-    """What a trial's best checkpoint says of a split."""
-
-    name: str
-    split: TokenizedSplit
-    tasks: tuple[Task, ...]
-    logits: Mapping[str, NDArray[np.float32]]
-    decisions: Mapping[str, DecodingThresholds]
-    """Chosen on validation."""
-
-    @cached_property
-    def predicted(self) -> SplitPredictions:
-        """The decoded logits. Raises Nonfinite."""
-        check_finite(self.logits)
-        return predict_split(self.tasks, self.logits, self.split, self.decisions)
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """{task: {metric: value}}. Raises Nonfinite."""
-        return self.predicted.metrics()
-
-    def detailed(self) -> DetailedEvaluation:
-        """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
-        return evaluate_predictions(self.predicted, split_name=self.name)
-
-
-def split_logits(
+def split_predictions(
     executor: Executor, folder: Path, split: str, on_batch: Callable[[], None] = lambda: None
-) -> SplitLogits:
-    """The logits of a trial's best checkpoint on a split, under the trial's precision.
+) -> SplitPredictions:
+    """What a trial's best checkpoint says of a split, under the trial's precision and with its thresholds.
 
     `on_batch` runs before each batch; what it raises ends this. Raises RunError when the checkpoint is gone
-    or damaged, DataError when there is no such split, Unsupported when this device cannot run the precision.
+    or damaged, DataError when there is no such split, Unsupported when this device cannot run the precision,
+    Nonfinite when its logits are not finite.
     """
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
-    return _predict(executor, _best_model(executor, folder), split, on_batch)
-
-
-def _predict(
-    executor: Executor, best: _BestModel, split: str, on_batch: Callable[[], None] = lambda: None
-) -> SplitLogits:
-    model, config, precision, evaluation = best
+    model, config, precision, evaluation = _best_model(executor, folder)
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     tokens = executor.loader.tokens(split, config)
     with backend_flags(precision, config.amp):
@@ -93,7 +54,8 @@ def _predict(
             executor.loader.pad_id(config),
             on_batch,
         )
-    return SplitLogits(split, tokens, executor.tasks, logits, evaluation.decisions)
+    check_finite(logits)
+    return predict_split(executor.tasks, logits, tokens, evaluation.decisions)
 
 
 def with_scores(
@@ -107,7 +69,7 @@ def with_scores(
     if result.outcome != Outcome.COMPLETE:
         return result, {}
     try:
-        predicted = split_logits(executor, folder, split).predicted
+        predicted = split_predictions(executor, folder, split)
     except RunError as error:
         return replace(
             result, outcome=Outcome.FAILED, reason=f"no score on {split}: {error}", values=None
@@ -117,25 +79,14 @@ def with_scores(
     return result, predicted.statistics
 
 
-def export_checkpoint(
-    executor: Executor, folder: Path, out_dir: Path, trial: TrialSource, *, score_test: bool = True
-) -> Path:
+def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: TrialSource) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
-
-    Where the data have a test split, the folder tells the scores on it: those of the trial's detailed
-    evaluation, or else, with `score_test`, computed here with their intervals, if this device can run the
-    precision.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
-    best = _best_model(executor, folder)
-    model, config, precision, evaluation = best
+    model, config, precision, evaluation = _best_model(executor, folder)
     # Weights that could not be written leave those of an older evaluation.
     trial = replace(trial, telemetry={**trial.telemetry, "metrics": evaluation.metrics})
-    if score_test and "test" in executor.dataset.splits and "test" not in trial.detailed:
-        with suppress(Unsupported):
-            detailed = _predict(executor, best, "test").detailed().as_json()
-            trial = replace(trial, detailed={**trial.detailed, "test": detailed})
     data = executor.study.data
     settings = ExportSettings(
         windowing=executor.loader.windowing(config),

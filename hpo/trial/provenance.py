@@ -20,8 +20,7 @@ from hpo.versions import installed_versions
 class TrialSource:
     """The trial that a model comes from, as its study recorded it."""
 
-    number: int | None
-    """None: of `hpo train`, which has no study in a database."""
+    number: int
     params: Mapping[str, Any] = field(default_factory=dict)
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -96,15 +96,6 @@ def test_an_evaluation_that_cannot_be_stored_is_shown(
     assert re.search(r"Trial \d on validation", finished.out)
 
 
-def test_an_export_has_an_evaluation_on_test_that_the_study_lacks(folder: Path) -> None:
-    before = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        connection.execute(sa.update(detailed_evaluations).values(document="{}"))
-    ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
-    told = json.loads((folder / "model" / "hpo.json").read_text())["provenance"]
-    assert told["evaluations"]["test"]["score"] == before["score"]
-
-
 def test_what_predict_writes_is_what_was_evaluated(folder: Path) -> None:
     ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--export", "model"))
     truth = load_data(load_study(str(folder / "tiny.yaml")).data).splits["test"]

@@ -27,7 +27,7 @@ from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.models.export import load_exported
 from hpo.training.metrics import score
-from hpo.trial.best_model import export_checkpoint, split_logits
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource
 
@@ -41,7 +41,7 @@ class Exported:
     folder: Path
     executor: Executor
     metrics: dict[str, dict[str, float]]
-    """On test, by `split_logits`."""
+    """On test, by `split_predictions`."""
 
     @property
     def examples(self) -> Sequence[Example]:
@@ -58,7 +58,7 @@ def make_export(folder: Path, *, pairs: bool) -> Exported:
     assert result.outcome == "complete", result.traceback
     source = TrialSource(0, {}, result.telemetry)
     out = export_checkpoint(executor, folder / "trial", folder / "model", source)
-    return Exported(out, executor, split_logits(executor, folder / "trial", "test").metrics())
+    return Exported(out, executor, split_predictions(executor, folder / "trial", "test").metrics())
 
 
 @pytest.fixture(scope="module")

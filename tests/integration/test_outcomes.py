@@ -22,7 +22,7 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.trial import trial_run
-from hpo.trial.best_model import split_logits
+from hpo.trial.best_model import split_predictions
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
@@ -337,9 +337,9 @@ def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> 
 
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
     result = run(executor, tmp_path)
-    validation = split_logits(executor, tmp_path / "trial", "validation").metrics()
+    validation = split_predictions(executor, tmp_path / "trial", "validation").metrics()
     assert validation == result.telemetry["metrics"]
-    assert split_logits(executor, tmp_path / "trial", "test").metrics() != validation
+    assert split_predictions(executor, tmp_path / "trial", "test").metrics() != validation
 
 
 def test_a_checkpoint_with_an_encoder_of_its_own_is_refused(executor: Executor, tmp_path: Path) -> None:
@@ -350,4 +350,4 @@ def test_a_checkpoint_with_an_encoder_of_its_own_is_refused(executor: Executor, 
     state["config"] = json.dumps(json.loads(state["config"]) | {"encoder": "other/name"})
     torch.save(state, path / "state.pt")
     with pytest.raises(RunError, match="must be one of the study's, but the checkpoint names 'other/name'"):
-        split_logits(executor, tmp_path / "trial", "test").metrics()
+        split_predictions(executor, tmp_path / "trial", "test")

@@ -77,13 +77,15 @@ def _logged() -> Iterator[None]:
 
 
 def _evaluate(executor: Executor, folder: Path, split: str, stop: threading.Event) -> dict[str, Any]:
-    from hpo.trial.best_model import split_logits  # PyTorch
+    from hpo.evaluation.detailed import evaluate_predictions
+    from hpo.trial.best_model import split_predictions  # PyTorch
 
     def leave_if_stopped() -> None:
         if stop.is_set():
             raise Preempted("told to stop.")
 
-    return split_logits(executor, folder, split, leave_if_stopped).detailed().as_json()
+    predicted = split_predictions(executor, folder, split, leave_if_stopped)
+    return evaluate_predictions(predicted, split_name=split).as_json()
 
 
 @contextmanager

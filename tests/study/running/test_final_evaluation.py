@@ -59,12 +59,12 @@ class Evaluating:
         folder = lambda number: self.folder / f"trial-{number}"  # noqa: E731
         evaluate_best(executor, self.storage, folder, self.stop, self.remote)
 
-    def split_logits(self, _: Any, folder: Path, split: str, on_batch: Callable[[], None]) -> Any:
+    def split_predictions(self, _: Any, folder: Path, split: str, on_batch: Callable[[], None]) -> Any:
         self.evaluated.append((folder.name, split))
         self.on_batch(folder.name)
         on_batch()
         found = evaluated(folder.name, split)
-        return SimpleNamespace(detailed=lambda: SimpleNamespace(as_json=lambda: found))
+        return SimpleNamespace(as_json=lambda: found)
 
     @property
     def stored(self) -> dict[int, Any]:
@@ -79,7 +79,8 @@ def evaluating(
     caplog.set_level(logging.INFO, "hpo")
     with open_storage(sqlite_url) as storage:
         found = Evaluating(storage, tmp_path)
-        monkeypatch.setattr(best_model, "split_logits", found.split_logits)
+        monkeypatch.setattr(best_model, "split_predictions", found.split_predictions)
+        monkeypatch.setattr("hpo.evaluation.detailed.evaluate_predictions", lambda predicted, **_: predicted)
         yield found
 
 
