@@ -155,7 +155,7 @@ def lowest(space: SearchSpace) -> dict[str, Any]:
 
 def _chosen(space: SearchSpace, choose: Callable[[str], Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
-    for name in _parents_first(space):
+    for name in sorted(space, key=lambda name: bool(space[name].when)):  # what others depend on first
         if all(params[parent] in values for parent, values in space[name].when.items()):
             params[name] = choose(name)
     return params
@@ -204,11 +204,6 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
                     when[parent] = tuple(_condition(parent, space[parent], value) for value in values)
         space[name] = distribution.model_copy(update={"when": when})
     return space, problems
-
-
-def _parents_first(space: SearchSpace) -> list[str]:
-    """The names of `space`, each after those that its `when` names."""
-    return sorted(space, key=lambda name: bool(space[name].when))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
 from hpo.data.csv_files import CsvForm, csv_records, find_form
-from hpo.data.tables import CsvCells, Row, Table, TaskConfigs, TextTable, column_names
+from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
 
 _logger = logging.getLogger("hpo.data")
@@ -88,8 +88,8 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             rows = partial(_jsonl_rows, path)
         elif config.source == "csv":
             form = find_form(path, config.csv, column_names(config.columns))
-            cells = CsvCells(config.csv.list_separator or "|", config.csv.empty, form.delimiter)
-            rows = partial(_csv_rows, form, Table(str(path), split, config.columns, tasks, cells))
+            csv = config.csv.model_copy(update={"delimiter": form.delimiter})
+            rows = partial(_csv_rows, form, Table(str(path), split, config.columns, tasks, csv))
         else:
             rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)

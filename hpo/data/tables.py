@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpo.config.data_config import ColumnsConfig, TaskConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.data.examples import SPAN_KINDS
 from hpo.errors import DataError, did_you_mean
 
 TaskConfigs = Mapping[str, TaskConfig]
+_NO_CSV = CsvConfig(delimiter=",", empty="unlabelled")
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,8 @@ def column_names(columns: ColumnsConfig) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
-@dataclass(frozen=True)
-class CsvCells:
-    """What cells of text mean."""
-
-    list_separator: str = "|"
-    """Between the classes of a cell."""
-    empty: str = "unlabelled"
-    """`none`: an empty cell of several classes is the empty list."""
-    delimiter: str = ","
-
-
 class Table:
-    """Turns the cells of a table's row into the form of a jsonl line."""
+    """Turns the cells of a table's row into the form of a jsonl line; `csv` says what cells of text mean."""
 
     def __init__(
         self,
@@ -60,10 +50,10 @@ class Table:
         split: str,
         columns: ColumnsConfig,
         tasks: TaskConfigs,
-        cells: CsvCells = CsvCells(),
+        csv: CsvConfig = _NO_CSV,
     ) -> None:
         self.name = name
-        self._cells = cells
+        self._csv = csv
         self._split = split
         self._columns = columns
         self._tasks = tasks
@@ -90,7 +80,7 @@ class Table:
         for task, column in self._columns.labels.items():
             if not _is_empty(cells[column]):
                 labels[task] = self._label(task, cells[column], column, problems)
-            elif self._tasks[task].kind == "multi_label" and self._cells.empty == "none":
+            elif self._tasks[task].kind == "multi_label" and self._csv.empty == "none":
                 labels[task] = []
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
@@ -121,13 +111,13 @@ class Table:
             return cell
         if kind == "regression":
             # Excel writes `;` between cells exactly where the comma is that of decimals.
-            is_decimal_comma = self._cells.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
+            is_decimal_comma = self._csv.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
             with suppress(ValueError):
                 return float(cell.replace(",", ".") if is_decimal_comma else cell)
         if kind == "multi_label":
             if cell.lstrip().startswith("["):
                 return _parsed(cell, column, problems)
-            return [part for piece in cell.split(self._cells.list_separator) if (part := piece.strip())]
+            return [part for piece in cell.split(self._csv.list_separator or "|") if (part := piece.strip())]
         return cell
 
 

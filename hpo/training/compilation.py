@@ -35,16 +35,12 @@ def apply_compile(
     first call of each shape (`dynamic` as torch.compile's). Blocks share one kernel, so `layers` compiles in
     the time of one block.
     """
-    forget_graphs()
+    # The graphs of earlier models would count towards the limit.
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for module in [model] if scope == "model" else encoder_layers(model.encoder):
         module.compile(mode=mode, dynamic=dynamic)
     return model
-
-
-def forget_graphs() -> None:
-    """Forget the graphs of earlier models, which would count towards the limit of recompilations."""
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
 def keep_gradients(model: nn.Module) -> None:

@@ -94,10 +94,6 @@ class TrainingArgs:
     decision_metrics: Mapping[str, str]
     """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
 
-    def rate_factor(self, position: float) -> float:
-        """The learning rate's factor at a position on the schedule."""
-        return schedule_factor(self.schedule, position, self.warmup_ratio)
-
 
 @dataclass(frozen=True)
 class TrainingHooks:
@@ -142,7 +138,7 @@ def train(
     model.train()
     clock.start()
     while True:
-        evaluates = budget.evaluation_is_due(state, args.num_evaluations)
+        evaluates = budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
         if evaluates:
             yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
             model.train()
@@ -153,7 +149,8 @@ def train(
 
         if state.batch == 0:
             mixed_precision.start_epoch()
-        set_learning_rate(optimizer, args.rate_factor(budget.learning_rate_position(state)))
+        position = budget.learning_rate_position(state)
+        set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
         windows = batches[state.batch]
         batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
         loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)

@@ -53,10 +53,6 @@ class Budget:
         used = self.used(state)
         return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
 
-    def evaluation_is_due(self, state: TrainState, num_evaluations: int) -> bool:
-        """Whether one should have been made by now that was not."""
-        return self.evaluations_due(state, num_evaluations) > state.num_evaluations
-
     def is_measured(self, state: TrainState, num_evaluations: int) -> bool:
         """Whether the next step is the one between two evaluations whose numerics are measured.
 

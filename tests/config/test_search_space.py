@@ -76,15 +76,13 @@ def test_optuna_holds_numbers_as_such_and_lists_and_mappings_as_json() -> None:
 
 
 def test_the_grid_is_what_optunas_grid_sampler_takes() -> None:
-    names = ("fp_precision", "head_dropout", "batch_size", "betas")
-    space = parse({name: RAW[name] for name in names})
+    space = parse({name: RAW[name] for name in ("fp_precision", "head_dropout", "betas")})
     values = grid(space)
     assert values["head_dropout"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    assert values["batch_size"] == [8, 16, 24, 32]
     study = optuna.create_study(sampler=optuna.samplers.GridSampler(values))
-    study.optimize(lambda trial: float(suggest(space, trial)["batch_size"]), n_trials=500)
+    study.optimize(lambda trial: float(suggest(space, trial)["head_dropout"]), n_trials=100)
     configurations = {tuple(trial.params.items()) for trial in study.trials}
-    assert len(configurations) == len(study.trials) == 3 * 6 * 4 * 2
+    assert len(configurations) == len(study.trials) == 3 * 6 * 2
 
 
 def test_the_hash_names_what_is_searched() -> None:

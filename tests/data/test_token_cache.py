@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonl_sets
 import numpy as np
@@ -146,48 +145,32 @@ def test_what_a_killed_process_left_is_not_in_the_way(dataset: DataSet, tmp_path
     assert not unfinished.exists()
 
 
-def test_threads_and_processes_that_start_together_do_the_work_once(
-    dataset: DataSet, tmp_path: Path, made: list[int]
-) -> None:
+def test_threads_and_processes_that_start_together_do_the_work_once(dataset: DataSet, tmp_path: Path) -> None:
     """Two threads here and two of another process wait at a gate and then ask at once."""
-    code = """
-import json, sys, threading
-from pathlib import Path
-sys.path[:0] = [sys.argv[2]]
-import hpo.data.token_cache, jsonl_sets
-from tiny_tokenizers import tiny_tokenizer
-from hpo.data.tokenized_split import Windowing
-made, sums = [], []
-tokenize = hpo.data.token_cache.tokenize_chunks
-hpo.data.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
-dataset = jsonl_sets.load(**json.loads(sys.argv[3]))
-def load():
-    split = hpo.data.token_cache.load_tokenized(
-        dataset, "train", tiny_tokenizer("wordpiece"), Windowing(64), Path(sys.argv[1])
-    )
-    sums.append(int(split.input_ids_T.sum()))
-tiny_tokenizer("wordpiece")
-threads = [threading.Thread(target=load) for _ in range(2)]
-print("ready", flush=True)
-sys.stdin.readline()
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(json.dumps([len(made), sums]))
-"""
-    arguments = [str(tmp_path), str(Path(__file__).parents[1]), json.dumps(SYNTHETIC)]
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdin is not None
-    assert other.stdout is not None
-    assert other.stdout.readline() == "ready\n"
-    with ThreadPoolExecutor() as threads:
-        other.stdin.write("go\n")
-        other.stdin.flush()
-        here = list(threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2)))
-    made_there, there = json.loads(other.communicate()[0])
-    assert len(made) + made_there == 1
-    assert here == there
+    context = multiprocessing.get_context("fork")
+    gate, found = context.Barrier(2), context.SimpleQueue()
+    tiny_tokenizer("wordpiece")
+
+    def ask() -> None:
+        made: list[int] = []
+
+        def counted(*args: object) -> Iterator[TokenizedSplit]:
+            made.append(1)
+            return tokenize_chunks(*args)  # type: ignore[arg-type]
+
+        with mock.patch.object(hpo.data.token_cache, "tokenize_chunks", counted):
+            gate.wait(60)
+            with ThreadPoolExecutor() as threads:
+                sums = threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2))
+                found.put((len(made), *sums))
+
+    other = context.Process(target=ask)
+    other.start()
+    ask()
+    other.join()
+    (made_here, *here), (made_there, *there) = found.get(), found.get()
+    assert made_here + made_there == 1
+    assert len({*here, *there}) == 1
 
 
 def test_a_cache_that_cannot_be_written_says_so(dataset: DataSet, tmp_path: Path) -> None:
