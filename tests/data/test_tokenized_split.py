@@ -1,15 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
 from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import Example
-from hpo.data.tokenized_split import Windowing, ragged_arange
-
-
-def test_ragged_arange() -> None:
-    assert ragged_arange(np.array([5, 0, 7]), np.array([2, 0, 3])).tolist() == [5, 6, 7, 8, 9]
-    assert ragged_arange(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+from hpo.data.tokenized_split import Windowing
 
 
 def test_the_windows_of_a_text_share_it() -> None:

@@ -73,12 +73,15 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
         model={"encoder": ENCODER | {"num_hidden_layers": 1}},
         # One batch of the epoch has 4 rows, and the evaluation 6.
         data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 6, "max_sentences": 4}},
-        training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"},
+        training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"}
+        | {"fp_precision": "bf16"},
         compat={"enabled": False},
     )
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert result.outcome == "complete", result.traceback
-    assert result.telemetry["precision"]["observed"]["compiled"]
+    precision = result.telemetry["precision"]
+    assert (precision["agrees"], precision["observed"]["compiled"]) == (True, True), precision["reason"]
+    assert precision["observed"]["linear_products"].keys() == {"bfloat16"}
     assert result.telemetry["num_steps"] == 3
     assert result.telemetry["compile_seconds"] > later.seconds > 3600, "before the first step and after it"
 

@@ -101,21 +101,16 @@ def test_weights_that_are_the_best_are_written_once(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
+@pytest.mark.parametrize("kept", [0.5, 0])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    store: CheckpointStore, name: str, damage: str
+    store: CheckpointStore, name: str, kept: float
 ) -> None:
     for step in (1, 2):
         store.save(step, WEIGHTS, state={"step": step})
     store.wait()
     path = store.folder / "step-00000002" / name
     content = path.read_bytes()
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    else:
-        path.write_bytes(b"")
+    path.write_bytes(content[: int(len(content) * kept)])
     with pytest.raises(CheckpointError, match="step-00000002"):
         read_checkpoint(path.parent)
     assert store.latest().state == {"step": 1}

@@ -144,16 +144,6 @@ def test_updates_that_rounding_loses(precision: str, lr: float, lost: float) -> 
     assert found["all"]["update_ratio"] == pytest.approx(0.0 if lost else lr, rel=1e-3)
 
 
-def test_weights_without_a_gradient_lose_no_update() -> None:
-    model = make_model()
-    parameters = with_gradients(model, 0.0)
-    assert probe(model)["all"]["updates_lost"] is None
-    grad = parameters[LAYER].grad
-    assert grad is not None
-    grad[0] = 1.0
-    assert probe(model)["all"]["updates_lost"] == 0.0
-
-
 def test_a_sample_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices far larger than what is looked at."""
     large = {**BERT, "hidden_size": 128, "intermediate_size": 512}
@@ -259,15 +249,6 @@ def test_a_step_between_two_evaluations_is_measured(executor: Executor) -> None:
         assert json.loads(json.dumps(one)) == one
 
 
-def test_in_a_budget_of_seconds_the_step_may_take_twice_as_long_as_the_last() -> None:
-    budget, state = Budget(max_seconds=6.0), TrainState(step_seconds=0.4)
-    assert not budget.is_measured(state, 3)
-    state.train_seconds = 0.2
-    assert budget.is_measured(state, 3)
-    state.numerics = {}
-    assert not budget.is_measured(state, 3)
-
-
 def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executor) -> None:
     """At the end of a schedule the rate is almost 0, and fp32 too loses updates."""
     params = {"learning_rate": 2e-5, "schedule": "linear", "warmup_ratio": 0.0}
@@ -301,15 +282,3 @@ def test_steps_are_skipped_since_the_evaluation_before(executor: Executor) -> No
     assert sum(one["skipped_steps"] for one in found) == total
     scales = [one["loss_scale"] for one in found]
     assert scales[0] > scales[-1] >= recorder.scale_value().item()
-
-
-def test_an_evaluation_that_was_left_keeps_its_numbers() -> None:
-    state = TrainState(step=5, numerics={"step": 5}, skipped_steps=2)
-    restored = TrainState()
-    restored.load_state_dict(state.state_dict())
-    assert restored.take_numerics(6) == {"step": 5, "skipped_steps": 4}
-    assert restored.take_numerics(9) is None
-    restored.numerics = {"step": 8}
-    assert restored.take_numerics(9) == {"step": 8, "skipped_steps": 3}
-    restored.numerics = {"step": 9}
-    assert restored.take_numerics(None) == {"step": 9, "skipped_steps": None}

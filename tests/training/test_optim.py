@@ -76,13 +76,6 @@ def test_layerwise_decay_gives_each_layer_its_exact_rate_and_all_that_is_new_its
             assert rate == 0.3, name
 
 
-def test_frozen_layers_do_not_move_the_rates_of_the_others() -> None:
-    free = rates(make_model(), learning_rate=1.0, layerwise_lr_decay=0.5)
-    frozen = rates(make_model(freeze_layers=1), learning_rate=1.0, layerwise_lr_decay=0.5)
-    assert frozen.keys() < free.keys()
-    assert frozen == {name: free[name] for name in frozen}
-
-
 def test_layerwise_decay_needs_layers() -> None:
     albert = make_model({**BERT, "model_type": "albert", "embedding_size": 16})
     assert set(rates(albert, learning_rate=1.0).values()) == {1.0}
@@ -267,10 +260,8 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gradient_scaler_unscales_and_skips(name: str, dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
-    plain = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+def test_gradient_scaler_unscales_and_skips(name: str) -> None:
+    weight, plain = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     optimizer = build_optimizer(name, [group(weight, lr=0.1)])
     reference = build_optimizer(name, [group(plain, lr=0.1)])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -14,7 +14,6 @@ from hpo.trial.objectives import (
     check_metric,
     decision_metrics,
     objective_value,
-    unit_of,
 )
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
@@ -34,11 +33,6 @@ def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less()
     resampled = {"topic": {"f1_macro": np.ones(2)}, "size": {"r2": np.array([-9, 0.5])}}
     of_resamples = primary_mean(TASKS, resampled)
     assert of_resamples.tolist() == [0.5, 0.75]
-
-
-def test_a_metric_of_a_task_and_a_measured_one() -> None:
-    assert objective_value("topic/accuracy", METRICS, TASKS, {}) == 0.7
-    assert objective_value("peak_memory_bytes", METRICS, TASKS, {"peak_memory_bytes": 5}) == 5
 
 
 @pytest.mark.parametrize(
@@ -65,9 +59,3 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_thresholds_are_chosen_for_the_objective_that_names_the_task() -> None:
     assert decision_metrics(["score", "tags/f1_micro"]) == {"tags": "f1_micro"}
     assert decision_metrics(["tags/f1_micro", "tags/exact_match"]) == {"tags": "f1_micro"}
-
-
-def test_units() -> None:
-    assert [unit_of(metric) for metric in ("score", "size/r2", "size/mae")] == ["points"] * 2 + [
-        "label units"
-    ]

@@ -1,4 +1,4 @@
-"""What a trial stores of the precision that it really had, compiled and not, and where it is untrue."""
+"""What a trial stores of the precision that it really had, and where it is untrue."""
 
 from __future__ import annotations
 
@@ -46,25 +46,14 @@ class Unmeasurable(nn.Linear):
         return super().forward(inputs)
 
 
-def compile_traced(model: Any, *_settings: Any) -> None:
-    """The compiler's trace for all lengths, run by PyTorch itself: many times as fast to make."""
-    model.compile(backend="eager", dynamic=True)
-
-
 def run(
     folder: Path,
     layer: type[nn.Linear],
     precision: str,
-    compile_mode: str = "none",
-    **changes: Any,
 ) -> dict[str, Any]:
-    """The telemetry of a trial whose model has one layer of that class; `changes` are the study's."""
-    small = {
-        "training": TRAINING | {"compile": compile_mode},
-        "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
-    }
-    executor = tiny_executor(folder, **small | changes)
-    executor.loader.apply_compile = compile_traced
+    """The telemetry of a trial whose model has one layer of that class."""
+    encoder = ENCODER | {"num_hidden_layers": 1}
+    executor = tiny_executor(folder, training=TRAINING, model={"encoder": encoder})
     build_model = executor.loader.build_model
 
     def planted(config: Any) -> Any:
@@ -84,7 +73,6 @@ NAME = "encoder.encoder.layer.0.output.dense"
 @pytest.mark.parametrize(
     ("layer", "precision", "said"),
     [
-        (CastBack, "bf16", f"did not compute in bfloat16: {NAME} (float32, output bfloat16)."),
         (WideInTraining, "bf16", f"{NAME} (float32, output bfloat16 in training)."),
         (Rounded, "fp32", f"did not compute in float32: {NAME} (bfloat16, output float32)."),
     ],
@@ -110,13 +98,6 @@ def test_a_layer_that_could_not_be_measured_is_counted(tmp_path: Path) -> None:
     found = telemetry["precision"]
     assert (found["agrees"], found["observed"]["linear_products"]["unmeasured"]) == (True, 1)
     assert telemetry["compatibility"]["verdict"] == "ok"
-
-
-def test_a_sound_trial_agrees_when_compiled(tmp_path: Path) -> None:
-    found = run(tmp_path, nn.Linear, "bf16", "default", compat={"enabled": False})["precision"]
-    assert found["agrees"], found["reason"]
-    assert found["observed"]["compiled"]
-    assert found["observed"]["linear_products"].keys() == {"bfloat16"}
 
 
 def test_measuring_leaves_training_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
