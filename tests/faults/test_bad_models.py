@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_encoders import BERT, SIZES, make_model, save_encoder
+from tiny_encoders import BERT, make_model, save_encoder
 from transformers import CanineTokenizer
 
 from hpo.errors import ModelError
@@ -39,13 +39,6 @@ def test_a_name_that_is_neither_folder_nor_hub_id(name: str) -> None:
         load_encoder(name)
 
 
-def test_a_folder_without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    for load in (load_encoder, load_tokenizer):
-        with pytest.raises(ModelError, match=r"must hold a config\.json, but there is none"):
-            load(str(folder))
-
-
 def without_tensors(folder: Path, *names: str) -> None:
     """Remove the weights whose key holds one of these names."""
     weights = load_file(folder / "model.safetensors")
@@ -67,6 +60,7 @@ def lose_a_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
         (lambda folder: (folder / "config.json").write_text("[]"), "could not be loaded"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
@@ -93,27 +87,32 @@ def test_weights_without_a_pooler_are_fine(folder: Path) -> None:
     make_model(str(folder))
 
 
-def test_a_tokenizer_that_does_not_know_its_characters(folder: Path) -> None:
+def lose_the_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
+
+
+def take_a_slow_tokenizer(folder: Path) -> None:
+    lose_the_tokenizer(folder)
     CanineTokenizer().save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"must be a fast one, .* but CanineTokenizer is not"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_the_tokenizer, "a tokenizer must have a vocabulary, but there is none"),
+        (take_a_slow_tokenizer, r"must be a fast one, .* but CanineTokenizer is not"),
+        (
+            lambda folder: change_config(folder, vocab_size=30000),
+            r"vocab_size is 30000 and the tokenizer .* has 30522 tokens",
+        ),
+        (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used(damage: Callable[[Path], Any], message: str, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
         load_tokenizer(str(folder))
-
-
-def test_a_folder_without_tokenizer(folder: Path) -> None:
-    for path in folder.glob("*token*"):
-        path.unlink()
-    with pytest.raises(ModelError, match="a tokenizer must have a vocabulary, but there is none"):
-        load_tokenizer(str(folder))
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path) -> None:
-    change_config(folder, vocab_size=30000)
-    with pytest.raises(ModelError, match=r"vocab_size is 30000 and the tokenizer .* has 30522 tokens"):
-        load_tokenizer(str(folder))
-    with pytest.raises(ModelError, match=r"vocab_size is 100 and the tokenizer .* has 30522 tokens"):
-        make_model({**BERT, "vocab_size": 100})
 
 
 # Code that comes with the model.
@@ -147,21 +146,33 @@ def test_code_of_a_model_runs_only_when_trusted(
     assert list(tmp_path.rglob("ran"))
 
 
-# Models that are no encoders.
+# Models that are no encoders, or lack what is asked for.
 
 
 @pytest.mark.parametrize(
-    ("model_type", "message"),
-    [("gpt2", "gpt2 is a decoder: a token sees only those before it"), ("t5", "t5 is an encoder-decoder")],
+    ("encoder", "options", "message"),
+    [
+        ({"model_type": "gpt2"}, {}, "gpt2 is a decoder: a token sees only those before it"),
+        ({"model_type": "t5"}, {}, "t5 is an encoder-decoder"),
+        (FNET, {"attention": "eager"}, "must take input_ids and attention_mask, but FNetModel does not"),
+        (
+            FNET,
+            {"attention": "eager", "attention_dropout": 0.2},
+            "attention_dropout: a fresh fnet must have one of attention_probs",
+        ),
+        pytest.param(
+            BERT,
+            {"attention": "flash"},
+            r"attention: `flash` does not work for .* Use sdpa or eager",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it may have flash attention"),
+        ),
+    ],
 )
-def test_only_encoders_are_trained(model_type: str, message: str) -> None:
+def test_an_encoder_that_cannot_be_used(
+    encoder: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
-        load_encoder({"model_type": model_type})
-
-
-def test_an_encoder_that_does_not_see_the_mask() -> None:
-    with pytest.raises(ModelError, match="must take input_ids and attention_mask, but FNetModel does not"):
-        load_encoder(FNET, attention="eager")
+        load_encoder(encoder, **options)
 
 
 # Inline configurations.
@@ -175,6 +186,7 @@ def test_an_encoder_that_does_not_see_the_mask() -> None:
         ({"dtype": "bfloat16"}, "`dtype` is not a key of bert"),
         ({"model_type": "brt"}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
         ({"model_type": None}, "must have a `model_type` that transformers knows"),
+        ({"vocab_size": 100}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
         ({"hidden_size": "wide"}, "a fresh bert could not be loaded .*hidden_size"),
         ({"hidden_size": 33}, "hidden size .33. is not a multiple of the number of attention heads"),
         ({"hidden_act": "gulu"}, "a fresh bert could not be loaded .*gulu"),
@@ -217,16 +229,3 @@ def test_a_setting_that_the_encoder_cannot_do(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         make_model({**BERT, **encoder}, **settings)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may have flash attention")
-def test_flash_attention_without_a_gpu() -> None:
-    with pytest.raises(ModelError, match=r"attention: `flash` does not work for .* Use sdpa or eager"):
-        make_model(attention="flash")
-
-
-def test_a_dropout_that_the_encoder_does_not_have() -> None:
-    roformer = {"model_type": "roformer", "hidden_size": 32, **SIZES, "embedding_size": 16}
-    make_model(roformer, attention="eager", dropout=0.2, attention_dropout=0.2)
-    with pytest.raises(ModelError, match="attention_dropout: a fresh fnet must have one of attention_probs"):
-        make_model(FNET, attention="eager", attention_dropout=0.2)
