@@ -1,8 +1,7 @@
-"""The logits of an evaluation: which weights they are computed with, and how often these are converted."""
+"""The logits of an evaluation: which weights they are computed with."""
 
 from __future__ import annotations
 
-from collections import Counter
 from copy import deepcopy
 from typing import Any
 
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import CPU, EMULATED
-from tiny_loop import amp_of, config_of, loop_parts
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_loop import config_of, loop_parts
 
 from hpo.data.batches import collate, evaluation_batches
 from hpo.models.multitask import MultitaskModel
@@ -22,32 +19,6 @@ from hpo.training.evaluate import predict_logits
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
-
-
-class Conversions(TorchDispatchMode):
-    """Counts conversions between dtypes, by the address of what was converted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count_of: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype):
-            self.count_of[args[0].data_ptr()] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_an_evaluation_converts_each_weight_once(executor: Executor) -> None:
-    parts = loop_parts(executor, config_of(executor))
-    split = parts.data.validation
-    longest = int(split.lengths_W.max())
-    batches = evaluation_batches(split.lengths_W, longest)
-    assert len(batches) > 1
-    with Conversions() as seen:
-        predict_logits(parts.model, split, batches, amp_of("bf16"), pad_id=0)
-    weights = [module.weight for module in parts.model.modules() if isinstance(module, nn.Linear)]
-    trained = [weight for weight in weights if weight.requires_grad]
-    assert {seen.count_of[weight.data_ptr()] for weight in trained} == {1}
 
 
 @pytest.mark.parametrize("config", [EMULATED, EMULATED.model_copy(update={"fallback_to_fp32": True})])
