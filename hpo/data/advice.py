@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
     """What to change, since scores mislead or truth is lost otherwise; names between backticks."""
-    advice = [*_leaks(data), *_cuts(lengths, config)]
+    num_texts = sum(split.num_rows for split in data.splits.values())
+    advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
     for task in data.tasks:
         advice += [*_unlabelled(task, data, is_csv=config.data.source == "csv"), *_classes(task)]
     return advice
@@ -37,11 +38,10 @@ def _leaks(data: DataFacts) -> Iterator[str]:
             )
 
 
-def _cuts(lengths: LengthFacts, config: StudyConfig) -> Iterator[str]:
+def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator[str]:
     cuts_off = config.data.long_text == "truncate"
     longest = max(values[-1] for values in lengths.quantiles.values())
     remedy = f"set `data.long_text: window`, or raise `max_length` (the longest text has {longest:,} tokens)"
-    num_texts = sum(lengths.num_texts.values())
     for cut in lengths.cuts:
         if cut.max_length not in study_lengths(config):
             continue

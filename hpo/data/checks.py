@@ -52,16 +52,6 @@ class Leak:
     """The first of them: the row's id and that of a row of `other`."""
 
 
-@dataclass(frozen=True)
-class NumberFacts:
-    """The targets of a regression task in one split."""
-
-    minimum: float
-    mean: float
-    std: float
-    maximum: float
-
-
 @dataclass
 class TaskFacts:
     """What the splits hold of one task; every mapping is by split."""
@@ -77,8 +67,8 @@ class TaskFacts:
     """Of these, rows with more than one class or span."""
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """By class: the rows that have it; by span name: the spans. Every class and span name is there."""
-    numbers: dict[str, NumberFacts] = field(default_factory=dict)
-    """Of regression."""
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of regression: minimum, mean, std and maximum of the targets."""
 
     @property
     def counts_spans(self) -> bool:
@@ -122,8 +112,9 @@ def _count(facts: TaskFacts, split: str, examples: Iterable[Example]) -> None:
     if facts.kind == "regression":
         if rows:
             values = np.array([row.labels[facts.name] for row in rows])
-            moments = (values.min(), values.mean(), values.std(), values.max())
-            facts.numbers[split] = NumberFacts(*map(float, moments))
+            moments = {"minimum": values.min(), "mean": values.mean(), "std": values.std()}
+            moments["maximum"] = values.max()
+            facts.numbers[split] = {name: float(value) for name, value in moments.items()}
         return
     held = [_classes(facts, row) for row in rows]
     counts = Counter(chain.from_iterable(held))

@@ -36,7 +36,6 @@ class CutFacts:
 class LengthFacts:
     """The lengths of texts in tokens, special tokens included; mappings are by split."""
 
-    num_texts: Mapping[str, int]
     num_tokens: Mapping[str, int]
     quantiles: Mapping[str, Sequence[int]]
     """101 lengths: that of the shortest text, those that 1 %, 2 % ... of the texts do not exceed."""
@@ -74,7 +73,6 @@ def length_facts(
             )
         )
     return LengthFacts(
-        num_texts={name: len(rows) for name, rows in dataset.splits.items()},
         num_tokens={name: split.num_tokens for name, split in whole.items()},
         quantiles={name: _quantiles(split.lengths_W) for name, split in whole.items()},
         num_spans=num_spans,

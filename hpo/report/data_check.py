@@ -133,7 +133,7 @@ def balance_table(task: TaskFacts) -> pd.DataFrame:
     """A row for each class (rows and share) or span name (spans), the most frequent in training first."""
     if task.numbers:
         return pd.DataFrame(
-            {"split": split} | {key: format_number(value) for key, value in asdict(numbers).items()}
+            {"split": split} | {key: format_number(value) for key, value in numbers.items()}
             for split, numbers in task.numbers.items()
         )
     if not task.labels:
@@ -152,7 +152,7 @@ def balance_table(task: TaskFacts) -> pd.DataFrame:
 def cuts_table(check: DataCheck) -> pd.DataFrame:
     """A row for each `max_length`: texts over it, windows, and lost spans by task."""
     lengths = check.lengths
-    num_texts = sum(lengths.num_texts.values())
+    num_texts = sum(split.num_rows for split in check.facts.splits.values())
     rows = []
     for cut in lengths.cuts:
         own = " (this study)" if cut.max_length in check.max_lengths else ""
