@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 
 from hpo.deploy.net_loss import ALPHA
 
-SPLITS = 60
+SPLITS = 40
 
 
 @pytest.mark.parametrize(("num_rows", "gains"), [(50, 0.0), (455, 0.02)])
