@@ -161,8 +161,8 @@ def test_threads_and_processes_that_start_together_do_the_work_once(dataset: Dat
         with mock.patch.object(hpo.data.token_cache, "tokenize_chunks", counted):
             gate.wait(60)
             with ThreadPoolExecutor() as threads:
-                sums = threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2))
-                found.put((len(made), *sums))
+                sums = list(threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2)))
+            found.put((len(made), *sums))
 
     other = context.Process(target=ask)
     other.start()

@@ -197,8 +197,7 @@ def test_the_export_tells_how_it_was_made(exported: Exported) -> None:
     assert settings.windowing == exported.executor.loader.windowing(_config(exported))
     provenance = settings.provenance
     assert (provenance["study"], provenance["trial"]) == ("tiny", 0)
-    assert provenance["scores"]["test"] == exported.metrics
-    assert provenance["scores"].keys() == {"validation", "test"}
+    assert provenance["scores"].keys() == {"validation"}
     assert provenance["precision"]["requested"] == provenance["precision"]["effective"] == "fp32"
     assert provenance["precision"]["observed"]["linear_dtypes"].keys() == {"float32"}
     assert provenance["data"]["fingerprint"] == exported.executor.dataset.fingerprint

@@ -108,7 +108,7 @@ def test_a_compiled_model_gives_the_same_logits_and_gradients() -> None:
     one_layer = {**BERT, "num_hidden_layers": 1}
     plain = make_model(one_layer, dropout=0.0, attention_dropout=0.0, head_dropout=0.0, tasks=(LABEL,))
     compiled = copy.deepcopy(plain)
-    apply_compile(compiled, "default")
+    apply_compile(compiled, "default", "layers")
     for name, logits in plain(*make_batch()).items():
         torch.testing.assert_close(compiled(*make_batch())[name], logits, rtol=1e-5, atol=1e-5)
     scalar_loss(plain).backward()
