@@ -6,7 +6,6 @@ away.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -93,11 +92,10 @@ def _work_in(
     """Be one or more workers of a study, and end the command."""
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.reading.reader import read_study
-    from hpo.study.running.next_look import look_by_look
     from hpo.study.running.run import open_study, run_study
     from hpo.study.store.database import storage_url
 
-    url, outcomes = storage_url(storage), Counter[str]()
+    url = storage_url(storage)
     config, is_file = load_to_work(study, url, stop)
     processes = worker_processes(config, storage, options)
     here = not processes.shares
@@ -106,20 +104,12 @@ def _work_in(
         trials_run="in this process" if here else "in workers",
         is_file=is_file,
     )
-    for looked in look_by_look(config, url, stop):
-        with (
-            open_study(looked, url, RUNS, how) as opened,
-            shown(opened, stop, quiet=as_json, own=here),
-        ):
-            summary = run_study(opened, processes, stop=stop)
-            says_why = summary.ended in ("elsewhere", "closed", "timeout") and not as_json
-            record = read_study(opened.storage, config.name) if says_why else None
-        outcomes.update(summary.outcomes)
-        if summary.ended != "finished":
-            break
-    if config.comparison and stop.is_set() and summary.ended == "finished":
-        summary = replace(summary, ended="stopped")  # while it waited for the next look
+    with open_study(config, url, RUNS, how) as opened, shown(opened, stop, quiet=as_json, own=here):
+        summary = run_study(opened, processes, stop=stop)
+        says_why = summary.ended in ("elsewhere", "closed", "timeout") and not as_json
+        record = read_study(opened.storage, config.name) if says_why else None
     requeue_this_job(summary.ended, stop)
+    outcomes = summary.outcomes
     if as_json:
         ended = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
         print_json(ended | {"left_out": opened.left_out})
