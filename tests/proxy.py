@@ -20,6 +20,7 @@ class Proxy:
         self._target = target
         self._is_silent = False
         self._lost: list[threading.Event] = []
+        self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
 
@@ -28,8 +29,10 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for one in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):  # closed by the other side
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
     def silence(self, is_silent: bool) -> None:
         """Change the network."""
@@ -43,6 +46,7 @@ class Proxy:
                 client, _ = self._listener.accept()
                 server, lost = socket.create_connection(("127.0.0.1", self._target)), threading.Event()
                 self._lost.append(lost)
+                self._sockets += (client, server)
                 if self._is_silent:
                     lost.set()
                 for source, sink in ((client, server), (server, client)):
