@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, Finished, finish, hpo_command, ok, start_hpo, wait_until
+import torch
+from command_line import ROOT, Finished, finish, ok, start_hpo, wait_until
 from forked_program import ForkedProgram
-from safetensors.torch import load_file, save_file
 from tiny import write_study
 
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
-from hpo.training.checkpoint import FILES
+from hpo.training.checkpoint import FILES, CheckpointStore
 
 MakeMachine = Callable[..., "Machine"]
 HELD = ROOT / "tests" / "held_hpo.py"
@@ -81,9 +81,8 @@ class Machine:
         process.send_signal(number)
         return finish(process)
 
-    def checkpoints(self, kind: str = "step", base: Path | None = None) -> list[Path]:
-        base = base or self.folder / "runs"
-        return sorted(base.glob(f"tiny/checkpoints-*/trial-00000/{kind}-????????"))
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.folder.glob("runs/tiny/checkpoints-*/trial-00000/step-????????"))
 
 
 @pytest.fixture
@@ -126,42 +125,19 @@ def step_of(path: Path) -> int:
 # Damaged
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
-
-
-def change_key(path: Path) -> None:
-    weights = load_file(path / "model.safetensors")
-    save_file(weights, path / "model.safetensors", metadata={"resume_key": "another model's"})
-
-
-@pytest.mark.parametrize(
-    ("damage", "num_damaged", "why"),
-    [
-        (truncate, 1, "cannot be read"),
-        (change_key, 2, "is of another precision, device, data, model or version"),
-    ],
-)
-def test_damaged_checkpoint(
-    url: str, machine: MakeMachine, damage: Callable[[Path], None], num_damaged: int, why: str
-) -> None:
-    """The one before is taken, or the trial starts anew."""
+def test_damaged_checkpoint(url: str, machine: MakeMachine) -> None:
+    """The one before is taken."""
     a = machine("a")
     a.write(None)
     a.run_until(lambda: len(a.checkpoints()) == 2)
-    found = a.checkpoints()
-    for path in found[-num_damaged:]:
-        damage(path)
+    before, damaged = a.checkpoints()
+    weights = damaged / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
     a.write(None, every_seconds=30)
     a.run()
     known = telemetry(url)
-    if num_damaged == 1:
-        assert known["resumed_from_step"] == step_of(found[-2])
-    else:
-        assert known.get("resumed_from_step", 0) == 0
-    problems = " ".join(known["checkpoint_problems"])
-    assert why in problems
-    assert found[-1].name in problems
+    assert known["resumed_from_step"] == step_of(before)
+    assert re.search(rf"{damaged.name} cannot be read", " ".join(known["checkpoint_problems"]))
 
 
 # A full disk
@@ -181,30 +157,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    filler = disk / "filler"
-    with filler.open("ab") as file:
-        file.write(b"\0" * max(0, shutil.disk_usage(disk).free - 20_000))
-    return filler
-
-
-def test_full_disk_ends_no_trial_and_the_next_checkpoint_is_tried(
-    url: str, machine: MakeMachine, small_disk: Path
-) -> None:
-    a = machine("a")
-    a.write(str(small_disk))
-    ok(hpo_command(a.folder, "init", "tiny.yaml", "--storage", url))
-    filler = fill(small_disk)
-    process = a.start()
-    wait_until(lambda: any(trial.evaluations for trial in stored(url).trials), process)
-    assert not a.checkpoints(base=small_disk)
-    filler.unlink()
-    ok(finish(process))
-    [trial] = stored(url).trials
-    assert trial.outcome == "complete"
-    problems = trial.telemetry["checkpoint_problems"]
-    assert re.search(r"could not be written: .*No space left on device.* Free some space", problems[0])
-    assert a.checkpoints(base=small_disk), "there was room again"
+def test_a_full_disk_is_a_problem_and_the_next_checkpoint_is_tried(small_disk: Path) -> None:
+    """PyTorch and safetensors have their own errors for it."""
+    filler = small_disk / "filler"
+    filler.write_bytes(b"\0" * (shutil.disk_usage(small_disk).free - 20_000))
+    with CheckpointStore(small_disk / "trial", "key") as store:
+        for step in (1, 2):
+            store.save(step, {"w": torch.ones(100_000)}, state={"step": step})
+            store.wait()
+            filler.unlink(missing_ok=True)
+        [problem] = store.problems
+        assert re.search(r"could not be written: .*No space left on device.* Free some space", problem)
+        last = store.latest()
+    assert last is not None
+    assert last.state == {"step": 2}, "there was room again"
 
 
 # Other machines
@@ -230,9 +196,15 @@ def store(tmp_path: Path) -> Store:
 
 def test_another_machine_goes_on_from_the_store(url: str, machine: MakeMachine, store: Store) -> None:
     first, second, third = (machine(name) for name in "abc")
-    first.write(store.location, every_seconds=1.0)
+    first.write(store.location)
     first.hold("hold-150")
-    first.run_until(lambda: {name[:4] for name in store.checkpoints()} == {"best", "step"})
+
+    def are_uploaded() -> bool:
+        before = store.checkpoints()
+        time.sleep(1.0)  # longer than an upload, which a kill would tear
+        return {name[:4] for name in before} == {"best", "step"} and store.checkpoints() == before
+
+    first.run_until(are_uploaded)
     steps = [int(name[5:]) for name in store.checkpoints() if name.startswith("step")]
     shutil.rmtree(first.folder)
 
@@ -249,31 +221,6 @@ def test_another_machine_goes_on_from_the_store(url: str, machine: MakeMachine, 
     found = third.run("best", "tiny.yaml", "--evaluate", "test", "--export", "model", "--json")
     assert found.json["evaluation"]["trial"] == best
     assert (third.folder / "model" / "model.safetensors").exists()
-
-
-def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> None:
-    """Training goes on with the checkpoints here; the store gets the newest when it is back."""
-    a = machine("a")
-    a.write(store.location, every_seconds=0.3)
-    a.hold("hold-60", "hold-190")
-    process = a.start()
-
-    def is_uploaded() -> bool:
-        before = a.checkpoints()
-        time.sleep(1.0)
-        return a.checkpoints() == before != [] and before[-1].name in store.checkpoints()
-
-    wait_until(is_uploaded, process)
-    away = store.folder.rename(store.folder.with_name("away"))
-    a.release("hold-60")
-    wait_until(lambda: step_of(a.checkpoints()[-1]) > 70, process)
-    away.rename(store.folder)
-    a.release("hold-190")
-    ok(finish(process))
-    [trial] = stored(url).trials
-    assert trial.outcome == "complete"
-    assert any(store.location in problem for problem in trial.telemetry["checkpoint_problems"])
-    assert [name[:4] for name in store.checkpoints()] == ["best", "step"]
 
 
 def test_killed_during_an_upload(url: str, machine: MakeMachine, store: Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import Counter
 from multiprocessing.connection import wait
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
-from worker_process import PLACES, check_done, finish, notes, outcome_of, start, study, wait_for
+from worker_process import PLACES, check_done, finish, notes, outcome_of, start, study
 
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.store.storage import open_storage
@@ -43,22 +42,6 @@ def test_killed_worker_is_continued(
         runs = [line["number"] for line in notes(log)]
         assert len(runs) - len(set(runs)) <= 1
         assert {line["number"] for line in before} <= set(runs)
-
-
-def test_workers_killed_now_and_then_in_one_trial(sqlite_url: str, tmp_path: Path) -> None:
-    """Neither trial is given up, though none gets further between two deaths."""
-    config, log = study(3), tmp_path / "log"
-    for round_number in range(1, MAX_DEATHS):
-        pair = [start(sqlite_url, config, log, trial_seconds=600) for _ in range(2)]
-        wait_for(lambda num=2 * round_number: len(notes(log)) == num)
-        for process in pair:
-            os.kill(process.pid, signal.SIGKILL)
-        for process in pair:
-            process.join(60)
-    finish(start(sqlite_url, config, log))
-    with open_storage(sqlite_url) as storage:
-        check_done(storage, config, log)
-    assert [line["number"] for line in notes(log)].count(0) == MAX_DEATHS
 
 
 def test_configuration_that_kills_its_process_ends_as_crashed(storage_url: str, tmp_path: Path) -> None:

@@ -40,9 +40,8 @@ def value_of(params: Mapping[str, Any]) -> float:
     return (len(params["fp_precision"]) + params["batch_size"]) / 100
 
 
-def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, together: int) -> None:
-    """Be a worker whose trials take their time; each notes its begin and its end. None ends before so many
-    workers have begun one `together`."""
+def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float) -> None:
+    """Be a worker whose trials take their time; each notes its begin and its end."""
     with open_storage(url) as storage:
         storage.lease_seconds = 3.0
 
@@ -50,11 +49,6 @@ def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, toget
             params = suggest(config.search_space, trial)
             lease.store_params()
             note(log, began=trial.number, pid=os.getpid())
-            deadline = time.monotonic() + 200
-            while num_begun(log) < together:
-                assert time.monotonic() < deadline
-                lease.check()
-                time.sleep(0.2)
             evaluate(storage, trial, step=10, value=0.25)
             deadline = time.monotonic() + trial_seconds
             while time.monotonic() < deadline:
@@ -66,13 +60,8 @@ def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, toget
         run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
 
 
-def num_begun(log: Path) -> int:
-    """How many workers have begun a trial."""
-    return len({line["pid"] for line in notes(log) if "began" in line})
-
-
-def begin(url: str, config: StudyConfig, log: Path, trial_seconds: float, together: int = 1) -> Any:
-    return start_process(labour, url, config, log, trial_seconds, together)
+def begin(url: str, config: StudyConfig, log: Path, trial_seconds: float) -> Any:
+    return start_process(labour, url, config, log, trial_seconds)
 
 
 def check_exact(url: str, config: StudyConfig, log: Path, num_killed_after_end: int = 0) -> None:
@@ -123,9 +112,11 @@ def test_one_of_four_workers_is_killed_25_times(storage_url: str, tmp_path: Path
 @pytest.mark.postgres
 def test_32_workers_start_at_once_on_an_empty_database(postgres_url: str, tmp_path: Path) -> None:
     config, log = study(64), tmp_path / "log"
-    workers = [begin(postgres_url, config, log, 0.1, together=32) for _ in range(32)]
+    workers = [begin(postgres_url, config, log, 0.1) for _ in range(32)]
     for worker in workers:
         worker.join(240)
     assert [worker.exitcode for worker in workers] == [0] * 32
     check_exact(postgres_url, config, log)
-    assert {line["pid"] for line in notes(log) if "began" in line} == {worker.pid for worker in workers}
+    with open_storage(postgres_url) as storage:
+        members = read_study(storage, config.name).workers
+    assert sorted(worker.number for worker in members) == list(range(32))

@@ -10,14 +10,13 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from detailed_documents import document, error, task_document
-from study_records import record_of, with_values
 from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import best_trials, with_evaluation
+from hpo.study.reading.study_record import with_evaluation
 from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import delete_study
 from hpo.study.store.schema import detailed_evaluations
@@ -101,13 +100,3 @@ def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
     assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
     assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
     assert read_study(storage, "tiny").trials == changed.trials
-
-
-def test_an_evaluation_is_put_in_the_place_of_its_trial() -> None:
-    trials = [with_values(number, (0.5,)) for number in range(3)]
-    record = record_of(trials)
-    assert [trial.number for trial in best_trials(record)] == [0], "the first of equal ones"
-    changed = with_evaluation(record, 0, DOCUMENT)
-    assert [trial.number for trial in changed.trials] == [0, 1, 2]
-    assert best_trials(changed)[0].detailed == {"test": DOCUMENT}
-    assert record.trials[0].detailed == {}

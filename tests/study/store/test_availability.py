@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from hpo.study.store import availability
@@ -38,24 +36,3 @@ def test_what_was_before_a_gap_is_not_known(clock: list[float]) -> None:
     seen.note_answer(30)
     clock[0] += 10
     assert seen.unbroken_seconds(30) == 10
-
-
-def test_begin_and_end_of_an_outage_are_told_once(
-    clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    seen = Availability()
-    for _ in range(3):
-        seen.note_answer(30)
-    for _ in range(3):
-        seen.note_outage("connection refused")
-    clock[0] += 90
-    for _ in range(3):
-        seen.note_answer(30)
-    assert caplog.record_tuples == [
-        (
-            "hpo.study.store.availability",
-            logging.WARNING,
-            "The database is away; waiting for it. (connection refused)",
-        ),
-        ("hpo.study.store.availability", logging.WARNING, "The database is back after 90 s."),
-    ]
