@@ -297,15 +297,14 @@ def noisy_logits(rng: np.random.Generator, task: Task, split: Any) -> Any:
     [(task, metric) for task in (MULTI, ANSWER, EVIDENCE) for metric in task.metrics],
     ids=lambda value: value if isinstance(value, str) else value.kind,
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_the_decision_maximises_the_metric(task: Task, metric: str) -> None:
+    rng = np.random.default_rng(0)
     split = make_split(truth_rows(rng, task))
     logits = noisy_logits(rng, task, split)
     labels = [sorted(row.spans) for row in split.examples] if task is EVIDENCE else None
     candidates = {
         "multi_label": [DecodingThresholds(threshold=1 / (1 + np.exp(-x))) for x in THRESHOLD_LOG_ODDS],
-        "span_extraction": [DecodingThresholds(null_offset=x) for x in np.linspace(-12, 12, 600)],
+        "span_extraction": [DecodingThresholds(null_offset=x) for x in np.linspace(-12, 12, 200)],
         "span_per_label": [
             DecodingThresholds(threshold=threshold, merge_gap=gap)
             for threshold, gap in itertools.product(EVIDENCE_THRESHOLDS, EVIDENCE_MERGE_GAPS)
