@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_config import TrialConfig, build_trial_config, parse_params
+from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.errors import InputError
 from hpo.precision.table import AmpConfig
 
@@ -96,13 +96,6 @@ def test_params_are_taken_as_optuna_holds_them() -> None:
     config = build_trial_config(study(search_space=space), trial.params, "fp32")
     assert config.betas == (0.9, 0.99)
     assert config.encoder == encoder
-
-
-def test_the_configuration_survives_json() -> None:
-    config = build_trial_config(
-        study(training={"betas": [0.9, 0.95]}), {"encoder": {"model_type": "bert"}}, "fp16"
-    )
-    assert TrialConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_params_of_the_command_line_are_read_as_in_a_study_file() -> None:

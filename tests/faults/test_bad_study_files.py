@@ -41,7 +41,7 @@ def problems_of(folder: Path, text: str) -> list[str]:
             LAUGHS,
             ":2: this is not valid YAML: b.0: `*a` is an alias, which is not read: write the value out.",
         ),
-        ("[" * 500, ": this is not valid YAML: maximum recursion depth exceeded"),
+        ("[" * 1000, ": this is not valid YAML: maximum recursion depth exceeded"),
         (
             "- name\n- data\n",
             (
@@ -99,8 +99,6 @@ training: {gradient_checkpointing: 1}
 training: {optimizer: adamW}
   => 3: training.optimizer: must be one of adamw, adam, adafactor, lion, sgd, but got `adamW`. Did you mean
      `adamw`?
-training: {batch_size: 1000000}
-  => 3: training.batch_size: must be <= 100000, but got `1000000`.
 training: {max_steps: 1e30}
   => 3: training.max_steps: must be between -2^53 and 2^53, but got `1000000000000000019884624838656`.
 training: {fp_precision: bf61}
@@ -147,17 +145,12 @@ data: {source: synthetic, validation_fraction: 0.6, test_fraction: 0.5}
   => 2: data.test_fraction: validation and test must leave a part for training.
 data: {source: synthetic, synthetic: {min_sentences: 9}}
   => 2: data.synthetic.min_sentences: `min_sentences <= max_sentences` must hold, but got 9 and 6.
-data: {source: hub, tasks: t.json, hub: {name: a/b, splits: {dev: x}}}
-  => 2: data.hub.splits.dev: must be one of train, validation, test, but got `dev`.
 # search
 search_space: {learning_rate: 3}
   => 3: search_space.learning_rate: must be a mapping such as `{type: categorical, choices: [...]}`, but got
      `3`.
 search_space: {learning_rate: {low: 1, high: 2}}
   => 3: search_space.learning_rate.type: must be given: one of categorical, float, int.
-search_space: {learning_rate: {type: flaot, low: 1}}
-  => 3: search_space.learning_rate.type: must be one of categorical, float, int, but got `flaot`. Did you
-     mean `float`?
 search_space: {learning_rate: {type: float, low: 1e-2, high: 1e-3}}
   => 3: search_space.learning_rate.low: `low <= high` must hold, but got low 0.01 and high 0.001.
 search_space: {weight_decay: {type: float, low: 0, high: 0.1, log: true}}
@@ -232,17 +225,10 @@ sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}
   => 5: search_space.learning_rate.step: must be given for a grid; or list the values as `choices`.
-sampler: {name: tpe, n_startup_trial: 4}
-  => 3: sampler.n_startup_trial: there is no such key. Did you mean `n_startup_trials`?
-sampler: {name: tpe, n_startup_trials: true, constant_liar: 1}
+sampler: {name: tpe, n_startup_trials: true}
   => 3: sampler.n_startup_trials: must be a whole number, but got `true`.
-  => 3: sampler.constant_liar: must be true or false, but got `1`.
 sampler: {name: gp, population_size: 4}
   => 3: sampler.population_size: is an option of nsga2, but the name is gp.
-sampler: {name: nsga2, population_size: 1}
-  => 3: sampler.population_size: must be >= 2, but got `1`.
-pruner: {name: asha, min_resource: 1.5}
-  => 3: pruner.min_resource: must be a whole number, but got `1.5`.
 """
 
 

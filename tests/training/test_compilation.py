@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import BERT, LABEL, make_batch, make_model, scalar_loss
+from tiny import TASKS, tiny_batch, tiny_model, tiny_objective
+from tiny_encoders import make_batch, make_model
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
@@ -105,13 +106,12 @@ def test_compile_takes_what_the_scope_says(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_model_gives_the_same_logits_and_gradients() -> None:
-    one_layer = {**BERT, "num_hidden_layers": 1}
-    plain = make_model(one_layer, dropout=0.0, attention_dropout=0.0, head_dropout=0.0, tasks=(LABEL,))
-    compiled = copy.deepcopy(plain)
-    apply_compile(compiled, "default", "layers")
-    for name, logits in plain(*make_batch()).items():
-        torch.testing.assert_close(compiled(*make_batch())[name], logits, rtol=1e-5, atol=1e-5)
-    scalar_loss(plain).backward()
-    scalar_loss(compiled).backward()
+    plain, batch, loss_fn = tiny_model(tasks=TASKS[:1]), tiny_batch(), tiny_objective(TASKS[:1])
+    compiled = apply_compile(copy.deepcopy(plain), "default")
+    ours, theirs = compiled(*batch.inputs), plain(*batch.inputs)
+    for name, logits in theirs.items():
+        torch.testing.assert_close(ours[name], logits, rtol=1e-5, atol=1e-5)
+    for found in (ours, theirs):
+        loss_fn(found, batch, loss_fn.count(batch)).backward()
     for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)

@@ -259,34 +259,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, dtype: torch.dtype,
     assert torch.equal(after, straight)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradient_scaler_unscales_and_skips(name: str) -> None:
-    weight, plain = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    optimizer = build_optimizer(name, [group(weight, lr=0.1)])
-    reference = build_optimizer(name, [group(plain, lr=0.1)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def step(gradient: float) -> float:
-        optimizer.zero_grad()
-        scaler.scale((weight * gradient).sum()).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_([weight], 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        return norm.item()
-
-    assert step(0.5) == pytest.approx(2.0)  # 16 gradients of 0.5, after unscaling
-    plain.grad = torch.full_like(plain, 0.25)  # clipped to norm 1
-    reference.step()
-    torch.testing.assert_close(weight, plain, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(weight, torch.ones_like(weight))
-
-    before = weight.detach().clone()
-    step(math.inf)
-    assert torch.equal(weight, before)
-    assert scaler.get_scale() == 512.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("is_first", [True, False])
