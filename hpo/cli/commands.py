@@ -169,7 +169,7 @@ def best(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the best configuration and what its model gets wrong; evaluate or export that model.
+    """Show the best configuration and its scores; evaluate or export its model.
 
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
@@ -239,8 +239,7 @@ def _use_best(
 
 def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, Any]) -> None:
     """The best trials, the evaluation of `evaluated` or the first one, and where files are."""
-    from hpo.cli.detailed_display import print_detailed
-    from hpo.cli.display import print_best, print_warning
+    from hpo.cli.display import print_best, print_detailed, print_warning
     from hpo.report.detailed_tables import evaluations_of
     from hpo.study.reading.study_record import best_trials
 

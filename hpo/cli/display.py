@@ -25,7 +25,14 @@ from hpo.report.deployed import (
     threads,
     verdict,
 )
-from hpo.report.detailed_tables import evaluations_of, headline
+from hpo.report.detailed_tables import (
+    Detailed,
+    decided_text,
+    evaluations_of,
+    headline,
+    metrics_text,
+    num_rows,
+)
 from hpo.report.formats import (
     describe_params,
     format_metric,
@@ -80,6 +87,16 @@ def print_best(record: StudyRecord) -> None:
         console.print(
             Text(f"{question} compared on new seeds{going}: {result['recommendation']}"), soft_wrap=True
         )
+
+
+def print_detailed(one: Detailed) -> None:
+    """A detailed evaluation: metrics with intervals and warnings; what else it tells is on the page."""
+    console = Console(highlight=False)
+    said = f"Trial {one.trial_number} on {one.split}: {num_rows(one)}"
+    print_indented(console, Text("; ".join(filter(None, (said, decided_text(one)))), style="bold"), 0)
+    console.print(dataframe_table(metrics_text(one).map(one_line)))
+    for text in one.warnings:
+        print_warning(text)
 
 
 def print_indented(console: Console, text: Text, indent: int) -> None:

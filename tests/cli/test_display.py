@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from detailed_documents import document, every_kind, nothing_known, task_document
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
@@ -19,10 +20,11 @@ from study_records import fake_record, fake_trial, record_of, with_values
 from tiny import tiny_study
 
 from hpo.cli import display, progress
-from hpo.cli.display import dataframe_table
+from hpo.cli.display import dataframe_table, print_detailed
 from hpo.cli.progress import StudyDisplay
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES, Support
+from hpo.report.detailed_tables import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
 from hpo.study.reading.study_record import WorkerRecord
@@ -282,3 +284,26 @@ def test_no_word_of_a_table_is_broken(
     words = {word for column in frame.columns for cell in [column, *frame[column]] for word in cell.split()}
     assert words <= {*shown.split()}
     assert max(map(len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_detailed_evaluation_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(width)
+    monkeypatch.setattr(display, "Console", lambda **_: screen.console)
+    print_detailed(Detailed(7, "test", every_kind()))
+    assert max(map(len, screen.lines)) <= width
+    assert "…" not in screen.text, "no name or number is cut"
+    flat = " ".join(screen.text.split())
+    assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
+    assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
+    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,\s0\.742\]", flat)
+
+
+def test_what_others_wrote_is_neither_markup_nor_an_order_to_the_terminal(screen: Screen) -> None:
+    nasty, plain = "[red]a\x1b[2J\nb[/red]", "[red]a [2J b[/red]"
+    task = task_document("single_label", {"accuracy": 0.5}, warnings=[nasty])
+    print_detailed(Detailed(7, "test", document({nasty: task})))
+    assert f"Warning: {plain}: {plain}" in screen.text
+    assert screen.text.count(plain) == 3
+    print_detailed(Detailed(7, "test", nothing_known()))
+    assert re.search(r"empty +f1_macro +–", screen.text)
