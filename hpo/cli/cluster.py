@@ -173,7 +173,6 @@ def _print_manifests(
 
 
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bool) -> None:
-    from hpo.cluster.batch.slurm import connection_warning
     from hpo.config.allowed import allowing
     from hpo.study.running.run import OpenOptions, open_study
     from hpo.study.store.database import parse_url, storage_url
@@ -193,12 +192,9 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bo
         is_file=is_file,
         trust_remote_code=array.trust_remote_code,
     )
-    with progress_shown(quiet=as_json), open_study(config, url, RUNS, options) as opened:
-        num_workers = array.num_jobs * array.workers_per_job
-        if warning := connection_warning(opened.storage, num_workers):
-            typer.echo(warning, err=True)
+    with progress_shown(quiet=as_json), open_study(config, url, RUNS, options):
         job = replace(array, allow=allowing(config)).submit()
-    file = file_given(array.storage)
+    file, num_workers = file_given(array.storage), array.num_jobs * array.workers_per_job
     answer(
         {"study": config.name, "job": job, "num_workers": num_workers, "folder": str(array.folder)},
         (f"The database: export HPO_STORAGE={file}\n" if file else "")

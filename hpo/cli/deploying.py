@@ -80,7 +80,7 @@ DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 }
 
 MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
-"""Folders in that of a deployment; the last is gone in the end."""
+"""Folders in that of a deployment; the first alone is there in the end."""
 
 
 @app.command()
@@ -92,9 +92,6 @@ def deploy(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
-    keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Keep every artifact, in artifacts/, not only the chosen one.")
-    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     **options: Any,
@@ -116,7 +113,7 @@ def deploy(
         folder = out or RUNS / config.name / "deploy"
         with new_folder(folder, "deploy.json") as staging:
             stored = _deploy((config, database), trial, options, stop, staging).as_json()
-            _finish(stored, staging, folder, keep_all=keep_all)
+            _finish(stored, staging, folder)
     if as_json:
         print_json(stored | {"folder": str(folder)})
     else:
@@ -209,8 +206,8 @@ def _deploy(
         raise RunError(f"fp32 was {error} Give it longer.") from None
 
 
-def _finish(stored: Mapping[str, Any], staging: Path, folder: Path, *, keep_all: bool) -> None:
-    """Write the numbers and the page; keep the chosen form, or all of them."""
+def _finish(stored: Mapping[str, Any], staging: Path, folder: Path) -> None:
+    """Write the numbers and the page; keep the chosen form."""
     import json
     import shutil
 
@@ -218,10 +215,7 @@ def _finish(stored: Mapping[str, Any], staging: Path, folder: Path, *, keep_all:
 
     shutil.rmtree(staging / EXPORT)
     chosen = staging / ARTIFACTS / stored["artifacts"][stored["chosen"]]["artifact"]
-    if keep_all:
-        shutil.copytree(chosen, staging / MODEL)
-    else:
-        chosen.rename(staging / MODEL)
-        shutil.rmtree(staging / ARTIFACTS)
+    chosen.rename(staging / MODEL)
+    shutil.rmtree(staging / ARTIFACTS)
     (staging / "deploy.json").write_text(json.dumps(stored, indent=2) + "\n")
     (staging / "deploy.html").write_text(deployment_html(stored, str(folder / MODEL)), encoding="utf-8")

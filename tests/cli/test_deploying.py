@@ -65,34 +65,16 @@ def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
     assert [one["mood"].label for one in predictions] == ["good", "bad"]
 
 
-def test_every_artifact_kept_as_json(folder: Path) -> None:
-    finished = ok(
-        hpo_command(
-            folder,
-            *("deploy", "tiny", "--artifacts", "onnx_fp32", "--max-drop", "90"),
-            *("--threads", "1", "--batch", "32", "--keep-all", "--json"),
-        )
-    )
+def test_as_json(folder: Path) -> None:
+    options = ("--artifacts", "onnx_fp32", "--max-drop", "90", "--threads", "1", "--batch", "32", "--json")
+    finished = ok(hpo_command(folder, "deploy", "tiny", *options))
     found = finished.json
     assert finished.err == ""
     assert (found["num_threads"], found["batch_size"]) == (1, 32)
     out = folder / found["folder"]
     assert out == folder / "runs" / "tiny" / "deploy"
-    for row in found["artifacts"]:
-        assert (out / "artifacts" / row["artifact"] / "hpo.json").is_file()
+    assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.html"}
     assert found["artifacts"][found["chosen"]]["judged"]["verdict"] == "as_good"
-    # A second one replaces it as a whole.
-    ok(hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32"))
-    assert not (out / "artifacts").exists()
-    assert hpo.load(out / "model", device="cpu").precision == "fp32"
-
-
-def test_narrow_terminals_show_whole_tables(folder: Path) -> None:
-    arguments = ("deploy", "tiny", "--artifacts", "onnx_int8_dynamic", "--max-drop", "90")
-    finished = ok(hpo_command(folder, *arguments, width=60))
-    tables = finished.out.split("Drop:")[0]
-    assert max(map(len, tables.splitlines())) <= 60
-    assert "dynamic" in tables
 
 
 def test_with_several_objectives_the_best_is_the_best_model() -> None:
@@ -179,7 +161,8 @@ def test_interrupted_twice_it_leaves_nothing(folder: Path, monkeypatch: pytest.M
 
 def test_without_onnx_the_others_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.inference.onnx_network.find_spec", lambda _: None)
-    finished = ok(hpo_command(folder, "deploy", "tiny", "--max-drop", "90"))
+    finished = ok(hpo_command(folder, "deploy", "tiny", "--max-drop", "90", width=60))
+    assert max(map(len, finished.out.split("Drop:")[0].splitlines())) <= 60, "whole tables"
     assert "onnx_int8_static is left out: needs the package onnx and onnxruntime" in finished.out
     assert "pip install 'hpo[onnx]'" in finished.out
     stored = json.loads((folder / "runs" / "tiny" / "deploy" / "deploy.json").read_text())

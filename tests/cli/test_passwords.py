@@ -22,7 +22,7 @@ def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
     commands = [
         ("run", str(study), *storage),
         ("best", "mood", *storage, "--export", "model", "--evaluate", "test"),
-        ("deploy", "mood", *storage, "--artifacts", "fp32", "--keep-all"),
+        ("deploy", "mood", *storage, "--artifacts", "fp32"),
         ("report", "mood", *storage),
     ]
     for command in commands:

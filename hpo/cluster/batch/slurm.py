@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.config.allowed import ALLOW
@@ -35,11 +35,6 @@ from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import redact
 
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
-
-CONNECTIONS_PER_WORKER = 4
-"""At most: for its trial, its heartbeat and its display, and of the process that watches it."""
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
 
@@ -198,22 +193,6 @@ def requeue_this_job(ended: str, stop: Stop) -> None:
             _slurm(["scontrol", "requeue", job.rpartition(":")[2]])
     except HpoError as error:
         _logger.warning("Slurm was not told that this job is %s: %s", ended, error)
-
-
-def connection_warning(storage: Storage, num_workers: int) -> str:
-    """What to do where the server may refuse some of so many workers; empty: nothing.
-
-    It is no error: what lies between, such as PgBouncer, may have fewer connections to the server.
-    """
-    with storage.engine.connect() as connection:
-        limit = int(connection.exec_driver_sql("SHOW max_connections").scalar_one())
-    needed = CONNECTIONS_PER_WORKER * num_workers
-    if needed <= limit:
-        return ""
-    return (
-        f"{num_workers} workers have up to {needed} connections to the database, which takes {limit}. Raise "
-        "`max_connections` in its `postgresql.conf` and start it again, or submit fewer workers."
-    )
 
 
 def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
