@@ -86,7 +86,7 @@ def test_best(folder: Path, study: optuna.Study, width: int) -> None:
     assert f"best trial {study.best_trial.number}: score {study.best_value:.4f}" in text
     assert not UNKNOWN.search(text)
     for task in TASKS:
-        assert re.search(rf"^{task}: ", text, re.MULTILINE), task
+        assert re.search(rf"^ +{task} ", text, re.MULTILINE), task
 
 
 def test_an_exported_model_scores_as_it_was_shown(folder: Path) -> None:
