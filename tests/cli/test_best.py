@@ -9,14 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import sqlalchemy as sa
 from command_line import hpo_command, ok, stored
 from tiny import write_study
 
-from hpo.config.study_config import load_study
-from hpo.data.dataset import load_data
 from hpo.errors import StorageError
 from hpo.evaluation.detailed import DetailedEvaluation
 from hpo.study.store.schema import detailed_evaluations
@@ -93,23 +90,6 @@ def test_an_evaluation_that_cannot_be_stored_is_shown(
     finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
     assert f"The evaluation is not stored: {why}" in finished.err
     assert re.search(r"Trial \d on validation", finished.out)
-
-
-def test_what_predict_writes_is_what_was_evaluated(folder: Path) -> None:
-    ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--export", "model"))
-    truth = load_data(load_study(str(folder / "tiny.yaml")).data).splits["test"]
-    texts = "".join(json.dumps({"id": each.id, "text": each.text}) + "\n" for each in truth)
-    (folder / "texts.jsonl").write_text(texts)
-    ok(hpo_command(folder, "predict", "model", "texts.jsonl", "--output", "out.csv"))
-    table = pd.read_csv(folder / "out.csv")
-    assert list(table["id"]) == [each.id for each in truth]
-    document = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
-    accuracy = document["tasks"]["severity"]["metrics"]["accuracy"]["value"]
-    is_right = table["labels.severity"] == [each.labels["severity"] for each in truth]
-    assert is_right.mean() == pytest.approx(accuracy)
-    error = document["tasks"]["burden"]["metrics"]["mae"]["value"]
-    burden = [each.labels["burden"] for each in truth]
-    assert (table["labels.burden"] - burden).abs().mean() == pytest.approx(error, abs=1e-5)
 
 
 def test_best_takes_the_study_from_the_database_where_its_file_is_gone(folder: Path) -> None:

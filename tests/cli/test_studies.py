@@ -163,17 +163,10 @@ def test_a_worker_without_a_name_serves_what_it_can(made: Path) -> None:
     assert "absent  open   3         0/2" in shown
 
 
-def test_a_worker_waits_for_a_study_as_long_as_it_is_told(tmp_path: Path) -> None:
+def test_a_worker_without_a_name_and_without_work(tmp_path: Path) -> None:
     refused = hpo_command(tmp_path, "worker")
     assert refused.exit_code == 2
     assert "There is no study database" in refused.err
-    process = start_hpo(tmp_path, "worker", "--idle-timeout", "600", "--json")
-    ok(hpo_command(tmp_path, "init", str(write_study(tmp_path))))
-    wait_until(lambda: stored(tmp_path).slots["done"] == 2, process)
-    process.terminate()
-    ended = finish(process)
-    assert (ended.exit_code, ended.json["ended"]) == (130, "stopped")
-    assert ended.json["outcomes"] == {"tiny": {"complete": 2}}
     assert ok(hpo_command(tmp_path, "worker", "--idle-timeout", "0.1", "--json")).json["ended"] == "idle"
     refused = hpo_command(tmp_path, "worker", "tiny", "--idle-timeout", "3")
     assert refused.exit_code == 2
@@ -326,12 +319,6 @@ def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
     assert f"Its checkpoints in {location} are removed" in deleted.out
     assert not uploaded()
-
-
-def test_a_worker_that_makes_the_study_makes_its_store(tmp_path: Path) -> None:
-    path = write_study(tmp_path, checkpoint={"location": "artifacts:store"})
-    ok(hpo_command(tmp_path, "worker", str(path)))
-    assert [*tmp_path.glob("store/checkpoints-*/trial-*/best-*/model.safetensors")]
 
 
 @pytest.mark.parametrize("command", ["cancel", "copy"])

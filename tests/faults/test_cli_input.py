@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
-from command_line import Finished, finish, hpo_command, ok, start_python
+from command_line import Finished, hpo_command, ok
 from jsonl_sets import write_set
 from tiny import write_study
 
@@ -129,14 +129,3 @@ def test_a_hub_out_of_reach(
     assert finished.err.splitlines()[-1].startswith("Error: ")
     assert (hub_study == []) == is_offline
     assert len(hub_study) <= 2, "retries take long"  # the client asks for its list of agents too, once a day
-
-
-def test_the_variable_that_forbids_asking_the_hub(tmp_path: Path) -> None:
-    """With the real command, since the hub's client reads its variables when it is imported."""
-    write_study(tmp_path, model={"encoder": "someone/tiny"})
-    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    finished = finish(start_python(tmp_path, "-m", "hpo", "run", "tiny.yaml", **variables))
-    check_refused(
-        tmp_path, finished, "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder"
-    )
-    assert finished.err.count("\n") <= 3

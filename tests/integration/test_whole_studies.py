@@ -50,7 +50,7 @@ def test_two_workers_on_one_device_run_exactly_n_trials(tmp_path: Path) -> None:
         [_] = tmp_path.glob(f"runs/tiny/worker-{socket.gethostname()}-*-{number}.log")
     assert len(kept(tmp_path)) == 3
 
-    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "1", "--n-trials", "6"))
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "6"))
     last = StudyTables(stored(tmp_path)).trials.iloc[-1]
     assert (last["shared"], last["counts_for_speed"]) == (False, True)
 
@@ -110,22 +110,13 @@ def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_p
     assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message", "options"),
-    [
-        ({"objective": {"metric": "criteria/f1_mikro"}}, "Did you mean `criteria/f1_micro`?", ()),
-        ({"model": {"encoder": "./nowhere"}}, "nowhere", ("--workers", "2")),
-    ],
-)
-def test_a_mistake_leaves_nothing_behind(
-    tmp_path: Path, mistake: dict[str, Any], message: str, options: tuple[str, ...]
-) -> None:
+def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     """So the mended file is not another definition of a stored study."""
-    write_study(tmp_path, **mistake)
-    for command in (("run", *options), ("worker",), ("init",)):
+    write_study(tmp_path, objective={"metric": "criteria/f1_mikro"})
+    for command in (("run",), ("run", "--workers", "2"), ("worker",), ("init",)):
         refused = hpo_command(tmp_path, *command, "tiny.yaml")
         assert (refused.exit_code, refused.out) == (2, ""), "no study is announced"
-        assert message in refused.err
+        assert "Did you mean `criteria/f1_micro`?" in refused.err
     assert not list(tmp_path.glob("runs/hpo.db*"))
     write_study(tmp_path)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))

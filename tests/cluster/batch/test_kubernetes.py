@@ -134,15 +134,6 @@ def test_what_workers_write_outlives_their_pods(tmp_path: Path) -> None:
     assert "/data" not in runs
 
 
-def test_the_dashboard_is_probed_from_within() -> None:
-    container = container_of(documents(SMALL)["Deployment"])
-    command = container["readinessProbe"]["exec"]["command"]
-    compile(command[-1], "probe", "exec")
-    port = container["command"][container["command"].index("--port") + 1]
-    assert f"127.0.0.1:{port}/" in command[-1]
-    assert "--host" not in container["command"], "it listens on loopback"
-
-
 def test_the_study_file_goes_along(tmp_path: Path) -> None:
     config = tiny_study(tmp_path)
     odd = "\n  # with *odd* {{ characters }}, <&> \n\nname: 'x'\nquestion: \"é\\t\"\n---\nkind: Secret\n"
@@ -155,7 +146,7 @@ def test_the_study_file_goes_along(tmp_path: Path) -> None:
     assert container_of(documents(SMALL)["Job"])["command"][-1] == "tiny"
 
 
-@pytest.mark.parametrize("study", ["my_Study.1", "a" * 100, "UPPER", "1", "0x1f", "no", "x_", "ends-"])
+@pytest.mark.parametrize("study", ["my_Study.1", "a" * 100, "1", "no", "ends-"])
 def test_names_are_dns_labels_whatever_the_study_is_called(study: str) -> None:
     for one in documents(SMALL, study).values():
         kubernetes_validate.validate(one, "1.31", strict=True)

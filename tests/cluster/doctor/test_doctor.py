@@ -27,7 +27,15 @@ GIB = 2**30
 
 
 @pytest.fixture
-def storage(storage_url: str) -> Iterator[Storage]:
+def storage(sqlite_url: str) -> Iterator[Storage]:
+    with open_storage(sqlite_url) as opened:
+        create_or_resume_study(opened, study(3))
+        yield opened
+
+
+@pytest.fixture
+def either_storage(storage_url: str) -> Iterator[Storage]:
+    """On PostgreSQL too, for what tables are there."""
     with open_storage(storage_url) as opened:
         create_or_resume_study(opened, study(3))
         yield opened
@@ -85,11 +93,13 @@ def test_tables_of_a_later_version_are_left_alone(storage: Storage, host: Path) 
     ("tables", "problem"),
     [(["hpo_compat"], "are incomplete."), (["hpo_version", "hpo_compat"], "are of None.")],
 )
-def test_missing_tables_are_made(storage: Storage, host: Path, tables: list[str], problem: str) -> None:
-    with storage.engine.begin() as connection:
+def test_missing_tables_are_made(
+    either_storage: Storage, host: Path, tables: list[str], problem: str
+) -> None:
+    with either_storage.engine.begin() as connection:
         for table in tables:
             connection.execute(sa.text(f"DROP TABLE {table}"))
-    mends(storage, host, problem)
+    mends(either_storage, host, problem)
 
 
 def test_tables_of_another_optuna_are_told(storage: Storage, host: Path) -> None:
@@ -101,14 +111,14 @@ def test_tables_of_another_optuna_are_told(storage: Storage, host: Path) -> None
     assert one.remedy.startswith("Update Optuna")
 
 
-def test_tables_of_an_earlier_optuna_are_moved_up(storage: Storage, host: Path) -> None:
-    backend = storage.optuna._backend  # type: ignore[attr-defined]
+def test_tables_of_an_earlier_optuna_are_moved_up(either_storage: Storage, host: Path) -> None:
+    backend = either_storage.optuna._backend  # type: ignore[attr-defined]
     newest, before = backend.get_head_version(), "v3.0.0.d"
     assert newest == "v3.2.0.a", "what this test takes back is no longer the last step"
-    with storage.engine.begin() as connection:
+    with either_storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": before})
-    mends(storage, host, f"The tables of Optuna must be of version {newest}, but are of {before}.")
-    assert storage.load_study("tiny").study_name == "tiny"
+    mends(either_storage, host, f"The tables of Optuna must be of version {newest}, but are of {before}.")
+    assert either_storage.load_study("tiny").study_name == "tiny"
 
 
 # The database and its place

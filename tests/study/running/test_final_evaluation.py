@@ -18,7 +18,7 @@ from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
-from hpo.errors import CheckpointError, InputError, RunError, Unsupported
+from hpo.errors import CheckpointError, RunError
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.detailed_evaluations import NOT_STORED
 from hpo.study.reading.reader import read_study
@@ -145,9 +145,7 @@ def test_of_two_workers_one_evaluates(evaluating: Evaluating) -> None:
     ("error", "level", "text"),
     [
         (RunError("there is no intact checkpoint"), "INFO", "there is no intact checkpoint"),
-        (Unsupported("`bf16` needs more"), "WARNING", "`bf16` needs more"),
         (MemoryError("no room"), "WARNING", "MemoryError: no room"),
-        (InputError("no tokenizer"), "WARNING", "no tokenizer"),
         (ZeroDivisionError("of ours"), "WARNING", "ZeroDivisionError: of ours"),
     ],
 )

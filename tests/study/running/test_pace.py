@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -73,8 +72,9 @@ def test_a_trial_that_hangs_ends_its_process_and_says_where() -> None:
     assert "in hang" in found.stderr
 
 
-def test_a_trial_that_waits_for_the_database_does_not_hang() -> None:
-    process: Any = multiprocessing.get_context("forkserver").Process(target=hang, args=(2.0, True))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+def test_a_trial_that_waits_for_the_database_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(pace_module.os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(pace_module, "_LOOK_SECONDS", 0.01)
+    hang(1.0, waits=True)
+    assert not killed
