@@ -5,7 +5,6 @@ A run shows this before its first trial, so nothing here imports pandas.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ OUTCOME_STYLES: dict[str, str] = {
 
 _LINE_SECONDS = 30.0
 """Between two lines of a trial that runs."""
-_STOPS = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
 
 
 class StudyDisplay(Progress):
@@ -47,16 +45,11 @@ class StudyDisplay(Progress):
 
     Args:
         num_done: how many of the study's trials were done before this run.
-        stop: set when the run was told to stop.
     """
 
-    def __init__(
-        self, config: StudyConfig, num_done: int, *, stop: threading.Event, console: Console | None = None
-    ) -> None:
+    def __init__(self, config: StudyConfig, num_done: int, *, console: Console | None = None) -> None:
         console = console or Console()
         self._objectives = config.objective
-        self._stop = stop
-        self._said_that_it_stops = not console.is_terminal
         self._printed_at = time.monotonic()
         self._begun: dict[int, tuple[float, float]] = {}
         """When a trial's first progress was shown, and how much of its budget was used then."""
@@ -84,9 +77,6 @@ class StudyDisplay(Progress):
             style = OUTCOME_STYLES.get(outcome, "")
             said = ((values, "bold"), describe_params(trial.params), (reason, "dim"))
             self._print_line(trial, (f"{outcome:<12}", style), *said)
-        if self._stop.is_set() and not self._said_that_it_stops:
-            self._said_that_it_stops = True
-            self.console.print(_STOPS, style="yellow")
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
         done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
         self.update(self._bar, completed=look.num_done + used, done=done, facts=self._state(look))

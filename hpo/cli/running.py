@@ -34,8 +34,6 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
-    import threading
-
     from hpo.config.study_config import StudyConfig
     from hpo.study.reading.study_record import StudyRecord
     from hpo.study.running.run import OpenStudy
@@ -202,13 +200,13 @@ def run_here(
         is_file=True,
     )
     with open_study(config, storage_url(storage), RUNS, options) as opened:
-        with shown(opened, stop, quiet=quiet):
+        with shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
         return read_study(opened.storage, config.name), summary, opened.left_out
 
 
 @contextmanager
-def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = False) -> Iterator[None]:
+def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Say which study is run and what of it is not, and show its progress during the block.
 
     `own`: of the trials of this process alone, and less often, as there may be a hundred such workers.
@@ -233,7 +231,7 @@ def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = 
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    display = StudyDisplay(config, done, stop=stop)
+    display = StudyDisplay(config, done)
     seconds = 2.0 if own else 0.5
     with display, watching(StudyWatch(storage, config, own=own), display.show, seconds):
         yield

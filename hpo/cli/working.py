@@ -104,7 +104,7 @@ def _work_in(
         trials_run="in this process" if here else "in workers",
         is_file=is_file,
     )
-    with open_study(config, url, RUNS, how) as opened, shown(opened, stop, quiet=as_json, own=here):
+    with open_study(config, url, RUNS, how) as opened, shown(opened, quiet=as_json, own=here):
         summary = run_study(opened, processes, stop=stop)
         says_why = summary.ended in ("elsewhere", "closed", "timeout") and not as_json
         record = read_study(opened.storage, config.name) if says_why else None
@@ -133,7 +133,7 @@ def _serve(
     arguments = ["--idle-timeout", str(options["idle_timeout"])]
     arguments += ["--trust-remote-code"] if how.trust_remote_code else []
     processes, url = worker_processes(None, storage, options, *arguments), storage_url(storage)
-    display = partial(shown, stop=stop, quiet=as_json, own=True)
+    display = partial(shown, quiet=as_json, own=True)
     server = Server(url, RUNS, how, options["idle_timeout"], shown=display)
     if processes.shares:
         with open_storage(url, create=False, stop=stop) as database:

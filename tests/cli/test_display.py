@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,10 @@ def rendered(shown: StudyDisplay, width: int = 80) -> str:
     return console.export_text()
 
 
-def new_display(tmp_path: Path, screen: Screen, stop: Any = None) -> StudyDisplay:
+def new_display(tmp_path: Path, screen: Screen) -> StudyDisplay:
     """The display of a study of two trials, of which none is done."""
     config = tiny_study(tmp_path, n_trials=2)
-    return StudyDisplay(config, 0, stop=stop or threading.Event(), console=screen.console)
+    return StudyDisplay(config, 0, console=screen.console)
 
 
 def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
@@ -138,19 +137,6 @@ def test_a_line_now_and_then_and_one_for_each_end(
         "trial   9",
         "trial   9   40%  step 30",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
-    ]
-
-
-def test_the_display_says_once_that_it_stops(tmp_path: Path, screen: Screen) -> None:
-    stop = threading.Event()
-    shown = new_display(tmp_path, screen, stop=stop)
-    shown.show(running())
-    assert screen.lines == []
-    stop.set()
-    for _ in range(2):
-        shown.show(running())
-    assert screen.lines == [
-        "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
     ]
 
 

@@ -60,6 +60,7 @@ def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -
     check_given_back(tmp_path, left)
     # Which of signals that come together is handled first, nobody says.
     assert any(f"Told to stop: {number.name}.\n" in left.err for number in numbers)
+    assert ("Ctrl-C again ends at once" in left.err) == (numbers == [signal.SIGINT])
     step = saved_steps(tmp_path)[-1]
 
     write(tmp_path, every_seconds=600)
@@ -105,11 +106,3 @@ def living(folder: Path) -> list[int]:
     """The trials of the workers that live and have one."""
     running = [worker for worker in stored(folder).workers if worker.alive]
     return [worker.trial_number for worker in running if worker.trial_number is not None]
-
-
-def test_until_must_be_a_time_that_lies_ahead(tmp_path: Path) -> None:
-    write(tmp_path, every_seconds=600)
-    for command in ("run", "worker"):
-        refused = hpo_command(tmp_path, command, "tiny.yaml", "--until", "2020-01-01T00:00")
-        assert refused.exit_code == 2
-        assert refused.err.startswith("Error: --until must lie ahead, but got 2020-01-01T00:00, and it is 20")

@@ -93,9 +93,9 @@ def test_killed_in_the_middle_of_a_trial(folder: Path) -> None:
     assert after.trials[0].params != after.trials[1].params
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_told_to_stop(folder: Path, workers: int) -> None:
-    options = () if workers == 1 else ("--workers", "2")
+def test_told_to_stop_with_two_workers(folder: Path) -> None:
+    """What one does is in test_leaving.py."""
+    options = ("--workers", "2")
     process = start_hpo(folder, "run", "tiny.yaml", *options)
     wait_until(lambda: bool(checkpoints(folder, trial=0)), process)
     process.terminate()

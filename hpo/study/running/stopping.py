@@ -96,6 +96,8 @@ class Stop(threading.Event):
             super().set()
         if reason:
             _logger.info("Told to stop: %s.", reason)
+        if number == signal.SIGINT:
+            _logger.info("Ctrl-C again ends at once.")
 
     def set_out_of_time(self) -> None:
         """Ask this process to stop because its job ends."""
