@@ -260,9 +260,15 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collec
             assert trial.params == by_number[trial.attributes["retry_of"]].params
 
 
-def main(log: str, n_trials: str, crash: str) -> int:
+def each_precision() -> StudyConfig:
+    """A study of a trial in each precision."""
+    space = {"fp_precision": SPACE["fp_precision"], "batch_size": {"type": "categorical", "choices": [8]}}
+    return study(3, sampler={"name": "grid", "seed": 3}, search_space=space)
+
+
+def main(log: str, crash: str) -> int:
     """Be what `hpo worker` is, with trials that are not trained."""
-    return work(os.environ["HPO_STORAGE"], study(int(n_trials)), Path(log), crash=int(crash)).exit_code
+    return work(os.environ["HPO_STORAGE"], each_precision(), Path(log), crash=int(crash)).exit_code
 
 
 if __name__ == "__main__":

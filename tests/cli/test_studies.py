@@ -258,22 +258,19 @@ def test_data_are_found_on_another_machine_and_must_be_the_same(
     assert stored(tmp_path).slots["done"] == 4
 
 
-@pytest.mark.parametrize("location", [None, "kept"])
-def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path, location: str | None) -> None:
+def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
     """Neither `delete` nor `doctor --fix` of the database that it was copied from takes them."""
-    path = write_study(tmp_path, checkpoint={"location": location} if location else {})
-    ok(hpo_command(tmp_path, "run", str(path)))
+    ok(hpo_command(tmp_path, "run", str(write_study(tmp_path))))
     other = ("--storage", "sqlite:///other.db")
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", other[1]))
-    base = tmp_path / (location or "runs")
-    (folder,) = base.glob("tiny/checkpoints-*")
+    (folder,) = tmp_path.glob("runs/tiny/checkpoints-*")
     (folder / "trial-00009").mkdir()  # superfluous
     before = sorted(folder.rglob("*"))
     again = hpo_command(tmp_path, "copy", "tiny", "--to", other[1])
     assert (again.exit_code, "Go on with that one, or name another database." in again.err) == (2, True)
     ok(hpo_command(tmp_path, "doctor", "--fix"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
-    shown = folder if location else folder.relative_to(tmp_path)
+    shown = folder.relative_to(tmp_path)
     assert f"Its checkpoints stay in {shown}: {tmp_path}/other.db has" in deleted.out
     assert sorted(folder.rglob("*")) == before
     ok(hpo_command(tmp_path, "best", "tiny", "--evaluate", "test", *other))

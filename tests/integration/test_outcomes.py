@@ -252,7 +252,6 @@ def test_failed_keeps_the_traceback_and_not_the_model(tmp_path: Path) -> None:
     ("name", "micro_batch_size", "stop_at", "num_steps"),
     [
         ("fp32", 8, 7, 7),
-        ("fp16", 8, 7, 7),
         ("fp16", 3, 20, 6),  # between micro-batches
         ("bf16-true", 3, 20, 6),
     ],

@@ -135,7 +135,7 @@ def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str
     assert len(points) == points.total() == 12
 
 
-@pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (SPACES["grid"], 3), (PRECISION, 4)])
+@pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (PRECISION, 4)])
 def test_points_for_another_device_are_left_and_not_waited_for(
     sqlite_url: str, space: dict[str, Any], num_workers: int
 ) -> None:

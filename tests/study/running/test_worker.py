@@ -45,7 +45,7 @@ def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) 
 
 
 def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
-    config, log = study(20, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
+    config, log = study(12, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
     finish(*(start(storage_url, config, log) for _ in range(4)))
     with open_storage(storage_url) as storage:
         check_done(storage, config, log)
