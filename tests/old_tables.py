@@ -32,6 +32,7 @@ _CHANGES = {
         "ALTER TABLE hpo_slots DROP COLUMN saved_step",
         "ALTER TABLE hpo_workers ADD COLUMN cause VARCHAR(64)",
         "ALTER TABLE hpo_workers ADD COLUMN oom_kills INTEGER",
+        "ALTER TABLE hpo_workers ADD COLUMN progress_at FLOAT",
         "ALTER TABLE hpo_workers DROP COLUMN progress",
         "ALTER TABLE hpo_workers DROP COLUMN job",
         "ALTER TABLE hpo_evaluations DROP COLUMN numerics",
@@ -45,4 +46,4 @@ _CHANGES = {
         "DROP TABLE hpo_version",
     ],
 }
-"""What takes the tables back to those of a version: of all that were changed since, in v1."""
+"""What takes the tables back to those of a version; in v1, all that any later version has changed."""

@@ -20,6 +20,7 @@ from hpo.cli.options import (
     TrustOption,
     app,
     check_work_options,
+    is_path,
     load_to_work,
     print_json,
     progress_shown,
@@ -53,8 +54,9 @@ def worker(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Without STUDY: how long to wait for a study with trials before leaving.",
-            show_default="0",
+            help="How long to wait for trials before leaving: without STUDY those of any study, with a name "
+            "in the database those of that one, such as a comparison, which gets more look by look.",
+            show_default="0 without STUDY",
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
@@ -66,9 +68,9 @@ def worker(
     from hpo.study.running.run import OpenOptions
 
     check_work_options(options)
-    if study is not None and idle_timeout is not None:
+    if study is not None and idle_timeout is not None and is_path(study):
         raise InputError(
-            "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
+            f"With --idle-timeout, STUDY must be the name of one in the database, but got `{study}`, a file."
         )
     with (
         progress_shown(quiet=as_json),
@@ -77,8 +79,9 @@ def worker(
     ):
         how = OpenOptions(resize=False, trust_remote_code=trust_remote_code, stop=stop)
         try:
-            if study is None:
-                _serve(storage, how, stop, options | {"idle_timeout": idle_timeout or 0.0}, as_json=as_json)
+            if study is None or idle_timeout is not None:
+                waits = {"only": study, "idle_timeout": idle_timeout or 0.0}
+                _serve(storage, how, stop, options | waits, as_json=as_json)
             else:
                 _work_in(study, storage, how, stop, options, as_json=as_json)
         except StoppedError:  # while the database was away
@@ -123,18 +126,19 @@ def _work_in(
 def _serve(
     storage: str | None, how: OpenOptions, stop: Stop, options: dict[str, Any], *, as_json: bool
 ) -> NoReturn:
-    """Be one or more workers of all studies of a database, and end the command."""
+    """Be one or more workers of all studies of a database, or of one that gets more, and end the command."""
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.running.serving import Server
     from hpo.study.running.supervisor import serve_with_workers
     from hpo.study.store.database import storage_url
     from hpo.study.store.storage import open_storage
 
-    arguments = ["--idle-timeout", str(options["idle_timeout"])]
+    arguments = [] if options["only"] is None else [options["only"]]
+    arguments += ["--idle-timeout", str(options["idle_timeout"])]
     arguments += ["--trust-remote-code"] if how.trust_remote_code else []
     processes, url = worker_processes(None, storage, options, *arguments), storage_url(storage)
     display = partial(shown, quiet=as_json, own=True)
-    server = Server(url, RUNS, how, options["idle_timeout"], shown=display)
+    server = Server(url, RUNS, how, options["only"], options["idle_timeout"], shown=display)
     if processes.shares:
         with open_storage(url, create=False, stop=stop) as database:
             ended = serve_with_workers(database, RUNS, processes, stop)

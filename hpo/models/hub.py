@@ -46,7 +46,7 @@ def download(name: str, revision: str | None = None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=["*.json", "*.txt", "*.model", "*.py", "README.md", weights],
+                allow_patterns=["*.json", "*.txt", "*.model", "*.py", weights],
                 ignore_patterns="*/*",
                 etag_timeout=TIMEOUT_SECONDS,
             )

@@ -60,8 +60,9 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
 
 
 def _scores(trial: TrialSource) -> dict[str, Any]:
-    """The trial's `scores` {split: {task: {metric: value}}} and, of splits that were evaluated in detail,
-    `intervals` {split: {task: {metric: [low, high]}}} and `evaluations` {split: what they are of}."""
+    """The trial's `scores` {split: {task: {metric: value}}}, `scores_of`, a sentence on them, and, of splits
+    that were evaluated in detail, `intervals` {split: {task: {metric: [low, high]}}} and `evaluations`
+    {split: what they are of}."""
     of_trial = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
     scores: dict[str, Any] = {split: of_tasks for split, of_tasks in of_trial.items() if of_tasks}
     intervals: dict[str, Any] = {}
@@ -75,7 +76,8 @@ def _scores(trial: TrialSource) -> dict[str, Any]:
         evaluations[split] = {
             key: document[key] for key in ("score", "num_examples", "level", "num_resamples")
         }
-    return {"scores": scores, "intervals": intervals, "evaluations": evaluations}
+    of = "the trial's model in PyTorch and in the trial's precision; validation has chosen its thresholds"
+    return {"scores": scores, "scores_of": of, "intervals": intervals, "evaluations": evaluations}
 
 
 def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:

@@ -168,9 +168,9 @@ def test_a_worker_without_a_name_and_without_work(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "There is no study database" in refused.err
     assert ok(hpo_command(tmp_path, "worker", "--idle-timeout", "0.1", "--json")).json["ended"] == "idle"
-    refused = hpo_command(tmp_path, "worker", "tiny", "--idle-timeout", "3")
+    refused = hpo_command(tmp_path, "worker", "./tiny.yaml", "--idle-timeout", "3")
     assert refused.exit_code == 2
-    assert "without STUDY" in refused.err
+    assert "STUDY must be the name of one in the database, but got `./tiny.yaml`" in refused.err
 
 
 @pytest.mark.parametrize("command", ["pause", "cancel"])

@@ -62,7 +62,7 @@ class RemoteStore:
             self._filesystem.info(self.marker)
             yield
         except Exception as error:  # each file system has its own
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}."
             if isinstance(error, FileNotFoundError) and MARKER in str(error):
                 why = f"it has no file {MARKER}, so it is away."
             raise CheckpointError(f"{what} {self.location}: {why}") from error
@@ -219,7 +219,8 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
         options = {"s3": {"config_kwargs": _S3_OPTIONS}, "gs": {}}.get(url.partition("://")[0], _OF_FOLDER)
         filesystem, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     except (OSError, ImportError) as error:
-        raise InputError(f"checkpoint.location: {location} cannot be used: {error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"checkpoint.location: {location} cannot be used: {why}.") from None
     store = RemoteStore(str(location), filesystem, root)
     try:
         if create:

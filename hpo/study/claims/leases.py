@@ -186,7 +186,10 @@ class WorkerLease(Membership):
         return next((row for row in rows if row.owner not in alive), None)
 
     def _death(self, connection: sa.Connection, slot: sa.Row[Any]) -> dict[str, int]:
-        """What the death of its owner changes in an abandoned slot; nothing where it was not in the trial."""
+        """What the death of its owner changes in an abandoned slot; nothing where it was not in the trial.
+
+        A checkpoint that the owner wrote after its last heartbeat is no progress here.
+        """
         owner = connection.execute(sa.select(workers.c.id).where(workers.c.id == slot.owner)).first()
         if owner is None or slot.trial_number is None:  # owner: its row was lost, see `Membership`
             return {}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hpo.study.claims.lease import Lease
     from hpo.study.store.storage import Storage
 
+_SPARSE = ("data", "indices", "indptr", "shape")
+
 
 def store_row_statistics(
     storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
@@ -66,24 +68,30 @@ def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
     arrays: dict[str, Any] = {}
     for task, of in statistics.items():
         arrays[f"{task}/num_examples"] = np.array(of.num_examples)
-        arrays[f"{task}/rows"] = of.index_N
+        arrays[f"{task}/index"] = of.index_N
         arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
-        # Not as they are held: compressed, the zeros take next to nothing.
-        arrays |= {f"{task}/counts/{name}": counts_NC.toarray() for name, counts_NC in of.counts_NC.items()}
+        for name, counts_NC in of.counts_NC.items():
+            arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     return buffer.getvalue()
 
 
 def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
-    def named(kind: str) -> dict[str, Any]:
+    def named(kind: str) -> dict[str, str]:
+        """The names of this kind, each with its place in the archive."""
         start = f"{task.name}/{kind}/"
-        return {key.removeprefix(start): archive[key] for key in archive if key.startswith(start)}
+        return {key.removeprefix(start).partition("/")[0]: key for key in archive if key.startswith(start)}
 
+    counts = {}
+    for name in named("counts"):
+        parts = {part: archive[f"{task.name}/counts/{name}/{part}"] for part in _SPARSE}
+        shape = tuple(parts.pop("shape").tolist())
+        counts[name] = csr_array((parts["data"], parts["indices"], parts["indptr"]), shape=shape)
     return RowStatistics(
         task,
         int(archive[f"{task.name}/num_examples"]),
-        archive[f"{task.name}/rows"].astype(np.intp),
-        {name: csr_array(counts_NC) for name, counts_NC in named("counts").items()},
-        named("values"),
+        archive[f"{task.name}/index"].astype(np.intp),
+        counts,
+        {name: archive[place] for name, place in named("values").items()},
     )

@@ -86,8 +86,8 @@ def open_study(
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
-    A study without an evaluated trial is checked first (`Executor.check_study`), but not by the processes of
-    `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
+    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
+    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
     changed.
 
     Raises:

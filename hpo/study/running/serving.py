@@ -40,6 +40,8 @@ class Server:
     runs_dir: Path
     how: OpenOptions
     """How it opens each study."""
+    only: str | None = None
+    """The name of the one study that it serves; None: all."""
     idle_timeout: float = 0.0
     """Seconds for which it waits while no open study has an unfinished trial for it, before it leaves."""
     shown: Shown = lambda _: nullcontext()
@@ -90,7 +92,8 @@ class Server:
     def _possible(self, storage: Storage) -> list[StudyOverview]:
         """The studies with unfinished trials that this worker may serve."""
         studies = [study for study in list_studies(storage) if study.state == "open"]
-        return [study for study in studies if _key(study) not in self._left_out]
+        wanted = [study for study in studies if self.only in (None, study.name)]
+        return [study for study in wanted if _key(study) not in self._left_out]
 
     def _serve_study(self, study: StudyOverview) -> None:
         def stays() -> bool:

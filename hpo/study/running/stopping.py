@@ -97,7 +97,7 @@ class Stop(threading.Event):
         if reason:
             _logger.info("Told to stop: %s.", reason)
         if number == signal.SIGINT:
-            _logger.info("Ctrl-C again ends at once.")
+            _logger.info("Stopping once what is done is kept. Ctrl-C again ends at once, without that.")
 
     def set_out_of_time(self) -> None:
         """Ask this process to stop because its job ends."""

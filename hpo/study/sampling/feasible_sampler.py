@@ -185,11 +185,15 @@ class AvoidRepeats(WrapperSampler):
             for name, of_setting in self._values.items()
             if name not in kept
         }
-        names = [name for name in params if values.get(name)]
+        others = {
+            name: [value for value in values.get(name, ()) if value != present]
+            for name, present in params.items()
+        }
+        names = [name for name in params if others[name]]
         for num_changes in range(1, len(names) + 1):
             for _ in range(CHANGES_TRIED):
                 drawn = self._random.sample(names, num_changes)
-                yield {**params, **{name: self._random.choice(values[name]) for name in drawn}}
+                yield {**params, **{name: self._random.choice(others[name]) for name in drawn}}
         if math.prod(map(len, values.values())) <= ENUMERATED:
             products = list(itertools.product(*values.values()))
             self._random.shuffle(products)

@@ -5,12 +5,15 @@ it knows none of our tables. Here the rows themselves go over, Optuna's and ours
 written in one transaction. The study keeps its token, by which its trials find their checkpoints.
 
 What stays behind belongs to the moment or the machine: the hold of dead workers on a slot (a running slot is
-open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks. So do NSGA-II's lists
-of parents, which name trials by ids that differ between databases: it finds them again.
+open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks. NSGA-II's lists of
+parents name trials by ids that differ between databases: they are written anew.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -28,7 +31,6 @@ from hpo.study.store.storage import Storage
 _Rows = dict[sa.Table, list[dict[str, Any]]]
 
 _STUDIES, _TRIALS = optuna_internals.studies, optuna_internals.trials
-_ATTRIBUTES = optuna_internals.study_system_attributes
 OF_STUDY = tuple(
     table for table in optuna_internals.tables if "study_id" in table.c and table not in (_STUDIES, _TRIALS)
 )
@@ -43,8 +45,8 @@ OURS: tuple[sa.Table, ...] = tuple(
 )
 """Our tables whose rows are copied as they are."""
 
-_PARENTS = "%:parent:%"
-"""As the attributes of studies in which Optuna's NSGA-II keeps what it finds again: a list of trial ids."""
+_PARENTS = re.compile(r"\w+:parent:\d+")
+"""Attributes of a study in which Optuna's `BaseGASampler` keeps a list of trial ids."""
 
 
 def copy_study(source: Storage, target: Storage, name: str) -> int:
@@ -74,7 +76,6 @@ def _read(source: Storage, name: str, study_id: int) -> _Rows:
     conditions |= {table: table.c.study == name for table in (*OURS, workers)}
     conditions |= {table: table.c.study_id == study_id for table in OF_STUDY}
     conditions |= {table: table.c.trial_id.in_(in_study) for table in OF_TRIAL}
-    conditions[_ATTRIBUTES] &= _ATTRIBUTES.c.key.not_like(_PARENTS)
     with snapshot(source.engine) as connection:
         if live := source.live_workers(connection, workers.c.study == name):
             raise InputError(
@@ -112,7 +113,8 @@ def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:
         ids = connection.execute(insert, [_without_id(_TRIALS, row) for row in new]).scalars()
         trial_ids = dict(zip((row["trial_id"] for row in trials), ids, strict=True))
     for table in OF_STUDY:
-        _insert(connection, table, [{**_without_id(table, row), "study_id": study_id} for row in rows[table]])
+        copied = (_with_parents(_without_id(table, row), trial_ids) for row in rows[table])
+        _insert(connection, table, [{**row, "study_id": study_id} for row in copied])
     for table in OF_TRIAL:
         new = [{**_without_id(table, row), "trial_id": trial_ids[row["trial_id"]]} for row in rows[table]]
         _insert(connection, table, new)
@@ -133,3 +135,10 @@ def _insert(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any
 def _without_id(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     ids = {column.name for column in table.primary_key}
     return {key: value for key, value in row.items() if key not in ids}
+
+
+def _with_parents(row: dict[str, Any], trial_ids: Mapping[int, int]) -> dict[str, Any]:
+    """A study's attribute, with the ids of the copy's trials where it is a list of parents."""
+    if not _PARENTS.fullmatch(str(row.get("key"))):
+        return row
+    return {**row, "value_json": json.dumps([trial_ids[one] for one in json.loads(row["value_json"])])}

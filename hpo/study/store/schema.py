@@ -29,7 +29,7 @@ slots = sa.Table(
     sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, done
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
-    # Of workers in a row, without progress, and from where its trial would go on after the last.
+    # How many workers of its trial died in a row, without progress, and the step from which it goes on then.
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
     # Of the newest checkpoint that was written of its trial; a reader of a shared folder may not see it yet.

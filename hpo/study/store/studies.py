@@ -132,21 +132,22 @@ class StoredStudy:
     slots: dict[str, int]
     """As `Storage.slot_counts`."""
     has_trained: bool
-    """Whether a trial has been evaluated."""
+    """Whether a trial has a checkpoint or an evaluation."""
 
 
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     """Return what is stored of the study `name`, but for its trials; None: there is none."""
-
     evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+    saved = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.saved_step > 0).limit(1)
 
-    def read(connection: sa.Connection) -> StoredStudy | None:
-        if not (rows := storage.studies(connection, studies.c.name == name)):
-            return None
-        definition, has_trained = json.loads(rows[0].definition), connection.execute(evaluated).first()
-        return StoredStudy(definition, rows[0].state, storage.slot_counts(name), has_trained is not None)
+    def read(connection: sa.Connection) -> tuple[list[sa.Row[Any]], bool]:
+        has_trained = any(connection.execute(query).first() is not None for query in (evaluated, saved))
+        return storage.studies(connection, studies.c.name == name), has_trained
 
-    return storage.read(read)
+    rows, has_trained = storage.read(read)
+    if not rows:
+        return None
+    return StoredStudy(json.loads(rows[0].definition), rows[0].state, storage.slot_counts(name), has_trained)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:

@@ -27,6 +27,7 @@ from hpo.study.running.supervisor import DeviceShare, WorkerProcesses
 from hpo.study.running.worker import RunSummary, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import storage as storage_module
+from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.compat import checked_on
@@ -106,15 +107,20 @@ def test_who_makes_a_study_makes_the_store_of_its_checkpoints(
         assert (tmp_path / "store" / ".hpo-artifacts").exists()
 
 
-@pytest.mark.parametrize(("trained", "num_checks"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize(
+    ("begun", "num_checks"), [("not", 1), ("killed before it was evaluated", 0), ("ended", 0)]
+)
 def test_a_study_is_checked_until_one_of_its_trials_has_trained(
-    storage: Storage, tmp_path: Path, executors: type[FakeExecutor], trained: bool, num_checks: int
+    storage: Storage, tmp_path: Path, executors: type[FakeExecutor], begun: str, num_checks: int
 ) -> None:
     create_or_resume_study(storage, study(1))
-    if trained:
+    if begun == "killed before it was evaluated":
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).values(saved_step=40))
+    if begun == "ended":
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:
-        assert opened.stored.slots["open"] == (1 if trained else 2)
+        assert opened.stored.slots["open"] == (1 if begun == "ended" else 2)
         assert opened.executor is executors.made[0]
     assert [executor.num_checks for executor in executors.made] == [num_checks]
 

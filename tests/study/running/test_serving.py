@@ -53,11 +53,12 @@ def test_a_database_that_is_made_later_is_served_and_a_comparison_look_by_look(
     more = PLAN.model_copy(update={"num_seeds": {"fp32": 5, "bf16": 5}})
     stop = Stop()
     how = OpenOptions(resize=False, stop=stop)
-    worker = Server(sqlite_url, tmp_path, how, idle_timeout=600, poll_seconds=0.05)
+    worker = Server(sqlite_url, tmp_path, how, companion.name, idle_timeout=600, poll_seconds=0.05)
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(worker.serve)
         try:
             with open_storage(sqlite_url) as storage:
+                create_or_resume_study(storage, study(1).model_copy(update={"name": "another"}))
                 for looked, num_trials in ((companion, 6), (grown(companion, more), 10)):
                     create_or_resume_study(storage, looked)
                     wait_for(lambda: storage.slot_counts(companion.name)["done"] == num_trials)  # noqa: B023

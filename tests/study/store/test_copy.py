@@ -171,7 +171,7 @@ def test_the_lock_of_a_copy_that_takes_long_is_not_lost(
         return write(*arguments)
 
     monkeypatch.setattr(copy, "_write", slow)
-    monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
     with open_storage(sqlite_url) as source, open_storage(postgres_url) as target:
         filled(source)
+        monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)  # which is too short to make tables on a busy machine
         assert copy_study(source, target, "tiny") == 6
