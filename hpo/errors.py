@@ -6,7 +6,6 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     HpoError
     ├── InputError                 the user's input is wrong (exit code 2)
     │   ├── StudyFileError         the study file: syntax, an unknown key, a value out of range
-    │   ├── EnvironmentOverrideError  an environment variable makes a precision untrue
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
@@ -51,10 +50,6 @@ class InputError(HpoError):
 
 class StudyFileError(InputError):
     """A study file cannot be used."""
-
-
-class EnvironmentOverrideError(InputError):
-    """An environment variable makes a precision untrue."""
 
 
 class DataError(InputError):

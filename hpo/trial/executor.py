@@ -53,7 +53,7 @@ class Executor:
     """Runs trials of one study on one device; `loader` keeps data and tokens from trial to trial.
 
     Raises DataError when the study's data cannot be used, InputError when its objective names a metric
-    that no task has, or the environment makes one of its precisions untrue.
+    that no task has, or the environment makes a precision of the device untrue.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Executor:
         self.study = study
         self.device = device
         self.runs_dir = runs_dir
-        self.amp, self.default_precision = apply_preset(study.amp, device)
-        refuse_overrides(study.precisions or [self.default_precision], self.amp, device.type)
+        self.amp, _ = apply_preset(study.amp, device)
+        refuse_overrides(device.type)
         self.loader = TrialLoader(study, device, runs_dir)
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
         self.cache = compatibility_cache

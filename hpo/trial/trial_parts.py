@@ -23,7 +23,7 @@ from hpo.device import DeviceInfo
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import prepare_model
-from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.training.loop import TrainingArgs, TrainingData
@@ -101,7 +101,6 @@ def build_trial(
     note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
     resolution = resolve(requested, device, config.amp)
     note(precision=asdict(resolution), environment=environment_overrides())
-    refuse_overrides([resolution.effective], config.amp, device.type)
     parts = assemble(study, config, resolution, loader)
     split = parts.train_split
     note(

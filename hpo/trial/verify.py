@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpo.device import DeviceInfo
-from hpo.errors import EnvironmentOverrideError, TrialEnd
-from hpo.precision.environment import refuse_overrides
+from hpo.errors import TrialEnd
 from hpo.precision.table import PRECISION, PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
@@ -50,7 +49,6 @@ class PrecisionCheck:
 
 def check_precision(executor: Executor, name: str, repeats: int) -> Compatibility:
     """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
-    refuse_overrides([name], executor.amp, executor.device.type)
     amp = executor.amp.model_copy(update={"allow_emulated": True})
     study = executor.study.model_copy(update={"amp": amp})
     parts = build_trial(study, executor.device, {PRECISION: name}, executor.loader)
@@ -67,7 +65,7 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
             try:
                 compatibility = check(name, supported)
                 note = " ".join(compatibility.reasons) or note
-            except (EnvironmentOverrideError, TrialEnd) as error:
+            except TrialEnd as error:
                 note = str(error)
         checks.append(PrecisionCheck(name, supported, compatibility, note))
     return checks

@@ -18,8 +18,6 @@ from hpo.trial.verify import PrecisionCheck, check_precision, recommendation, ve
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", compute_capability=(9, 0), cuda_bf16=True)
 T4 = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
 AMX = DeviceInfo(type="cpu", name="Xeon", cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
-ALL = {"fp32", "bf16", "fp16", "bf16-true"}
-"""What a CPU runs."""
 PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
 
 
@@ -97,24 +95,6 @@ def test_what_cannot_be_used_says_why() -> None:
     for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):
         assert (checks[name].usable, checks[name].note) == (False, note)
     assert checks["fp32"].speed_ratio is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "refused"),
-    [("ONEDNN_MAX_CPU_ISA=AVX2", {"bf16", "bf16-true", "fp16"}), ("ONEDNN_DEFAULT_FPMATH_MODE=BF16", ALL)],
-    ids=["instructions taken away", "no true fp32"],
-)
-def test_what_a_variable_makes_untrue_is_noted_and_the_others_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, refused: set[str]
-) -> None:
-    training = {"fp_precision": "fp32", "max_steps": 1, "max_length": 32}
-    executor = tiny_executor(tmp_path, training=training, amp={}, compat={"enabled": False})
-    monkeypatch.setenv(*setting.split("="))
-    checks = {check.name: check for check in verify(AMX, lambda name, _: check_precision(executor, name, 0))}
-    assert {name for name, check in checks.items() if "Unset it." in check.note} == refused
-    assert {name for name, check in checks.items() if check.compatibility} == ALL - refused
-    if refused == ALL:
-        assert "for fp32: oneDNN may then compute" in checks["bf16"].note
 
 
 def test_each_precision_is_timed_in_turn_with_fp32(tmp_path: Path) -> None:
