@@ -32,21 +32,24 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
     study = executor.study
     dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
     settings = config.model_dump(mode="json", exclude={"encoder", "amp"}, exclude_none=True)
+    scores = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
+    for split, document in trial.detailed.items():
+        of_tasks = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
+        scores[split] = {
+            task: {metric: of["value"] for metric, of in metrics.items()}
+            for task, metrics in of_tasks.items()
+        }
     record = {
         "study": study.name,
         "trial": trial.number,
         "parameters": {name: value for name, value in trial.params.items() if name != "encoder"},
         "settings": {name: value for name, value in settings.items() if value not in ({}, [])},
-        **_scores(trial),
+        "scores": {split: of_tasks for split, of_tasks in scores.items() if of_tasks},
         "precision": {
             "requested": config.fp_precision,
             **{key: precision.get(key) for key in ("effective", "support", "observed")},
         },
-        "data": {
-            "source": study.data.source,
-            "fingerprint": dataset.fingerprint,
-            **{f"{split}_rows": len(rows) for split, rows in dataset.splits.items()},
-        },
+        "data": {"source": study.data.source, "fingerprint": dataset.fingerprint},
         "encoder": encoder_facts(config.encoder, study.model.revision),
         "device": trial.telemetry.get("device", {}).get("name"),
         "versions": {
@@ -57,27 +60,6 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
     }
     plain: dict[str, Any] = json_safe(record)
     return plain
-
-
-def _scores(trial: TrialSource) -> dict[str, Any]:
-    """The trial's `scores` {split: {task: {metric: value}}}, `scores_of`, a sentence on them, and, of splits
-    that were evaluated in detail, `intervals` {split: {task: {metric: [low, high]}}} and `evaluations`
-    {split: what they are of}."""
-    of_trial = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
-    scores: dict[str, Any] = {split: of_tasks for split, of_tasks in of_trial.items() if of_tasks}
-    intervals: dict[str, Any] = {}
-    evaluations: dict[str, Any] = {}
-    for split, document in trial.detailed.items():
-        metrics = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
-        scores[split], intervals[split] = (
-            {task: {metric: pick(of) for metric, of in of_task.items()} for task, of_task in metrics.items()}
-            for pick in (lambda of: of["value"], lambda of: [of["low"], of["high"]])
-        )
-        evaluations[split] = {
-            key: document[key] for key in ("score", "num_examples", "level", "num_resamples")
-        }
-    of = "the trial's model in PyTorch and in the trial's precision; validation has chosen its thresholds"
-    return {"scores": scores, "scores_of": of, "intervals": intervals, "evaluations": evaluations}
 
 
 def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:
