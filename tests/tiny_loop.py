@@ -40,7 +40,7 @@ def amp_of(name: str, device: DeviceInfo = CPU) -> MixedPrecision:
 def loop_parts(executor: Executor, config: TrialConfig) -> LoopParts:
     name = config.fp_precision
     parts = assemble(executor.study, config, Resolution(name, name, "native"), executor.loader)
-    return LoopParts(parts.model, parts.prepare(), parts.loss_fn, parts.training_data)
+    return LoopParts(parts.model, parts.prepare(), parts.loss_fn, parts.data)
 
 
 class LossRecorder(MixedPrecision):

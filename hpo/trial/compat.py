@@ -131,7 +131,7 @@ def measure_parts(parts: TrialParts, repeats: int = 0) -> Measurement:
         if measurement and measurement.reference_fits:
             break
     if measurement is None:
-        longest = parts.train_split.lengths_W.max()
+        longest = parts.data.train.lengths_W.max()
         raise OutOfMemory(f"one example of {longest} tokens does not fit into memory.")
     return measurement
 

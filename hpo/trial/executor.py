@@ -40,10 +40,9 @@ from hpo.training.distributed import announce, check_same, is_distributed, next_
 from hpo.training.losses import check_loss
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
-from hpo.trial.loader import TrialLoader
 from hpo.trial.objectives import check_metric
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import TrialRun
 
 NO_CALLBACKS = Callbacks()

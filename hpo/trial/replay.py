@@ -69,7 +69,7 @@ class Replay:
         self.mixed_precision = _WatchedPrecision(parts.resolution.precision, amp, parts.device)
         self.learner = Learner(parts.model, parts.loss_fn, self.mixed_precision)
         self.state = TrainState()
-        self.args = training_args(parts.study, parts.config, parts.train_split.num_windows)
+        self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.snapshots = [start]
         """The last two states; None is the beginning."""
         if start is not None:
@@ -92,7 +92,7 @@ class Replay:
 
         At a bad step the model is as before that step.
         """
-        amp, state, data = self.mixed_precision, self.state, self.parts.training_data
+        amp, state, data = self.mixed_precision, self.state, self.parts.data
 
         def on_step() -> bool:
             if state.step >= until + (MAX_SKIPPED if amp.num_updates < NUM_UPDATES else 0):
@@ -127,13 +127,13 @@ class Replay:
         parts, args, amp = self.parts, self.args, self.mixed_precision
         with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
             if what == "logits":
-                split = parts.validation_split
+                split = parts.data.validation
                 batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)
-                predict_logits(parts.model, split, batches, amp, parts.pad_id)
+                predict_logits(parts.model, split, batches, amp, parts.data.pad_id)
             else:
-                split, tasks = parts.train_split, parts.loss_fn.tasks
+                split, tasks = parts.data.train, parts.loss_fn.tasks
                 batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)
-                batch = collate(split, batches[self.state.batch], tasks, parts.pad_id)
+                batch = collate(split, batches[self.state.batch], tasks, parts.data.pad_id)
                 accumulate_gradients(self.learner, batch, args.seed, self.state)
         return watched.facts()
 

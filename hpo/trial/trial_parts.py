@@ -1,12 +1,15 @@
 """A trial's parts: settings -> precision on this device -> tokens -> model and loss.
 
-The order is that of cost: an unsupported precision is refused in milliseconds.
+The order is that of cost: an unsupported precision is refused in milliseconds. Rows and tokens are loaded
+once for all trials of a study.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,21 +20,97 @@ from torch import Tensor
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import Batch, collate, num_batches
-from hpo.data.dataset import DataSet
-from hpo.data.tokenized_split import TokenizedSplit
+from hpo.data.dataset import DataSet, load_data
+from hpo.data.token_cache import load_tokenized
+from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.multitask import MultitaskModel
+from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, resolve, support
 from hpo.random_numbers import manual_seed
+from hpo.training.compilation import apply_compile
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.progress import Budget
-from hpo.trial.loader import TrialLoader
 from hpo.trial.objectives import decision_metrics
+
+
+class TrialLoader:
+    """Loads the data of a study at once, tokenizers and tokens when they are asked for, and keeps them.
+
+    Raises DataError when the study's data cannot be used.
+    """
+
+    apply_compile: Callable[..., object] = staticmethod(apply_compile)
+    """Compiles a model in place."""
+
+    def __init__(self, study: StudyConfig, device: DeviceInfo, runs_dir: Path) -> None:
+        self.study = study
+        self.device = device
+        self.cache_dir = runs_dir / "cache" / "tokens"
+        self.dataset = load_data(study.data)
+        self.tasks = self.dataset.tasks
+        self._tokenizers: dict[str, Any] = {}
+        self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
+
+    def tokenizer(self, config: TrialConfig) -> Any:
+        """The tokenizer of the trial's encoder."""
+        key = json.dumps(config.encoder, sort_keys=True)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(
+                config.encoder,
+                revision=self.study.model.revision,
+                trust_remote_code=self.study.model.trust_remote_code,
+            )
+        return self._tokenizers[key]
+
+    def pad_id(self, config: TrialConfig) -> int:
+        """The token that pads batches; 0 where the tokenizer has none, behind the attention mask."""
+        return self.tokenizer(config).pad_token_id or 0
+
+    def windowing(self, config: TrialConfig) -> Windowing:
+        """How the trial's texts are cut."""
+        data = self.study.data
+        stride = data.stride_of(config.max_length)
+        return Windowing(config.max_length, data.long_text, stride, data.pair_segments)
+
+    def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
+        """The split, tokenized for the trial's encoder and length; workers share it on disk."""
+        key = (split, json.dumps(config.encoder, sort_keys=True), config.max_length)
+        if key not in self._tokens:
+            tokenizer, windowing = self.tokenizer(config), self.windowing(config)
+            self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, windowing, self.cache_dir)
+        few_shapes = self.device.type == "cuda" or config.compile != "none"
+        return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
+
+    def used_ids(self, config: TrialConfig) -> NDArray[Any]:
+        """The tokens of training and validation, and padding: sorted, each once."""
+        splits = (self.tokens(name, config) for name in ("train", "validation"))
+        return np.unique(np.concatenate([[self.pad_id(config)], *(split.used_ids for split in splits)]))
+
+    def build_model(self, config: TrialConfig) -> MultitaskModel:
+        """A new model in fp32 weights, on the device."""
+        encoder = load_encoder(
+            config.encoder,
+            attention=config.attention,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+            revision=self.study.model.revision,
+            trust_remote_code=self.study.model.trust_remote_code,
+        )
+        model = build_model(
+            encoder,
+            self.tasks,
+            HeadSettings(**{field.name: getattr(config, field.name) for field in fields(HeadSettings)}),
+            max_length=config.max_length,
+            freeze_layers=config.freeze_layers,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+        return model.to(self.device.torch_device)
 
 
 @dataclass(frozen=True)
@@ -45,26 +124,20 @@ class TrialParts:
     resolution: Resolution
     model: MultitaskModel
     loss_fn: MultitaskLoss
-    train_split: TokenizedSplit
-    validation_split: TokenizedSplit
-    pad_id: int
+    data: TrainingData
     used_ids: NDArray[Any]
     """See `TrialLoader.used_ids`."""
     compile: Callable[[MultitaskModel], object] | None
     """Compiles a model in place; None: the trial is not compiled."""
-
-    @property
-    def training_data(self) -> TrainingData:
-        return TrainingData(self.train_split, self.validation_split, self.pad_id)
 
     def batch(self, first: int, last: int = 0) -> Batch:
         """The `first` shortest and the `last` longest windows of the training split, on the CPU.
 
         Of a split with fewer windows, all of them.
         """
-        order = np.argsort(self.train_split.lengths_W)
+        order = np.argsort(self.data.train.lengths_W)
         windows = np.concatenate([order[:first], order[::-1][:last]])
-        return collate(self.train_split, windows, self.loss_fn.tasks, self.pad_id)
+        return collate(self.data.train, windows, self.loss_fn.tasks, self.data.pad_id)
 
     def prepare(self) -> torch.optim.Optimizer:
         """Give the model the weights that are trained, and return their optimizer."""
@@ -102,7 +175,7 @@ def build_trial(
     resolution = resolve(requested, device, config.amp)
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)
-    split = parts.train_split
+    split = parts.data.train
     note(
         data={
             "num_examples": len(split.examples),
@@ -118,10 +191,10 @@ def assemble(
     study: StudyConfig, config: TrialConfig, resolution: Resolution, loader: TrialLoader
 ) -> TrialParts:
     """The parts of a trial whose settings and precision are known; the model has the weights of its seed."""
-    train_split, validation_split = (loader.tokens(name, config) for name in ("train", "validation"))
+    train, validation = (loader.tokens(name, config) for name in ("train", "validation"))
     manual_seed(config.seed)
     model = loader.build_model(config)
-    loss_fn = _loss_fn(config, model, train_split)
+    loss_fn = _loss_fn(config, model, train)
     compiling = (config.compile, config.compile_scope, config.compile_dynamic)
     return TrialParts(
         study,
@@ -131,9 +204,7 @@ def assemble(
         resolution,
         model,
         loss_fn,
-        train_split,
-        validation_split,
-        loader.pad_id(config),
+        TrainingData(train, validation, loader.pad_id(config)),
         loader.used_ids(config),
         (lambda model: loader.apply_compile(model, *compiling)) if config.compile != "none" else None,
     )

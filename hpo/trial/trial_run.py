@@ -68,7 +68,7 @@ class TrialRun:
         self.recorder = recorder
         self.callbacks = callbacks
         self.cache = cache
-        self.args = training_args(parts.study, parts.config, parts.train_split.num_windows)
+        self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.meter = ThroughputMeter(parts.device)
         self.compile_clock = CompileClock()
         self.state = TrainState(micro_batch_size=first_micro_batch_size(self.args))
@@ -181,7 +181,7 @@ class TrialRun:
         evaluations = train(
             Learner(parts.model, parts.loss_fn, mixed_precision),
             self.optimizer,
-            parts.training_data,
+            parts.data,
             self.args,
             clock,
             hooks,

@@ -315,7 +315,7 @@ def test_what_takes_long_is_told_on_stderr(
         raise DataError("and then it ends")
 
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.loader.load_data", slow)
+    monkeypatch.setattr("hpo.trial.trial_parts.load_data", slow)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
     assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"

@@ -176,7 +176,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     compact_vocabulary(model, "adamw", split.used_ids)
     embedding: Any = model.encoder.get_input_embeddings()
     assert isinstance(embedding, CompactEmbedding)
-    batch = collate(split, windows, model.tasks, parts.pad_id)
+    batch = collate(split, windows, model.tasks, parts.data.pad_id)
     assert batch.input_ids_BL.shape[1] < 64
     state = TrainState(micro_batch_size=micro_batch_size)
     loss = accumulate_gradients(

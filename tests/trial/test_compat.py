@@ -41,7 +41,7 @@ def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:
 
 def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
     parts = parts_of(tiny_executor(tmp_path))
-    lengths = sorted(parts.train_split.lengths_W)
+    lengths = sorted(parts.data.train.lengths_W)
     assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
     assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
 
@@ -49,7 +49,7 @@ def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_what_breaks_on_texts_that_are_mostly_padding_is_found(tmp_path: Path, name: str) -> None:
     parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
-    shortest = int(parts.train_split.lengths_W.min())
+    shortest = int(parts.data.train.lengths_W.min())
 
     def break_short(_encoder: Any, _args: Any, inputs: dict[str, Tensor], output: Any) -> Any:
         """As where all that a row attends to is masked."""
