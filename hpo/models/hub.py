@@ -12,12 +12,6 @@ import logging
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from hpo.errors import ModelError, shorten
 
@@ -52,24 +46,11 @@ def download(name: str, revision: str | None = None) -> Path:
             )
         )
     except Exception as error:
-        raise ModelError(_message(name, revision, error)) from error
-
-
-def _message(name: str, revision: str | None, error: Exception) -> str:
-    if isinstance(error, RevisionNotFoundError):
-        return f"encoder: `{name}` has no revision `{revision}` on the hub. Check model.revision."
-    if isinstance(error, OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder or `minilm`"
-    elif isinstance(error, GatedRepoError):
-        why = "the hub gives it only to those who accepted its terms. Accept them and set HF_TOKEN"
-    elif isinstance(error, RepositoryNotFoundError):
-        why = "the hub has no such public model. Check the name; a private one needs HF_TOKEN"
-    else:
-        why = (
-            f"the hub could not be reached ({shorten(str(error), 200)}). Check the network, or name a local "
-        )
-        why += "folder or `minilm`"
-    return f"encoder: `{name}` is no folder here and not in the Hugging Face cache, and {why}."
+        raise ModelError(
+            f"encoder: `{name}` is no folder here and not in the Hugging Face cache, and the hub does not "
+            f"give it: {shorten(str(error), 300)} Check the name, `model.revision`, HF_TOKEN and the "
+            "network, or name a local folder or `minilm`."
+        ) from error
 
 
 def _has_tokenizer_and_weights(folder: Path) -> bool:

@@ -121,9 +121,9 @@ def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("someone/else", None, "the hub has no such public model"),
-        ("someone/gated", None, "only to those who accepted its terms"),
-        ("someone/tiny", "v9", "no revision `v9` on the hub. Check model.revision"),
+        ("someone/else", None, "Repository Not Found"),
+        ("someone/gated", None, "gated repo"),
+        ("someone/tiny", "v9", "Revision Not Found.*`model.revision`"),
     ],
 )
 @pytest.mark.usefixtures("fake_hub")
@@ -134,14 +134,14 @@ def test_what_the_hub_refuses_is_said(name: str, revision: str | None, message: 
 
 def test_offline_mode_asks_no_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="not in the Hugging Face cache, and HF_HUB_OFFLINE forbids"):
+    with pytest.raises(ModelError, match=r"not in the Hugging Face cache, and.*HF_HUB_OFFLINE"):
         load_encoder("someone/tiny")
     assert fake_hub.requests == []
 
 
 def test_a_hub_name_without_network_fails_after_one_try(fake_hub: FakeHub) -> None:
     fake_hub.is_down = True
-    with pytest.raises(ModelError, match=r"the hub could not be reached \(.*Check the network"):
+    with pytest.raises(ModelError, match=r"the hub does not give it: .*the network"):
         load_encoder("someone/tiny")
     assert fake_hub.requests == ["GET /api/models/someone/tiny"]
 
@@ -156,7 +156,7 @@ def test_an_incomplete_cache_is_not_taken_for_a_model(fake_hub: FakeHub, tmp_pat
     reference.write_text(SHA)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(fake_hub.folder / name, snapshot)
-    with pytest.raises(ModelError, match="the hub could not be reached"):
+    with pytest.raises(ModelError, match="the hub does not give it"):
         load_encoder("someone/tiny")
     shutil.copy(fake_hub.folder / "model.safetensors", snapshot)
     fake_hub.requests.clear()
