@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from hpo.config.study_file import CheckedSection, Problem
 from hpo.section import Count, Switch, Whole
@@ -67,13 +67,6 @@ class SamplerConfig(_Algorithm):
     """`tpe`: keeps away from what other workers are trying."""
     population_size: Annotated[Whole, Field(ge=2)] | None = None
     """`nsga2`: trials of a generation."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _refuse_cmaes(cls, name: Any) -> Any:
-        if name == "cmaes":
-            raise ValueError("cmaes draws categories, such as precisions, at random. Use tpe, gp or nsga2.")
-        return name
 
 
 class PrunerConfig(_Algorithm):

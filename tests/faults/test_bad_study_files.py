@@ -220,7 +220,7 @@ objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
   => 4: pruner.name: must be `none` with several objectives.
 sampler: {name: cmaes}
-  => 3: sampler.name: cmaes draws categories, such as precisions, at random. Use tpe, gp or nsga2.
+  => 3: sampler.name: must be one of tpe, gp, nsga2, random, grid, qmc, but got `cmaes`.
 sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}
