@@ -30,7 +30,7 @@ from hpo.precision.effective import Observation, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
-from hpo.trial.nonfinite import FirstNonfinite, is_finite, module_that_raised
+from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
 MEASUREMENT_VERSION = 8
@@ -45,7 +45,7 @@ class Measurement:
 
     precision: str
     error: str | None = None
-    """What was raised, with the module it was raised in."""
+    """What was raised."""
     finite: bool = True
     nonfinite: str | None = None
     """What was not finite first: `logits`, `loss` or `gradients`."""
@@ -227,9 +227,7 @@ def _attempt(
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
             if is_out_of_memory(error):
                 raise
-            module = module_that_raised(side.model, error)
-            where = f" in {module}" if module else ""
-            message = f"{type(error).__name__}{where}: {error}"
+            message = f"{type(error).__name__}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()
         measurement = Measurement(

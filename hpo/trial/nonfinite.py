@@ -7,11 +7,10 @@ named that makes more of them, such as the softmax over a row that is masked as 
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -71,13 +70,6 @@ class FirstNonfinite(TorchDispatchMode):
 def is_finite(values: Tensor) -> bool:
     """Whether all values are finite. Tests the extremes (NaN propagates): faster than each value."""
     return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
-
-
-def module_that_raised(model: nn.Module, error: BaseException) -> str | None:
-    """The name of the innermost module of the model that was called when `error` was raised."""
-    names = {id(module): name for name, module in model.named_modules() if name}
-    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((names[id(caller)] for caller in reversed(callers) if id(caller) in names), None)
 
 
 def _floating(values: Any) -> list[Tensor]:
