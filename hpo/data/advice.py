@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from hpo.data.checks import DataFacts, TaskFacts
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.data.lengths import LengthFacts
+from hpo.config.study_config import StudyConfig
+from hpo.data.checks import DataFacts, LengthFacts, TaskFacts
 
 
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:

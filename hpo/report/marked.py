@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 if TYPE_CHECKING:
-    from hpo.training.span_metrics import Span
+    from hpo.training.metrics import Span
 
 LOOKS = {"missed": "−", "spurious": "+", "both": "="}
 """CSS class -> sign. The class `mixed` is that of a piece with several signs."""
