@@ -8,8 +8,7 @@ from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.classes import ClassFigures
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.metrics import RowStatistics
-from hpo.training.span_metrics import Span, true_spans, word_counts
+from hpo.training.metrics import RowStatistics, Span, true_spans, word_counts
 
 FEW_ROWS_OF_A_CLASS = 10
 FEW_ROWS = 30

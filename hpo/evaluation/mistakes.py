@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.tasks import Task
-from hpo.training.metrics import indicators
-from hpo.training.span_metrics import Span, accepted_answers, true_spans
+from hpo.training.metrics import Span, accepted_answers, indicators, true_spans
 
 MAX_MISTAKES = 20
 MAX_CHARACTERS = 1000

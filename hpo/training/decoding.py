@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.training.metrics import f1_macro, f1_micro, indicators, score
-from hpo.training.span_metrics import answer_row
+from hpo.training.metrics import answer_row, f1_macro, f1_micro, indicators, score
 from hpo.training.spans import Evidence, FloatArray, best_answers, bio_spans, sigmoid
 
 THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)

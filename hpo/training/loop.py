@@ -83,6 +83,7 @@ class TrainingArgs:
     budget: Budget
     batch_size: int
     micro_batch_size: int
+    """Of a trial that has not run out of memory."""
     seed: int
     schedule: str
     warmup_ratio: float
@@ -129,7 +130,7 @@ def train(
     """
     model, loss_fn, mixed_precision = learner
     state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
-    state.micro_batch_size = state.micro_batch_size or first_micro_batch_size(args)
+    state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
     probe = StepProbe(model, mixed_precision)
     batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
@@ -171,11 +172,6 @@ def train(
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
             batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
-
-
-def first_micro_batch_size(args: TrainingArgs) -> int:
-    """The micro-batch size of a trial that has not run out of memory yet."""
-    return min(args.micro_batch_size, -(-args.batch_size // world_size()))
 
 
 def _lap(clock: TrainingClock) -> float:

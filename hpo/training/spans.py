@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit, ragged_arange
-from hpo.training.span_metrics import Span
+from hpo.training.metrics import Span
 
 FloatArray = NDArray[np.floating[Any]]
 

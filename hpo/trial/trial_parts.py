@@ -32,6 +32,7 @@ from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import apply_compile
+from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups
@@ -234,10 +235,11 @@ def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> 
     evaluation, max_steps = study.evaluation, config.max_steps
     if config.epochs is not None:
         max_steps = max(1, round(config.epochs * num_batches(num_windows, config.batch_size)))
+    rows_of_rank = -(-config.batch_size // world_size())
     return TrainingArgs(
         budget=Budget(max_steps, config.max_seconds),
         batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size or config.batch_size,
+        micro_batch_size=min(config.micro_batch_size or config.batch_size, rows_of_rank),
         seed=config.seed,
         schedule=config.schedule,
         warmup_ratio=config.warmup_ratio,

@@ -30,7 +30,7 @@ from hpo.training.compilation import (
     run_both_modes,
 )
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, first_micro_batch_size, train
+from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
 from hpo.training.progress import CompileClock, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.callbacks import Callbacks
@@ -71,7 +71,7 @@ class TrialRun:
         self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.meter = ThroughputMeter(parts.device)
         self.compile_clock = CompileClock()
-        self.state = TrainState(micro_batch_size=first_micro_batch_size(self.args))
+        self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
         self.train_loss: float | None = None
