@@ -9,7 +9,6 @@ maximises the accuracy of `severity`; ours has its own `score`.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import multiprocessing
 import sys
@@ -27,7 +26,7 @@ from unittest import mock
 import optuna
 import torch
 import yaml
-from peers import PeerModel, pad, read_split, read_tasks, trainer_arguments
+from peers import PeerModel, fit_lightning, pad, read_split, read_tasks, trainer_arguments
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -42,7 +41,6 @@ TINY = {
 }
 WORKLOAD = Workload("peers", "", (), 64, (1, 4), 64, 32, encoder=TINY)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 RATES = (1e-5, 1e-3)
 TASK = "severity"
 STORAGE = "sqlite:///hpo.db"
@@ -240,31 +238,12 @@ def run_trainer(search: Search, watch: Watch, *, base: str) -> list[Trial]:
 
 def run_lightning(search: Search, watch: Watch) -> list[Trial]:
     """A Lightning Trainer for each trial, as in Optuna's example."""
-    import lightning as L
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-
-    class Module(L.LightningModule):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.model, self.rate = search.model(), rate
-
-        def training_step(self, batch: Any, _index: int) -> Tensor:
-            return self.model(**batch)["loss"]
-
-        def validation_step(self, batch: Any, _index: int) -> None:
-            self.log("val_loss", self.model(**batch)["loss"], batch_size=len(batch["input_ids"]))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=WEIGHT_DECAY)
 
     def objective(trial: optuna.Trial) -> float:
         watch.begin_trial()
         precision, rate = search.suggest(trial)
-        off = dict.fromkeys(quiet, False)
-        trainer = L.Trainer(max_epochs=1, accelerator="cpu", precision=LIGHTNING[precision], **off)
-        trainer.fit(Module(rate), search.batches("train"), search.batches("validation"))
+        batches = [search.batches("train"), search.batches("validation")]
+        trainer, _ = fit_lightning(search.model(), rate, precision, batches, lambda: None)
         return trainer.callback_metrics["val_loss"].item()
 
     study = optuna.create_study(direction="minimize", sampler=search.sampler())

@@ -26,6 +26,7 @@ from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 WARMUP_STEPS = 3
 SEED = 42
+LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class PeerModel(nn.Module):
@@ -176,45 +177,53 @@ def trainer_arguments(workload: Workload, precision: str, folder: str, **more: A
     )
 
 
-def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
+def fit_lightning(
+    model: PeerModel, rate: float, precision: str, batches: Sequence[Any], on_step: Callable[[], None]
+) -> tuple[Any, Any]:
+    """A Lightning Trainer with its defaults that has trained one epoch, and its module.
+
+    `batches` are of training, and of validation where that is to follow.
+    """
     import lightning as L
-    from torch.utils.data import DataLoader
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    clock = StepClock()
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = PeerModel(read_tasks(folder))
+            self.model = model
 
         def training_step(self, batch: Any, _index: int) -> Tensor:
             return self.model(**batch)["loss"]
 
         def validation_step(self, batch: Any, _index: int) -> None:
-            self.model(**batch)
+            self.log("val_loss", self.model(**batch)["loss"], batch_size=len(batch["input_ids"]))
 
         def on_train_batch_end(self, *_: Any) -> None:
-            clock.step()
+            on_step()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+            return torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
 
-    L.seed_everything(SEED, verbose=False)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off = dict.fromkeys(quiet, False)
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", precision=LIGHTNING[precision], **off)
+    module = Module()
+    trainer.fit(module, *batches)
+    return trainer, module
+
+
+def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
+    from torch.utils.data import DataLoader
+
+    clock = StepClock()
+    torch.manual_seed(SEED)
     train = read_split(folder, "train", workload.max_length)
     validation = read_split(folder, "validation", workload.max_length)
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    trainer.fit(module, DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad))
+    shuffled = DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad)
+    model = PeerModel(read_tasks(folder))
+    trainer, module = fit_lightning(model, LEARNING_RATE, precision, [shuffled], clock.step)
     batches = DataLoader(validation, 8, collate_fn=pad)
     evaluate = partial(trainer.validate, module, batches, verbose=False)
     return clock.rates(workload.batch_size, evaluate, len(validation))

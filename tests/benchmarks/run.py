@@ -9,23 +9,25 @@ does nothing else.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 
 from workload import WORKLOADS, write_workload
 
 from hpo.device import probe_device
 from hpo.precision.table import support
-
-CONTENDERS = Path(__file__).with_name("contenders.py")
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,20 @@ UNITS = {
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:
-    """What one contender measured. Raises RuntimeError with the end of its output where it failed."""
-    command = [sys.executable, str(CONTENDERS), name, str(folder), workload, precision]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """What one contender measures in this process: one epoch, then an evaluation as it does by default.
+
+    Rates leave out the first steps, as many for each.
+    """
+    contenders = import_module("ours" if name.startswith("hpo") else "peers").CONTENDERS
+    with redirect_stdout(sys.stderr):
+        return dict(contenders[name](folder, WORKLOADS[workload], precision))
+
+
+def run_apart(*arguments: object) -> dict[str, float]:
+    """The same in a new process."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=warnings.simplefilter, initargs=("ignore",)) as pool:
+        return pool.submit(run_contender, *arguments).result()
 
 
 def rounds(
@@ -96,7 +106,7 @@ def rounds(
 ) -> Iterator[dict[str, dict[str, float]]]:
     """{contender: measured} of each round but the first."""
     for number in range(num_rounds + 1):
-        results = {name: run_contender(name, folder, workload, precision) for name in names}
+        results = {name: run_apart(name, folder, workload, precision) for name in names}
         print(f"{workload} {precision} round {number} of {num_rounds}", file=sys.stderr)
         if number:
             yield results
@@ -128,6 +138,7 @@ def main() -> None:
     groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in chosen:
         groups[figure.work].append(figure)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     device = probe_device("cpu")
     print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, torch {device.torch_version}, "

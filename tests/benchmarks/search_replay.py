@@ -21,7 +21,6 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 from search_table import Row, Table
 
-from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.samplers import build_pruner, build_sampler
@@ -60,17 +59,14 @@ class Replay:
     """Trials whose configuration an earlier trial of the search had."""
 
 
-def ours(name: str, sampler: SamplerConfig | None = None, pruner: PrunerConfig | None = None) -> Contender:
-    """This package as its workers search; what is None is as in a study file that does not name it."""
-
-    def search(table: Table, seed: int) -> tuple[BaseSampler, BasePruner]:
-        study = table.study
-        seeded = (sampler or study.sampler).model_copy(update={"seed": seed})
-        return build_sampler(seeded, study.search_space), build_pruner(pruner or study.pruner)
-
-    return Contender(name, search, infeasible="constraint")
+def of_study(table: Table, seed: int) -> tuple[BaseSampler, BasePruner]:
+    """This package as its workers search a study file that names neither sampler nor pruner."""
+    study = table.study
+    seeded = study.sampler.model_copy(update={"seed": seed})
+    return build_sampler(seeded, study.search_space), build_pruner(study.pruner)
 
 
+OURS = Contender("ours", of_study, infeasible="constraint")
 PLAIN_TPE = Contender("plain TPE", lambda _, seed: (TPESampler(seed=seed), NopPruner()))
 RANDOM = Contender("random", lambda _, seed: (RandomSampler(seed=seed), NopPruner()))
 TRAINER = Contender(
@@ -81,35 +77,14 @@ TRAINER = Contender(
     reported_step="step",
     value="last",
 )
-PRUNERS = ("none", "hyperband", "asha", "median", "percentile", "patient")
-CONTENDERS = (
-    ours("ours"),
-    *(ours(f"ours, {name}", pruner=PrunerConfig(name=name)) for name in PRUNERS),
-    *(
-        ours(
-            f"ours, from evaluation {n}",
-            pruner=PrunerConfig.model_validate({"name": "asha", "min_resource": n, "reduction_factor": 2}),
-        )
-        for n in (1, 2, 3, 4)
-    ),
-    ours("ours, 10 at random", SamplerConfig.model_validate({"n_startup_trials": 10})),
-    ours("ours, gp", SamplerConfig(name="gp")),
-    PLAIN_TPE,
-    TRAINER,
-    RANDOM,
-)
+CONTENDERS = (OURS, PLAIN_TPE, TRAINER, RANDOM)
 
 
 def replay(contender: Contender, table: Table, seed: int, *, max_trials: int = MAX_TRIALS) -> Replay:
     """Search the space of `table` until the target is reached, or for `max_trials`."""
     sampler, pruner = contender.search(table, seed)
-    study = optuna.create_study(
-        # Hyperband divides the trials among its brackets by the name.
-        study_name=f"{table.study.name}-{seed}",
-        direction=table.study.objective[0].direction,
-        sampler=sampler,
-        pruner=pruner,
-    )
+    direction = table.study.objective[0].direction
+    study = optuna.create_study(direction=direction, sampler=sampler, pruner=pruner)
     target = TARGET * table.best_score
     seconds, num_pruned = 0.0, 0
     had: Counter[str] = Counter()
@@ -145,11 +120,11 @@ def _run(contender: Contender, study: optuna.Study, trial: Trial, row: Row) -> t
     return told.state, row.seconds
 
 
-def print_replays(table: Table, seeds: Sequence[int], contenders: Sequence[Contender]) -> None:
-    """Run the contenders, plain TPE among them, with every seed over `table` and print the seconds."""
+def print_replays(table: Table, seeds: Sequence[int]) -> None:
+    """Run the contenders with every seed over `table` and print the seconds."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    replays = {one.name: [replay(one, table, seed) for seed in seeds] for one in contenders}
+    replays = {one.name: [replay(one, table, seed) for seed in seeds] for one in CONTENDERS}
     baseline = statistics.median(one.seconds for one in replays[PLAIN_TPE.name])
     rows = table.rows.values()
     num_good = sum(row.score is not None and row.score >= TARGET * table.best_score for row in rows)

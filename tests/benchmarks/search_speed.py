@@ -1,6 +1,6 @@
 """Seconds until a search has found 99 % of the best score: ours against other samplers and pruners.
 
-    python tests/benchmarks/search_speed.py tabulate     run every configuration; resumable
+    python tests/benchmarks/search_speed.py tabulate     run every configuration
     python tests/benchmarks/search_speed.py replay       search the tables, 20 seeds each
 
 The spaces and their tables are in `tests/benchmarks/spaces/`. To tabulate takes the better part of an hour
@@ -23,25 +23,15 @@ def main() -> None:
     parser.add_argument("command", choices=("tabulate", "replay"))
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--seeds", type=int, default=20, help="replay: how many; default: 20")
-    contenders = {contender.name: contender for contender in search_replay.CONTENDERS}
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="NAME",
-        default=list(contenders),
-        choices=contenders,
-        help=f"replay: these beside plain TPE; of {'; '.join(contenders)}",
-    )
     arguments = parser.parse_args()
     names = arguments.tables or known
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"there is no table {', '.join(unknown)}; there are {', '.join(known)}")
-    chosen = [contenders[name] for name in dict.fromkeys([*arguments.only, search_replay.PLAIN_TPE.name])]
     for name in names:
         if arguments.command == "tabulate":
             search_table.tabulate(name)
         else:
-            search_replay.print_replays(search_table.load_table(name), range(arguments.seeds), chosen)
+            search_replay.print_replays(search_table.load_table(name), range(arguments.seeds))
 
 
 if __name__ == "__main__":

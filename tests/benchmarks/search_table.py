@@ -36,12 +36,6 @@ from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
 
 SPACES = Path(__file__).with_name("spaces")
-_DECIDES = (
-    *("objective", "data", "model", "training"),
-    *("amp", "compat", "evaluation", "checkpoint", "search_space"),
-)
-"""Keys of a study file on which a row depends."""
-
 Key = tuple[Any, ...]
 """Values of the searched settings, in the order of the search space."""
 
@@ -104,51 +98,39 @@ def table_names() -> list[str]:
 
 
 def load_table(name: str) -> Table:
-    """The table `name`. Raises ValueError where it is not whole."""
     study = load_study(SPACES / f"{name}.yaml")
-    path = SPACES / f"{name}.jsonl"
-    header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    header, *lines = map(json.loads, _path(name).read_text(encoding="utf-8").splitlines())
     rows = {}
     for line in lines:
         evaluations = tuple(TabulatedEvaluation(*fields) for fields in line["evaluations"])
         row = Row(line["params"], line["outcome"], line["score"], line["seconds"], evaluations)
         rows[tuple(row.params.values())] = row
-    if missing := sum(tuple(params.values()) not in rows for params in configurations(study)):
-        raise ValueError(f"{path}: {missing} configurations are missing. Go on with `{_command(name)}`.")
     return Table(study, header, rows)
 
 
-def _command(name: str) -> str:
-    return f"python tests/benchmarks/search_speed.py tabulate {name}"
+def _path(name: str) -> Path:
+    return SPACES / f"{name}.jsonl"
 
 
 def tabulate(name: str) -> None:
-    """Run what is missing of the table `name`, a configuration after the other, and append it to its file.
-
-    Raises ValueError where the file was begun with other versions, on another machine or for another study:
-    its seconds and scores would not compare.
-    """
+    """Run every configuration of the table `name`, one after the other, and write its file at the end."""
     study = load_study(SPACES / f"{name}.yaml")
-    path = SPACES / f"{name}.jsonl"
     device = probe_device(study.device)
-    done = begin(path, _header(study, name, device))
-    missing = [params for params in configurations(study) if tuple(params.values()) not in done]
-    if not missing:
-        print(f"{name}: all {len(done)} configurations are there")
-        return
+    every = configurations(study)
     # Compatibility is measured once for all trials, as with the database of a study.
     measured: dict[str, Any] = {}
     cache = SimpleNamespace(get_compat=measured.get, put_compat=measured.setdefault)
-    with tempfile.TemporaryDirectory() as runs, path.open("a", encoding="utf-8") as file:
+    lines = [_header(study, name, device)]
+    with tempfile.TemporaryDirectory() as runs:
         executor = Executor(study, device, Path(runs), cache)
-        run_one(executor, missing[0])  # imports, tokens and first allocations are no trial's
-        for number, params in enumerate(missing, start=len(done) + 1):
+        run_one(executor, every[0])  # imports, tokens and first allocations are no trial's
+        for number, params in enumerate(every, start=1):
             row = run_one(executor, params)
             if row["outcome"] == "failed":
                 raise RuntimeError(f"{params} failed: {row['reason']}")
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            lines.append(row)
             print(f"{number} {row['outcome']} {row['score']} {row['seconds']} s {params}", flush=True)
+    _path(name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +141,7 @@ def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
     """
     folder = executor.runs_dir / "trial"
     evaluations: list[TabulatedEvaluation] = []
-    wall_started, started = time.perf_counter(), time.process_time()
+    started = time.process_time()
 
     def on_evaluation(scored: ScoredEvaluation) -> None:
         seconds = round(time.process_time() - started, 3)
@@ -167,20 +149,14 @@ def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
         evaluations.append(TabulatedEvaluation(one.index, one.step, seconds, score))
 
     result = executor.run(params, folder, "tabulated", Callbacks(on_evaluation))
-    seconds, wall_seconds = time.process_time() - started, time.perf_counter() - wall_started
+    seconds = time.process_time() - started
     shutil.rmtree(folder, ignore_errors=True)
-    setup_seconds = result.telemetry.get("setup_seconds")
     return {
         "params": dict(params),
         "outcome": result.outcome,
         "reason": result.reason,
         "score": None if result.values is None else round(result.values[0], 6),
         "seconds": round(seconds, 3),
-        "wall_seconds": round(wall_seconds, 3),
-        # Wall time too, as the trial measured it; the set-up lasts until the first training step, if any.
-        "setup_seconds": None if setup_seconds is None else round(setup_seconds, 3),
-        "train_seconds": round(result.telemetry.get("train_seconds", 0.0), 3),
-        "evaluation_seconds": round(result.telemetry.get("evaluation_seconds", 0.0), 3),
         "evaluations": evaluations,
     }
 
@@ -189,7 +165,7 @@ def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]
     searched = study.search_space.get("fp_precision")
     precisions = searched.grid() if searched else [study.training.fp_precision]
     return {
-        "command": _command(name),
+        "command": f"python tests/benchmarks/search_speed.py tabulate {name}",
         "begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": device.describe(),
         "num_threads": torch.get_num_threads(),
@@ -205,24 +181,4 @@ def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]
             "transformers": transformers.__version__,
             "numpy": numpy.__version__,
         },
-        "study": {key: study.definition()[key] for key in _DECIDES},
     }
-
-
-def begin(path: Path, header: Mapping[str, Any]) -> set[Key]:
-    """Write the header where there is no table yet; return the configurations that are in it.
-
-    A line that was cut off when the process was killed is removed.
-    """
-    if not path.exists():
-        path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-        return set()
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    before, *lines = map(json.loads, whole.splitlines())
-    for key in header:
-        if key != "begun" and before[key] != json.loads(json.dumps(header[key])):
-            raise ValueError(f"{path} was begun with {key} {before[key]}, but here it is {header[key]}.")
-    return {tuple(line["params"].values()) for line in lines}

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import optuna
 import pytest
-import search_table
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import GridSampler, RandomSampler
-from search_replay import PLAIN_TPE, RANDOM, TARGET, TRAINER, Contender, ours, replay
-from search_table import Table, begin, configurations, load_table, table_names
-
-from hpo.config.sampler_config import PrunerConfig
-
-NO_PRUNER = PrunerConfig(name="none")
+from search_replay import OURS, RANDOM, TARGET, Contender, of_study, replay
+from search_table import Table, configurations, load_table, table_names
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +44,6 @@ def test_exhaustive_search_finds_the_best(table: Table) -> None:
     assert min(row.seconds for row in good) <= found.seconds <= sum(row.seconds for row in rows)
 
 
-def test_ours_ends_within_one_pass_without_a_pruner(table: Table) -> None:
-    """No configuration is had twice, so the best is met at the latest with the last one."""
-    for seed in range(2):
-        found = replay(ours("ours", pruner=NO_PRUNER), table, seed)
-        assert found.reached
-        assert found.num_repeats == 0
-
-
-@pytest.mark.parametrize("contender", [ours("ours"), PLAIN_TPE, TRAINER], ids=lambda one: one.name)
-def test_a_seed_decides_the_search(table: Table, contender: Contender) -> None:
-    assert replay(contender, table, 3, max_trials=25) == replay(contender, table, 3, max_trials=25)
-    assert replay(contender, table, 3, max_trials=25) != replay(contender, table, 4, max_trials=25)
-
-
 class _PruneAll(BasePruner):
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:  # noqa: ARG002
         return True
@@ -85,26 +63,7 @@ def test_an_infeasible_trial_is_never_the_best(table: Table) -> None:
     best = max(table.rows.values(), key=lambda row: row.score or 0.0)
     broken = {"outcome": "nonfinite", "score": None, "seconds": 1.0, "evaluations": ()}
     rows = {key: row if row is best else replace(row, **broken) for key, row in table.rows.items()}
-    found = replay(ours("ours", pruner=NO_PRUNER), replace(table, rows=rows), 0)
+    without_pruner = replace(OURS, search=lambda *given: (of_study(*given)[0], NopPruner()))
+    found = replay(without_pruner, replace(table, rows=rows), 0)
     assert found.reached
     assert found.seconds == pytest.approx(best.seconds + found.num_trials - 1)
-
-
-def test_a_table_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (search_table.SPACES / "bert.jsonl").read_text().splitlines()
-    (tmp_path / "bert.jsonl").write_text("\n".join(lines[:-2]) + "\n")
-    shutil.copy(search_table.SPACES / "bert.yaml", tmp_path)
-    monkeypatch.setattr(search_table, "SPACES", tmp_path)
-    with pytest.raises(ValueError, match="2 configurations are missing"):
-        load_table("bert")
-
-
-def test_a_killed_table_goes_on_without_its_torn_line(tmp_path: Path) -> None:
-    header = {"command": "c", "machine": "m", "begun": "now"}
-    path = tmp_path / "t.jsonl"
-    assert begin(path, header) == set()
-    path.write_text(path.read_text() + json.dumps({"params": {"a": 1}}) + "\n" + '{"params": {"a": 2')
-    assert begin(path, {**header, "begun": "later"}) == {(1,)}
-    assert path.read_text().endswith('{"params": {"a": 1}}\n')
-    with pytest.raises(ValueError, match="was begun with machine m, but here it is other"):
-        begin(path, {**header, "machine": "other"})
