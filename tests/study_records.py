@@ -33,8 +33,9 @@ DISTRIBUTIONS: dict[str, BaseDistribution] = {
     if "choices" in entry
 } | {"learning_rate": FloatDistribution(1e-5, 1e-3, log=True)}
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
-EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 30.0}
+EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 30.0, "bf16-true": 30.0}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
+DTYPES["bf16-true"] = "bfloat16"
 NO_TF32 = "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16."
 ENDINGS = {
     # trial number: outcome other than complete, and why

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from pathlib import Path
 from typing import Any
 
-import pytest
-from browser import open_chromium
 from study_records import DEVICE, GPU, fake_trial, tables_of, two_device_record
 
 from hpo.report.charts import all_charts, metric_throughput, precision_metric
 from hpo.report.dashboard import study_note
 from hpo.report.formats import format_number
-from hpo.report.report import write_report
 from hpo.report.tables import StudyTables, brief_summary, precision_comparison
 from hpo.study.reading.study_record import TrialRecord, device_kinds
 
@@ -84,24 +80,3 @@ def test_cpus_of_one_name_with_other_instructions_are_two_kinds() -> None:
     assert set(device_kinds(same).values()) == {CPU}
     kinds = device_kinds([*same, on(2, cpu_features=["avx2"])])
     assert kinds == {0: f"{CPU} (amx_bf16)", 1: f"{CPU} (amx_bf16)", 2: f"{CPU} (avx2)"}
-
-
-def test_page_and_dashboard_show_each_device(tmp_path: Path) -> None:
-    for text in (write_report(RECORD, tmp_path).read_text(), study_note(TABLES)):
-        assert f"bf16 on {CARD}" in text
-        assert f"bf16 on {CPU}" in text
-
-
-@pytest.mark.browser
-def test_long_names_of_devices_fit_a_narrow_page(tmp_path: Path) -> None:
-    for trial in (record := two_device_record()).trials:
-        name = trial.telemetry["device"]["name"]
-        trial.telemetry["device"]["name"] = f"{name} Scalable Family (8480C) Processor @ 2.00GHz"
-    path = write_report(record, tmp_path)
-    with open_chromium() as chromium:
-        page = chromium.new_page(viewport={"width": 400, "height": 900})
-        page.goto(path.as_uri())
-        page.locator("summary", has_text="By the precision requested").click()
-        plot = page.wait_for_selector("#precision_metric .nsewdrag", state="attached")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400
-        assert plot.bounding_box()["width"] > 120, "the names leave room for the trials"

@@ -16,7 +16,6 @@ from hpo.report.charts import (
     Series,
     all_charts,
     history,
-    importances,
     learning_curves,
     metric_throughput,
     objectives,
@@ -89,13 +88,6 @@ def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slowe
     assert not metric_throughput(tables_of([fast]))[0].x_log
 
 
-def test_importances_contain_fp_precision() -> None:
-    chart = importances(fake_tables())
-    assert "fp_precision" in chart.y_ticks
-    assert sum(chart.series[0].x) == pytest.approx(1)
-    assert "best 5 of 27 complete trials" in chart.caption
-
-
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     record = fake_record()
     (chart,) = learning_curves(StudyTables(record), 0, "seconds")
@@ -148,33 +140,21 @@ def test_a_chart_that_cannot_be_drawn_is_left_out(trials: list[TrialRecord]) -> 
         assert chart.series
 
 
-def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
-    trial = fake_trial(0, "fp32")
-    for row in trial.evaluations:
-        row.metrics["peak_memory_bytes"] = 1.5 * 2**30
-    (chart,) = learning_curves(tables_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
-    assert chart.y_label == "peak memory (GiB)"
-    assert list(chart.series[0].y) == [1.5] * 4
-    assert "1.5 GiB" in chart.series[0].hover[0]
-
-
 @pytest.mark.parametrize(("numbers", "step"), [(range(3), 1), (range(0, 60, 7), 10)])
 def test_trial_numbers_have_whole_ticks(numbers: range, step: int) -> None:
     chart = history(tables_of([fake_trial(number, "fp32") for number in numbers]))
     assert plotly_figure(chart).layout.xaxis.dtick == step
 
 
-THREE_KEYS = ["objectives", "metric_throughput", "metric_throughput_2"]
-
-
 @pytest.mark.parametrize(
     ("metrics", "keys"),
     [
         (("score", "train_examples_per_second"), ["objectives"]),
-        (("train_tokens_per_second", "score"), ["objectives"]),
         (("train_examples_per_second",), []),
-        (("score", "peak_memory_bytes"), THREE_KEYS),
-        (("score", "peak_memory_bytes", "train_tokens_per_second"), THREE_KEYS),
+        (
+            ("score", "peak_memory_bytes", "train_tokens_per_second"),
+            ["objectives", "metric_throughput", "metric_throughput_2"],
+        ),
     ],
 )
 def test_no_chart_shows_an_objective_against_throughput_twice(
@@ -184,10 +164,3 @@ def test_no_chart_shows_an_objective_against_throughput_twice(
     tables = tables_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
     drawn = [chart.key for chart in all_charts(tables)]
     assert [key for key in drawn if key.startswith(("objectives", "metric_throughput"))] == keys
-
-
-def test_the_caption_names_the_settings_that_differ_too() -> None:
-    assert "batch_size, head_type, init_scale, learning_rate" in precision_metric(fake_tables()).caption
-    alike = [fake_trial(0, "fp32"), fake_trial(1, "bf16")]
-    alike[1].params.update({**alike[0].params, "fp_precision": "bf16"})
-    assert "differ" not in precision_metric(tables_of(alike)).caption

@@ -7,7 +7,6 @@ from detailed_documents import (
     class_row,
     document,
     every_kind,
-    interval,
     nothing_known,
     single_label,
     task_document,
@@ -41,13 +40,6 @@ def test_each_metric_is_a_dot_in_its_interval() -> None:
     assert lines == [([pytest.approx(0.37), pytest.approx(0.43)], [0, 0]), ([0.65, 0.8], [1, 1])]
     assert [(one.x[0], one.y[0]) for one in chart.series if one.draw == "points"] == [(0.4, 0), (0.7, 1)]
     assert "are in the table alone" in chart.caption
-
-
-def test_a_metric_without_an_interval_is_a_dot() -> None:
-    tasks = {"t": task_document("regression", {})}
-    tasks["t"]["metrics"] = {"r2": {**interval(0.4), "low": None, "high": None}}
-    chart = drawn(intervals_chart(detailed(document(tasks, score=None))))
-    assert [one.draw for one in chart.series] == ["points"]
 
 
 def test_classes_are_drawn_with_the_lowest_f1_on_top() -> None:

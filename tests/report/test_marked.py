@@ -98,7 +98,4 @@ def test_a_text_is_text_wherever_a_span_cuts_it() -> None:
 )
 def test_marks_of_labels(truth: Any, predicted: Any, expected: list[tuple[str, str, str]]) -> None:
     assert pieces(marked_labels(truth, predicted)) == expected
-
-
-def test_no_label_at_all() -> None:
     assert marked_labels([], []) == "none"

@@ -24,12 +24,6 @@ def line(chart: Chart, name: str, *, dashed: bool = False) -> Series:
     return next(one for one in chart.series if one.name == name and one.dashed == dashed)
 
 
-@pytest.fixture(autouse=True)
-def _speed_and_dtype_of_bf16_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fake_trial.__globals__["EXAMPLES_PER_SECOND"], "bf16-true", 30.0)
-    monkeypatch.setitem(fake_trial.__globals__["DTYPES"], "bf16-true", "bfloat16")
-
-
 def test_the_table_has_a_row_for_each_evaluation() -> None:
     made = trial(3, "bf16-true", 0.5, 0.7)
     old = fake_trial(4, "fp32")

@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -18,7 +17,6 @@ from tiny import write_study
 
 from hpo.errors import RunError
 from hpo.report.report import write_report
-from hpo.report.status import trial_seconds
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord
 
@@ -34,10 +32,6 @@ def full_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page_text(path: Path) -> str:
     """The report without plotly.js."""
     return without_plotly(path)
-
-
-def test_the_page_is_small_enough_for_a_message(full_report: Path) -> None:
-    assert full_report.stat().st_size < 3e6
 
 
 def printed_commands(path: Path) -> list[list[str]]:
@@ -60,13 +54,6 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     by_precision = StudyTables(fake_record()).by_precision
     pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
-
-
-def test_the_trials_are_read_once_for_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = Mock(side_effect=trial_seconds)
-    monkeypatch.setattr("hpo.report.tables.trial_seconds", seconds)
-    write_report(fake_record(), tmp_path)
-    assert seconds.call_count == 40
 
 
 def test_the_page_says_what_matters_first(full_report: Path) -> None:
@@ -98,6 +85,7 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
 
 def test_the_page_refers_to_nothing_outside(full_report: Path) -> None:
     text = page_text(full_report)
+    assert full_report.stat().st_size < 3e6, "small enough for a message"
     assert not re.findall(r"(?:src|href|action)\s*=\s*[\"']?(?!#)[^\s>]+|url\(|@import", text)
     assert "default-src 'none'" in text
 
@@ -180,12 +168,8 @@ def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: py
         write_report(fake_record(), tmp_path)
     assert path.read_bytes() == before
     assert not [file for file in tmp_path.rglob(".*") if file.is_file()]
-
-
-def test_a_file_in_the_way_is_one_clear_message(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("not a folder")
-    with pytest.raises(RunError, match=r"could not be written to .*out: Not a directory"):
-        write_report(record_of([]), tmp_path / "out")
+    with pytest.raises(RunError, match=r"could not be written to .*ordinary: Not a directory"):
+        write_report(record_of([]), tmp_path / "ordinary")
 
 
 @pytest.mark.browser
@@ -204,17 +188,6 @@ def test_the_page_opens_offline_and_fits(width: int, chromium: Any, full_report:
         assert page.evaluate(
             "[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)"
         )
-
-
-@pytest.mark.browser
-def test_hostile_text_does_nothing_in_a_browser(chromium: Any, tmp_path: Path) -> None:
-    path = write_report(hostile_record(), tmp_path)
-    page = chromium.new_page()
-    page.goto(path.as_uri())
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
-    assert page.evaluate("window.hacked") is None
-    assert page.locator("h1").inner_text() == HOSTILE
-    page.close()
 
 
 def test_the_printed_command_runs(tmp_path: Path) -> None:

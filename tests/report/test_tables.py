@@ -132,18 +132,6 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
         assert after[name] == before[name]
 
 
-def test_devices_are_not_mixed() -> None:
-    trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32"), fake_trial(2, "fp32", "failed")]
-    trials[1].telemetry["device"]["name"] = "Example GPU"
-    trials[2].telemetry.clear()
-    tables = tables_of(trials, definition={})
-    assert list(tables.by_precision["device"]) == ["Example CPU", "Example GPU", "not known"]
-    assert list(tables.by_precision["measured"]) == [1, 1, 0]
-    assert "device" in brief_summary(tables)
-    columns = [f"fp32 on {device}" for device in tables.by_precision["device"]]
-    assert list(precision_comparison(tables)) == ["requested precision", *columns]
-
-
 def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
     trial = fake_trial(0, "fp32")
     trial.telemetry.update(resumed_from_step=40, train_seconds=50.0, evaluation_seconds=5.0)
@@ -223,12 +211,6 @@ def test_choices_that_no_trial_drew_are_in_the_table() -> None:
     emulating = choosing(["fp32", "bf16"], amp={"allow_emulated": True})
     assert tables_of(trials[:1], definition=emulating).undrawn == {"bf16": ""}
     assert tables_of([], definition=definition).undrawn == {}
-
-
-def test_a_crashed_trial_is_wasted_time() -> None:
-    crashed = fake_trial(0, "fp32", "crashed")
-    row = row_of(tables_of([crashed, fake_trial(1, "fp32")]), "fp32")
-    assert (row["crashed"], row["wasted_seconds"]) == (1, pytest.approx(crashed.seconds))
 
 
 def test_the_brief_summary_fits_a_terminal() -> None:
