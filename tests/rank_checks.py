@@ -12,14 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny import CPU, EMULATED, tiny_executor
-from tiny_loop import Trained, amp_of, config_of, loop_parts, train_steps
+from tiny_loop import amp_of, config_of, loop_parts, train_for
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, evaluation_batches
@@ -29,32 +28,28 @@ from hpo.training import loop
 from hpo.training.distributed import GradientSum, connected_ranks, merge, rank, world_size
 from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
-from hpo.training.progress import Budget, TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import Budget
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor, follow
-from hpo.trial.trial_parts import training_args
 
 NO_DROPOUT = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
 collate, compute = loop.collate, MultitaskLoss.__call__
 
 
-def facts(trained: Trained) -> dict[str, Any]:
-    statistics = trained.mixed_precision.statistics()
+def trained(executor: Executor, amp: Any = EMULATED, **params: Any) -> dict[str, Any]:
+    found = train_for(executor, Budget(max_steps=4), amp=amp, **NO_DROPOUT | params)
+    (evaluation,) = found.evaluations
+    statistics = found.mixed_precision.statistics()
     return {
-        "losses": trained.losses,
-        "metrics": trained.evaluation.metrics,
-        "numerics": trained.evaluation.numerics,
+        "losses": found.losses,
+        "metrics": evaluation.metrics,
+        "numerics": evaluation.numerics,
         "skipped": statistics.skipped_steps,
         "fallbacks": statistics.fp32_fallbacks,
-        "scale": trained.mixed_precision.scaler.get_scale(),
-        "num_tokens": trained.state.num_tokens,
-        "weights": [float(weight.detach().double().sum()) for weight in trained.model.parameters()],
+        "scale": found.mixed_precision.scaler.get_scale(),
+        "num_tokens": found.state.num_tokens,
+        "weights": [float(weight.detach().double().sum()) for weight in found.model.parameters()],
     }
-
-
-def trained(executor: Executor, amp: Any = EMULATED, **params: Any) -> dict[str, Any]:
-    return facts(train_steps(executor, 4, amp, **NO_DROPOUT | params))
 
 
 def with_few_labels(split: Any, windows: Any, tasks: Any, pad_id: int) -> Batch:
@@ -119,9 +114,6 @@ def check_losses(folder: Path) -> dict[str, Any]:
         ),
         "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
         "bf16-true": trained(executor, fp_precision="bf16-true"),
-        "fp16 with skipped steps": trained(
-            executor, fp_precision="fp16", init_scale=2.0**18, micro_batch_size=4
-        ),
     }
     loop.collate = with_few_labels
     found["few labels"] = trained(executor, class_weighting="balanced")
@@ -137,8 +129,6 @@ def check_losses(folder: Path) -> dict[str, Any]:
         except Nonfinite as error:
             found["too many fallbacks"] = {"error": str(error)}
     loop.collate = collate
-    dropout = {"dropout": 0.1, "head_dropout": 0.1}
-    found["dropout"] = {"twice": [facts(train_steps(executor, 2, **dropout)) for _ in range(2)]}
     return found
 
 
@@ -152,18 +142,9 @@ def check_gradients() -> list[float | None]:
 
 
 def check_seconds(folder: Path) -> dict[str, Any]:
-    executor = tiny_executor(folder, CPU)
-    config = config_of(executor, **NO_DROPOUT)
-    model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(
-        training_args(executor.study, config, data.train.num_windows),
-        budget=Budget(max_seconds=0.3),
-        num_evaluations=2,
-    )
-    state = TrainState()
-    clock = TrainingClock(state, ThroughputMeter(executor.device))
-    list(loop.train(loop.Learner(model, loss_fn, amp_of("fp32")), optimizer, data, args, clock))
-    return {"steps": state.step, "seconds": state.train_seconds, "lr": optimizer.param_groups[0]["lr"]}
+    found = train_for(tiny_executor(folder, CPU), Budget(max_seconds=0.3), 2, **NO_DROPOUT)
+    rate = found.optimizer.param_groups[0]["lr"]
+    return {"steps": found.state.step, "seconds": found.state.train_seconds, "lr": rate}
 
 
 def check_evaluation(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from hpo.data.batches import Batch
 from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.losses import LossOptions, MultitaskLoss
 from hpo.trial.executor import Executor
+from hpo.trial.measure import Measurement, measure
 
 ENCODER: dict[str, Any] = {
     "model_type": "bert",
@@ -137,3 +139,18 @@ def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
 
 def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
     return MultitaskLoss(tasks, LossOptions(**options), {}, {})
+
+
+def tiny_measurement(
+    model: MultitaskModel, batch: Batch, loss_fn: MultitaskLoss, name: str, **amp: Any
+) -> Measurement:
+    """What the compatibility check finds of a model in the precision `name`."""
+    parts: Any = SimpleNamespace(
+        device=CPU,
+        config=SimpleNamespace(amp=EMULATED.model_copy(update=amp)),
+        resolution=Resolution(name, name, "emulated"),
+        model=model,
+        loss_fn=loss_fn,
+        compile=None,
+    )
+    return measure(parts, batch)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from tiny import CPU, EMULATED
+from tiny import CPU, EMULATED, tiny_batch, tiny_objective
 from torch import Tensor
 
 from hpo.config.trial_config import TrialConfig, build_trial_config
@@ -14,9 +15,9 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Learner, TrainingData, train
+from hpo.training.loop import Learner, TrainingData, accumulate_gradients, train
 from hpo.training.losses import MultitaskLoss
-from hpo.training.progress import TrainingClock, TrainState
+from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
@@ -56,19 +57,43 @@ class LossRecorder(MixedPrecision):
 
 
 class Trained(NamedTuple):
-    losses: list[float]
-    evaluation: Evaluation
+    evaluations: list[Evaluation]
     state: TrainState
-    mixed_precision: MixedPrecision
+    mixed_precision: LossRecorder
     model: MultitaskModel
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def losses(self) -> list[float]:
+        return self.mixed_precision.losses
 
 
-def train_steps(executor: Executor, num_steps: int, amp: AmpConfig = EMULATED, **params: Any) -> Trained:
-    """Train so many steps of a trial and evaluate."""
-    config = config_of(executor, max_steps=num_steps, **params)
+def train_for(
+    executor: Executor,
+    budget: Budget,
+    num_evaluations: int = 1,
+    amp: AmpConfig = EMULATED,
+    clock: TrainingClock | None = None,
+    **params: Any,
+) -> Trained:
+    """The training of a trial, to the end of the budget."""
+    config = config_of(executor, **params)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     recorder = LossRecorder(PRECISIONS[config.fp_precision], amp, CPU)
-    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
+    clock = clock or TrainingClock(TrainState(), ThroughputMeter(CPU))
     args = training_args(executor.study, config, data.train.num_windows)
-    (evaluation,) = train(Learner(model, loss_fn, recorder), optimizer, data, args, clock)
-    return Trained(recorder.losses, evaluation, clock.state, recorder, model)
+    args = replace(args, budget=budget, num_evaluations=num_evaluations)
+    evaluations = list(train(Learner(model, loss_fn, recorder), optimizer, data, args, clock))
+    return Trained(evaluations, clock.state, recorder, model, optimizer)
+
+
+def accumulate(
+    model: MultitaskModel,
+    amp: MixedPrecision,
+    micro_batch_size: int = 6,
+    loss_fn: MultitaskLoss | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """The loss of the tiny batch, whose gradients the model has."""
+    learner = Learner(model, loss_fn or tiny_objective(), amp)
+    return accumulate_gradients(learner, tiny_batch(), seed, TrainState(micro_batch_size=micro_batch_size))

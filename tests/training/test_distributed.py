@@ -67,7 +67,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("few labels", 1e-5),
         ("a last batch of one row", 1e-5),
         ("bf16-true", 2e-3),
-        ("fp16 with skipped steps", 2e-3),
         ("fallback", 2e-3),
     ],
 )
@@ -79,8 +78,6 @@ def test_two_ranks_have_the_losses_of_one_process(found: Found, case: str, toler
     assert first["metrics"] == second["metrics"]
     for name in ("skipped", "num_tokens", "fallbacks", "scale"):
         assert first[name] == second[name] == alone[name]
-    if case.startswith("fp16"):
-        assert alone["skipped"] > 0
     if case == "fallback":
         assert alone["fallbacks"] == 4
     if tolerance == 1e-5:
@@ -113,12 +110,6 @@ def test_the_fp32_fallbacks_of_one_rank_end_the_training_of_all(found: Found) ->
 
 def test_logits_of_an_evaluation_are_those_of_one_process_bit_by_bit(found: Found) -> None:
     assert [each["evaluation"] for each in found] == [True, True, True]
-
-
-def test_with_dropout_a_run_can_be_repeated(found: Found) -> None:
-    (one, again), (other, _) = (each["losses"]["dropout"]["twice"] for each in found[:2])
-    assert one["losses"] == again["losses"] == other["losses"]
-    assert one["weights"] == other["weights"]
 
 
 def test_ranks_have_different_seeds_and_rank_0_that_of_a_process_alone() -> None:

@@ -63,7 +63,7 @@ class Squares:
         return factor(self.step) * errors.square().sum() / 2 / num_items["rows"]
 
 
-def reference(optimizer: str, scales: bool) -> list[tuple[np.ndarray, float]]:
+def reference(optimizer: str) -> list[tuple[np.ndarray, float]]:
     """Weights and scale after each step, by the formulas of the papers, in fp64."""
     weight = np.linspace(-1, 1, NUM_WEIGHTS)
     scale, good, taken = SCALER["init_scale"], 0, 0
@@ -72,7 +72,7 @@ def reference(optimizer: str, scales: bool) -> list[tuple[np.ndarray, float]]:
     for step in range(STEPS):
         rows, truth = ROWS[step].double().numpy(), TRUTH[step].double().numpy()
         gradient = factor(step) * rows.T @ (rows @ weight - truth) / NUM_ROWS
-        if scales and np.abs(gradient * scale).max() > torch.finfo(torch.float32).max:
+        if np.abs(gradient * scale).max() > torch.finfo(torch.float32).max:
             scale, good = scale * SCALER["backoff_factor"], 0
             found.append((weight.copy(), scale))
             continue
@@ -90,25 +90,25 @@ def reference(optimizer: str, scales: bool) -> list[tuple[np.ndarray, float]]:
             corrected = np.sqrt(second / (1 - BETAS[1] ** taken)) + 1e-8
             weight = weight - LEARNING_RATE * first / (1 - BETAS[0] ** taken) / corrected
         good += 1
-        if scales and good == SCALER["growth_interval"]:
+        if good == SCALER["growth_interval"]:
             scale, good = scale * SCALER["growth_factor"], 0
         found.append((weight.copy(), scale))
     return found
 
 
-def parts(optimizer: str, name: str) -> tuple[Linear, torch.optim.Optimizer, Squares, MixedPrecision, Batch]:
+def parts(optimizer: str) -> tuple[Linear, torch.optim.Optimizer, Squares, MixedPrecision, Batch]:
     model = Linear()
     groups = [{"params": list(model.parameters()), "lr": LEARNING_RATE, "weight_decay": DECAY}]
-    amp = MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=SCALER), CPU)
+    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED.model_copy(update=SCALER), CPU)
     return model, build_optimizer(optimizer, groups, betas=BETAS), Squares(), amp, tiny_batch(NUM_ROWS)
 
 
 @pytest.mark.parametrize("micro_batch_size", [NUM_ROWS, 3, 1])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_steps_are_those_of_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
-    model, update, loss_fn, amp, batch = parts(optimizer, "fp16")
+    model, update, loss_fn, amp, batch = parts(optimizer)
     state = TrainState(micro_batch_size=micro_batch_size)
-    expected = reference(optimizer, scales=True)
+    expected = reference(optimizer)
     assert len({scale for _, scale in expected}) > 3, "the scale falls and grows"
     for step, (weight, scale) in enumerate(expected):
         loss_fn.step = state.step = step
@@ -119,28 +119,9 @@ def test_steps_are_those_of_plain_arithmetic(optimizer: str, micro_batch_size: i
     assert amp.statistics().skipped_steps == len(OVERFLOWS)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_scaling_the_steps_are_the_same_but_for_those_skipped(
-    optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("test_grad_scaler.OVERFLOWS", ())
-    found = []
-    for name in ("bf16", "fp16"):
-        model, update, loss_fn, amp, batch = parts(optimizer, name)
-        state = TrainState(micro_batch_size=2)
-        for step in range(STEPS):
-            loss_fn.step = state.step = step
-            loss: Any = accumulate_gradients(Learner(model, loss_fn, amp), batch, 0, state)  # type: ignore[arg-type]
-            apply_gradients(model, update, loss, amp, MAX_NORM)
-        found.append(model.weight.detach().double().numpy())
-    expected, _ = reference(optimizer, scales=False)[-1]
-    for weight in found:
-        np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=1e-6)
-
-
 def test_each_thing_is_done_once_and_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of all micro-batches; then unscale, clip, step, update, once each."""
-    model, update, loss_fn, amp, batch = parts("adamw", "fp16")
+    model, update, loss_fn, amp, batch = parts("adamw")
     events: list[str] = []
     model.weight.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
     for owner, name in (

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
-from tiny_loop import amp_of, config_of, loop_parts, train_steps
+from tiny_loop import amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -29,7 +28,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.training import loop as loop_module
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Learner, accumulate_gradients, train
+from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.progress import Budget, CompileClock, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
@@ -102,17 +101,11 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str) -> None:
     params = {"fp_precision": name, "dropout": 0.1, "head_dropout": 0.1}
-    ours, plain = train_steps(executor, 6, **params).losses, reference_losses(executor, 6, **params)
+    ours = train_for(executor, Budget(max_steps=6), **params).losses
+    plain = reference_losses(executor, 6, **params)
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
-
-
-def test_activations_computed_anew_give_the_same_losses(executor: Executor) -> None:
-    """With dropout, whose masks are drawn again, under autocast."""
-    params = {"fp_precision": "bf16", "dropout": 0.1, "head_dropout": 0.1, "attention_dropout": 0.1}
-    anew = train_steps(executor, 4, **params, gradient_checkpointing=True).losses
-    assert anew == pytest.approx(train_steps(executor, 4, **params).losses, rel=1e-5)
 
 
 def plain_loss_and_gradients(
@@ -294,14 +287,7 @@ def train_for_seconds(
 
     do_first(on_step, "apply_gradients")
     do_first(on_evaluation, "predict_logits")
-    config = config_of(executor)
-    model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(
-        training_args(executor.study, config, data.train.num_windows),
-        budget=Budget(max_seconds=4.5),
-        num_evaluations=num_evaluations,
-    )
-    return list(train(Learner(model, loss_fn, amp_of("fp32")), optimizer, data, args, clock))
+    return train_for(executor, Budget(max_seconds=4.5), num_evaluations, clock=clock).evaluations
 
 
 def test_compiling_in_a_step_is_no_training(

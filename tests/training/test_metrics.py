@@ -228,13 +228,3 @@ def test_answer_scores_are_squads(seed: int) -> None:
 
 def test_an_answer_is_scored_against_spans_where_there_are_no_alternatives() -> None:
     assert score(ANSWER, [[("answer", 4, 9)]], [Row(TEXT, spans={"answer": [(4, 9)]})])["span_f1"] == 1.0
-
-
-@pytest.mark.parametrize("kind", METRICS)
-def test_a_task_names_the_metrics_that_it_gets(kind: str) -> None:
-    task = Task("t", kind, ("answer",) if kind == "span_extraction" else LABELS)
-    truth = {"single_label": "a", "multi_label": ["a"], "regression": 1.0}.get(kind)
-    row = Row("a text", labels={"t": truth}, spans={name: [(0, 1)] for name in task.labels})
-    prediction = [] if truth is None else truth
-    assert set(score(task, [prediction] * 2, [row] * 2)) == set(task.metrics)
-    assert task.metrics[0] == task.primary_metric

@@ -7,27 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TASKS, tiny_batch, tiny_model, tiny_objective
-from tiny_loop import amp_of
+from tiny import TASKS, tiny_model, tiny_objective
+from tiny_loop import accumulate, amp_of
 from torch import Tensor, nn
 
-from hpo.models.multitask import MultitaskModel
-from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.losses import MultitaskLoss
 from hpo.training.optim import gradient_norm
-from hpo.training.progress import TrainState
-
-
-def accumulate(model: MultitaskModel, micro_batch_size: int, loss_fn: MultitaskLoss | None = None) -> Tensor:
-    state = TrainState(micro_batch_size=micro_batch_size)
-    return accumulate_gradients(
-        Learner(model, loss_fn or tiny_objective(), amp_of("fp32")), tiny_batch(), seed=0, state=state
-    )
 
 
 def gradients_of(micro_batch_size: int) -> tuple[float, dict[str, Tensor]]:
     model = tiny_model()
-    loss = accumulate(model, micro_batch_size)
+    loss = accumulate(model, amp_of("fp32"), micro_batch_size)
     return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -57,7 +46,7 @@ def test_gradients_outlive_the_next_run_of_a_cuda_graph() -> None:
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(keep)
     model._compiled_call_impl = run_graph
-    accumulate(model, 2)
+    accumulate(model, amp_of("fp32"), 2)
     assert pool
     expected = gradients_of(6)[1]
     for name, weight in model.named_parameters():
@@ -68,7 +57,7 @@ def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() ->
     def total(micro_batch_size: int) -> float:
         loss_fn = tiny_objective()
         loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
-        return float(accumulate(tiny_model(), micro_batch_size, loss_fn))
+        return float(accumulate(tiny_model(), amp_of("fp32"), micro_batch_size, loss_fn))
 
     plain = gradients_of(6)[0]
     assert total(6) == pytest.approx(np.exp(-0.3) * plain + 4 * 0.3, rel=1e-5)

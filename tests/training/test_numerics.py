@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
+from tiny import CPU, EMULATED, tiny_model
 from tiny_encoders import BERT, make_model
-from tiny_loop import LossRecorder, amp_of, config_of, loop_parts
+from tiny_loop import accumulate, amp_of, train_for
 from torch import nn
 
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.training import numerics
-from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Learner, accumulate_gradients, apply_gradients, train
+from hpo.training.loop import apply_gradients
 from hpo.training.numerics import StepProbe
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.progress import Budget, TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import Budget
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import training_args
 
 LAYER = "encoder.encoder.layer.0.attention.self.query.weight"
 
@@ -65,13 +61,10 @@ def probe(
     [
         ("fp16", 2.0**-14, 0.0),  # fp16's smallest normal number
         ("fp16", 2.0**-15, 0.5),
-        ("fp16", 0.0, 0.5),
-        ("bf16", 2.0**-15, 0.0),
         ("bf16", 2.0**-126, 0.0),
         ("bf16", 2.0**-127, 0.5),
         ("fp32", 2.0**-127, 0.5),
         ("bf16-true", 2.0**-127, 0.5),
-        ("bf16-true", 2.0**-15, 0.0),
     ],
 )
 def test_what_underflows_depends_on_the_dtype(precision: str, value: float, expected: float) -> None:
@@ -170,12 +163,8 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
     for scale in (1.0, 2.0**-6, 2.0**-10):
         model, plain = tiny_model(), tiny_model().double()
         amp = MixedPrecision(PRECISIONS["fp16"], EMULATED.model_copy(update={"init_scale": scale}), CPU)
-        accumulate_gradients(
-            Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
-        )
-        accumulate_gradients(
-            Learner(plain, tiny_objective(), amp_of("fp32")), tiny_batch(), 0, TrainState(micro_batch_size=6)
-        )
+        accumulate(model, amp)
+        accumulate(plain, amp_of("fp32"))
         for parameter in model.heads.parameters():
             parameter.grad = None
         found = StepProbe(model, amp)
@@ -204,9 +193,7 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
     for is_skipped in (True, False):
         if not is_skipped:
             amp.scaler.update(2.0**8)
-        loss = accumulate_gradients(
-            Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
-        )
+        loss = accumulate(model, amp)
         seen = StepProbe(model, amp)
         seen.start()
         apply_gradients(model, optimizer, loss, amp, 1.0)
@@ -220,27 +207,10 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
 # In the loop
 
 
-def evaluations_of(
-    executor: Executor, num_evaluations: int, budget: Budget, **params: Any
-) -> tuple[list[Evaluation], LossRecorder]:
-    config = config_of(executor, **params)
-    model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(
-        training_args(executor.study, config, data.train.num_windows),
-        budget=budget,
-        num_evaluations=num_evaluations,
-    )
-    recorder = LossRecorder(PRECISIONS[config.fp_precision], EMULATED, CPU)
-    if "init_scale" in params:
-        recorder.update_amp_config(init_scale=params["init_scale"])
-    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    return list(train(Learner(model, loss_fn, recorder), optimizer, data, args, clock)), recorder
-
-
 def test_a_step_between_two_evaluations_is_measured(executor: Executor) -> None:
-    evaluations, recorder = evaluations_of(executor, 3, Budget(max_steps=7), fp_precision="bf16-true")
-    assert len(recorder.losses) == evaluations[-1].step
-    found = [evaluation.numerics or {} for evaluation in evaluations]
+    trained = train_for(executor, Budget(max_steps=7), 3, fp_precision="bf16-true")
+    assert len(trained.losses) == trained.evaluations[-1].step
+    found = [evaluation.numerics or {} for evaluation in trained.evaluations]
     assert [one["step"] for one in found] == [2, 4, 6]
     for one in found:
         assert one["skipped_steps"] == 0
@@ -249,36 +219,22 @@ def test_a_step_between_two_evaluations_is_measured(executor: Executor) -> None:
         assert json.loads(json.dumps(one)) == one
 
 
-def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executor) -> None:
-    """At the end of a schedule the rate is almost 0, and fp32 too loses updates."""
-    params = {"learning_rate": 2e-5, "schedule": "linear", "warmup_ratio": 0.0}
-    lost = {}
-    for name in ("fp32", "bf16-true"):
-        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=8), fp_precision=name, **params)[0]
-        assert evaluation.numerics is not None
-        assert evaluation.numerics["step"] == 4
-        lost[name] = evaluation.numerics["all"]["updates_lost"]
-    assert lost["fp32"] < 0.02
-    assert lost["bf16-true"] > 0.5
-
-
 def test_measuring_changes_nothing(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"fp_precision": "fp16", "dropout": 0.1}
-    measured = evaluations_of(executor, 3, Budget(max_steps=3), **params)[1].losses
+    measured = train_for(executor, Budget(max_steps=3), 3, **params).losses
     monkeypatch.setattr(Budget, "is_measured", lambda *_: False)
-    evaluations, recorder = evaluations_of(executor, 3, Budget(max_steps=3), **params)
-    assert recorder.losses == measured
-    assert {evaluation.numerics for evaluation in evaluations} == {None}
+    trained = train_for(executor, Budget(max_steps=3), 3, **params)
+    assert trained.losses == measured
+    assert {evaluation.numerics for evaluation in trained.evaluations} == {None}
 
 
 def test_steps_are_skipped_since_the_evaluation_before(executor: Executor) -> None:
-    evaluations, recorder = evaluations_of(
-        executor, 3, Budget(max_steps=9), fp_precision="fp16", init_scale=2.0**22
-    )
-    found = [evaluation.numerics or {} for evaluation in evaluations]
-    total = recorder.statistics().skipped_steps
+    amp = EMULATED.model_copy(update={"init_scale": 2.0**22})
+    trained = train_for(executor, Budget(max_steps=9), 3, amp, fp_precision="fp16")
+    found = [evaluation.numerics or {} for evaluation in trained.evaluations]
+    total = trained.mixed_precision.statistics().skipped_steps
     assert total is not None
     assert found[0]["skipped_steps"] > 0
     assert sum(one["skipped_steps"] for one in found) == total
     scales = [one["loss_scale"] for one in found]
-    assert scales[0] > scales[-1] >= recorder.scale_value().item()
+    assert scales[0] > scales[-1] >= trained.mixed_precision.scale_value().item()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from device_reads import META_GPU, WaitsForDevice, no_waiting
-from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_batch, tiny_model, tiny_objective
-from tiny_loop import amp_of, config_of, loop_parts
+from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_model, tiny_objective
+from tiny_loop import accumulate, amp_of, config_of, loop_parts
 
 from hpo.device import DeviceInfo, probe_device
 from hpo.precision.amp import backend_flags, prepare_model
@@ -20,7 +20,6 @@ from hpo.training.loop import (
     CHECK_EVERY,
     Learner,
     TrainingHooks,
-    accumulate_gradients,
     apply_gradients,
     train,
 )
@@ -106,7 +105,7 @@ def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
     loss_fn = tiny_objective(loss=loss, label_smoothing=0.1)
     amp = amp_of("fp32", META_GPU)
     with no_waiting():
-        accumulate_gradients(Learner(model, loss_fn, amp), tiny_batch(), 0, TrainState(micro_batch_size=4))
+        accumulate(model, amp, 4, loss_fn)
     with pytest.raises(WaitsForDevice), no_waiting():
         amp.check()
 
@@ -118,23 +117,11 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
     model = prepare_model(tiny_model(), PRECISIONS[name])
     groups = parameter_groups(model, learning_rate=1e-3)
     update, amp = build_optimizer(optimizer, groups), amp_of(name)
-    state = TrainState(micro_batch_size=6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(3):
         amp.device = CPU
-        loss = accumulate_gradients(Learner(model, tiny_objective(), amp), tiny_batch(), step, state)
+        loss = accumulate(model, amp, seed=step)
         amp.device = replace(CPU, type="cuda")
         with no_waiting("cpu"):
             apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
     assert not all(map(torch.equal, before, model.parameters()))
-
-
-def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> None:
-    model = tiny_model()
-    update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
-    amp = amp_of("fp16")
-    loss = accumulate_gradients(
-        Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
-    )
-    with pytest.raises(WaitsForDevice), no_waiting("cpu"):
-        apply_gradients(model, update, loss, amp, max_grad_norm=1.0)

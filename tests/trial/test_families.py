@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, EMULATED
+from tiny import tiny_measurement, tiny_objective
 from tiny_encoders import BERT, FAMILIES, LABEL, make_batch
 from torch import nn
 from transformers import (
@@ -22,10 +21,7 @@ from hpo.config.study_config import CompatConfig
 from hpo.data.batches import Batch
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, build_model
-from hpo.precision.table import Resolution
-from hpo.training.losses import LossOptions, MultitaskLoss
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.measure import measure
 
 DROP_NOTHING = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DISENTANGLED: dict[str, Any] = {
@@ -45,15 +41,7 @@ def check(encoder: nn.Module, name: str) -> Compatibility:
     ids_BL, mask_BL = make_batch((12, 3, 1))
     labels = {"label": torch.tensor([0, 1, 2])}
     batch = Batch(ids_BL % 90 * mask_BL, mask_BL, None, labels, np.arange(3), np.array([12, 3, 1]))
-    parts: Any = SimpleNamespace(
-        device=CPU,
-        config=SimpleNamespace(amp=EMULATED),
-        resolution=Resolution(name, name, "native"),
-        model=model,
-        loss_fn=MultitaskLoss((LABEL,), LossOptions(), {}, {}),
-        compile=None,
-    )
-    return judge(measure(parts, batch), CompatConfig())
+    return judge(tiny_measurement(model, batch, tiny_objective((LABEL,)), name), CompatConfig())
 
 
 def t5(gain: float) -> nn.Module:

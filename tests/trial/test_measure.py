@@ -5,35 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, CPU_PRECISIONS, EMULATED, TinyEncoder, tiny_batch, tiny_model, tiny_objective
+from tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measurement, tiny_model, tiny_objective
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpo.config.study_config import CompatConfig
-from hpo.precision.table import PRECISIONS, Resolution
+from hpo.precision.table import PRECISIONS
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.measure import measure
 
 Compute = Callable[[nn.Linear, Tensor], Tensor]
 
 
 def check(encoder: nn.Module | None, name: str, **amp: Any) -> Compatibility:
     model = tiny_model(encoder)
-    parts: Any = SimpleNamespace(
-        device=CPU,
-        config=SimpleNamespace(amp=EMULATED.model_copy(update=amp)),
-        resolution=Resolution(name, name, "emulated"),
-        model=model,
-        loss_fn=tiny_objective(),
-        compile=None,
-    )
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    measurement = measure(parts, tiny_batch())
+    measurement = tiny_measurement(model, tiny_batch(), tiny_objective(), name, **amp)
     assert model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
