@@ -10,10 +10,10 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from planted_comparison import TWO_TASKS, begun, compared, record_of, run, search_config, searched, told
+from planted_comparison import TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.cli.display import print_comparison
-from hpo.compare.companion import Request, plan_comparison
+from hpo.compare.companion import Request
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.reader import read_study
@@ -84,27 +84,6 @@ def test_a_loss() -> None:
     assert row["low"] < -2 < row["high"] < -0.5
     assert "A collapse in up to 39 % of the runs would not have been seen." in row["sentence"]
     assert found.content["recommendation"] == "Use fp32: bf16 is worse (score within 0.5 points)."
-
-
-def test_precisions_are_asked_about_one_after_the_other() -> None:
-    """None is trained before the one ahead of it is as good, and none at all after one that is not."""
-    score = planted(2.0, own_noise=0.1, precision="fp16")
-    config = search_config()
-    asked = ("fp32", "bf16", "fp16", "bf16-true")
-    found = told(config, score, Request(precisions=asked, top=2))
-    assert [row["verdict"] for row in found.content["verdicts"]] == ["as_good", "worse", "undecided"]
-    reason = "not asked: fp16 comes first, and is not as good"
-    assert found.content["verdicts"][2]["reason"] == reason
-    assert f"bf16-true is not decided: {reason}." in shown(found)
-    assert found.content["num_seeds"].keys() == {"fp32", "bf16", "fp16"}
-    assert begins(config, ("fp32", "bf16", "fp16")) == {"fp32": 3, "bf16": 3}
-    assert found.content["recommendation"].startswith("Use bf16")
-
-
-def begins(config: Any, precisions: tuple[str, ...]) -> dict[str, int]:
-    """The seeds of each precision before the first look."""
-    record = record_of(config, [{"fp_precision": "fp32", "learning_rate": 1e-5}], planted(0.0))
-    return plan_comparison(record, config, Request(precisions=precisions), "token").num_seeds
 
 
 def test_more_seeds_are_asked_for_where_they_are_likely_to_decide() -> None:
@@ -251,21 +230,6 @@ def test_a_race() -> None:
     assert lucky
     assert all(row["is_beaten"] and row["overstated"] == pytest.approx(15, abs=1) for row in lucky)
     assert f"Trial {found['best']} is the best: " in found["recommendation"] or found["too_close"]
-
-
-def test_a_race_drops_what_does_not_train() -> None:
-    score = planted(0.0)
-    config = search_config()
-
-    def fails(params: dict[str, Any]) -> float | None:
-        return None if params["learning_rate"] == 3e-5 else score(params)
-
-    found = told(config, fails, Request("configurations", top=6), search=score).content
-    rates = {row["trial"]: row["params"]["learning_rate"] for row in found["configurations"]}
-    failed = [row for row in found["standings"] if row["num_failed"]]
-    assert failed
-    assert all(row["is_beaten"] for row in failed)
-    assert rates[found["best"]] == 1e-4
 
 
 def test_a_race_of_errors_drops_what_does_not_train() -> None:

@@ -138,18 +138,6 @@ def test_a_batch_is_padded_to_its_longest_window() -> None:
     assert by_ones.input_ids_BL.shape == (2, 7)
 
 
-def test_micro_batches_together_are_the_batch() -> None:
-    batch = collate(tokenized(), [0, 1, 2], TASKS, pad_id=0)
-    parts = batch.split(2)
-    assert [len(part.windows_B) for part in parts] == [2, 1]
-    assert [part.num_tokens for part in parts] == [12, 3]
-    assert torch.equal(torch.cat([part.input_ids_BL for part in parts]), batch.input_ids_BL)
-    assert torch.equal(torch.cat([part.attention_mask_BL for part in parts]), batch.attention_mask_BL)
-    for name, target in batch.targets.items():
-        joined = torch.cat([part.targets[name] for part in parts])
-        torch.testing.assert_close(joined, target, equal_nan=True)
-
-
 LENGTHS = np.random.default_rng(0).integers(5, 300, size=5003)
 
 

@@ -23,13 +23,11 @@ from hpo.inference.model import TrainedModel
 
 EXPORTED: dict[str, dict[str, str]] = {
     "bert": {},  # that of `tiny_exports`
-    "roberta": {"pooling": "cls", "head_type": "mlp"},
-    "distilbert": {"pooling": "max"},
+    "roberta": {"pooling": "max", "head_type": "mlp"},
     "modernbert": {"pooling": "attention"},
     "deberta-v2": {"pooling": "cls"},
-    "mpnet": {"pooling": "mean"},
 }
-"""Families of encoders, with a pooling and a kind of heads of their own; electra's graph is bert's."""
+"""Families of encoders whose graphs differ, with a pooling and a kind of heads of their own."""
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ CALIBRATION = [
     Example(str(number), " ".join(TEXTS[0:2])[number % 40 :] + TEXTS[2][: number % 300], {}, {})
     for number in range(CALIBRATION_TEXTS + 50)
 ]
-EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 
 
 @pytest.fixture(scope="module")

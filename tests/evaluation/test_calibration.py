@@ -62,13 +62,6 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.count for one in pieces.bins] == [one.count for one in whole.bins]
 
 
-def test_what_is_right_as_often_as_it_says_has_no_error() -> None:
-    rng = np.random.default_rng(0)
-    p_M = rng.random(200_000)
-    assert calibration_of(p_M, rng.random(200_000) < p_M).ece < 0.01
-    assert calibration_of(np.array([0.5, 0.5]), np.array([True, False])).ece == 0
-
-
 def test_what_is_sure_and_wrong_has_the_error_1() -> None:
     found = calibration_of(np.ones(7), np.zeros(7, bool))
     assert found.ece == 1

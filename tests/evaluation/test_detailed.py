@@ -144,31 +144,6 @@ def test_one_row_and_no_annotated_row() -> None:
         assert of.calibration is None
 
 
-@pytest.mark.parametrize("kind", ["single_label", "multi_label", "regression", "span_extraction"])
-def test_a_split_without_examples(kind: str) -> None:
-    task = Task("t", kind, () if kind == "regression" else ("a",))
-    probabilities = {"t": np.zeros((0, 1))} if kind in ("single_label", "multi_label") else {}
-    nothing = SplitPredictions((task,), (), {"t": DecodingThresholds()}, {"t": []}, probabilities)
-    found = evaluate_predictions(nothing, split_name="test")
-    assert found.score is None
-    assert found.tasks["t"].metrics == {}
-    assert json.loads(as_text(found))["num_examples"] == 0
-
-
-def test_one_class_and_predictions_that_are_all_right() -> None:
-    task = Task("t", "single_label", ("a",))
-    rows = [Example(str(i), "x", {"t": "a"}, {}, annotated=frozenset("t")) for i in range(40)]
-    right = SplitPredictions(
-        (task,), rows, {"t": DecodingThresholds()}, {"t": ["a"] * 40}, {"t": np.ones((40, 1))}
-    )
-    found = evaluate_predictions(right, split_name="test", num_resamples=20).tasks["t"]
-    assert (found.metrics["f1_macro"].low, found.metrics["f1_macro"].high) == (1, 1)
-    assert found.calibration is not None
-    assert found.calibration.ece == 0
-    assert found.worst == ()
-    assert found.warnings == ()
-
-
 def test_a_regression_that_is_not_finite_has_no_metric_and_no_nan() -> None:
     task = Task("t", "regression")
     rows = [Example(str(i), "x", {"t": float(i)}, {}, annotated=frozenset("t")) for i in range(3)]

@@ -15,7 +15,6 @@ from hpo.training.metrics import RowStatistics, row_statistics
 
 LABELS = ("a", "b", "c")
 NUMBER = Task("t", "regression")
-SINGLE = Task("t", "single_label", LABELS)
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -127,11 +126,10 @@ def classes_drawn(rng: np.random.Generator, share_C: Any, right_C: Any, count: i
     return truth, np.where(is_right, truth, rng.choice(len(share_C), count, p=share_C))
 
 
-@pytest.mark.parametrize(("rare_rows", "least", "most"), [(20, 0.89, 1.0), (10, 0.82, 0.98), (3, 0.55, 0.85)])
-def test_intervals_of_f1_with_rare_classes(rare_rows: int, least: float, most: float) -> None:
-    """Two tasks of 4 common classes and a rare one; 100 sets give a standard error of 2 to 5 points."""
+def test_intervals_of_f1_with_a_rare_class() -> None:
+    """Two tasks of 4 common classes and one of 10 rows; 100 sets give a standard error of 3 points."""
     rng = np.random.default_rng(10)
-    share_C = np.array([*[(1 - rare_rows / 200) / 4] * 4, rare_rows / 200])
+    share_C = np.array([*[(1 - 10 / 200) / 4] * 4, 10 / 200])
     right_C = np.array([0.8, 0.8, 0.8, 0.8, 0.5])
     # P(predicted c | true t) in the population, and the F1 of its expected counts.
     joint_CC = share_C[:, None] * (np.diag(right_C) + np.outer(1 - right_C, share_C))
@@ -147,8 +145,8 @@ def test_intervals_of_f1_with_rare_classes(rare_rows: int, least: float, most: f
         assert mean.low <= mean.value <= mean.high
         covered += ours.low <= population <= ours.high
         covered_score += mean.low <= population <= mean.high
-    assert least <= covered / 100 <= most
-    assert least <= covered_score / 100 <= most
+    assert 0.82 <= covered / 100 <= 0.98
+    assert 0.82 <= covered_score / 100 <= 0.98
 
 
 def test_a_rare_class_that_is_missed_does_not_leave_the_mean() -> None:
@@ -160,38 +158,12 @@ def test_a_rare_class_that_is_missed_does_not_leave_the_mean() -> None:
     assert found.low < found.value < found.high < 0.5
 
 
-@pytest.mark.parametrize("kind", METRICS)
-def test_a_value_lies_in_its_interval(kind: str) -> None:
-    rng = np.random.default_rng(11)
-    task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
-    for count in (*range(1, 8), 20, 60):
-        found = metric_intervals(
-            {"t": row_statistics(task, *random_rows(kind, rng, count))}, num_resamples=60
-        )
-        for one in found.tasks["t"].values():
-            assert one.low is None or one.low <= one.value <= one.high
-
-
 def test_an_interval_that_would_miss_its_value_is_extended_to_it() -> None:
     """300 classes of two rows, one of them right: in most resamples their mean F1 is lower."""
     truth = np.repeat(np.arange(300), 2)
     predicted = np.where(np.arange(600) % 2, np.roll(truth, 2), truth)
     found = metric_intervals({"t": classified(truth, predicted, 300)}).tasks["t"]["f1_macro"]
     assert found.low < found.high == found.value == 0.5
-
-
-def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
-    """Accuracy 0.8 of 150 rows; 300 sets give a standard error of 1.3 percent points."""
-    rng = np.random.default_rng(4)
-    covered = 0
-    for _ in range(300):
-        truth, is_right = rng.choice(LABELS, 150), rng.random(150) < 0.8
-        predicted = np.where(is_right, truth, np.roll(LABELS, 1)[np.searchsorted(LABELS, truth)])
-        rows = [Example("", "x", {"t": str(y)}, {}, annotated=frozenset("t")) for y in truth]
-        statistics = {"t": row_statistics(SINGLE, predicted.tolist(), rows)}
-        interval = metric_intervals(statistics, num_resamples=300).tasks["t"]["accuracy"]
-        covered += interval.low <= 0.8 <= interval.high
-    assert 0.90 <= covered / 300 <= 0.98
 
 
 def test_the_score_is_resampled_with_all_tasks_together() -> None:

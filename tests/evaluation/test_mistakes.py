@@ -129,10 +129,3 @@ def test_wrong_spans_outside_of_the_excerpt_are_counted() -> None:
     assert one.num_outside == 2
     assert one.truth == [["a", 200, 210], ["a", 950, 1000]]
     assert one.predicted == []
-
-
-def test_at_most_twenty_are_shown() -> None:
-    rows = [example(str(i), float(i)) for i in range(30)]
-    found = worst_mistakes(Task("t", "regression"), [-1.0] * 30, rows, None)
-    assert [one.id for one in found] == [str(i) for i in range(29, 9, -1)]
-    assert worst_mistakes(SLOTS, [], [], None) == ()

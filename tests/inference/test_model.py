@@ -275,13 +275,6 @@ def test_texts_of_no_and_of_a_million_characters(
     assert prediction["topic"].scores == pytest.approx(beginning["topic"].scores, abs=1e-6)
 
 
-def test_a_text_of_many_windows(exported: Exported) -> None:
-    model = load(exported)
-    text = "late again in Rome " * 2_000
-    (prediction,) = model.predict([text])
-    assert sum(prediction["topic"].scores.values()) == pytest.approx(1)
-
-
 def test_texts_that_cannot_be_read(exported: Exported, caplog: pytest.LogCaptureFixture) -> None:
     model = load(exported)
     texts: list[Any] = ["late", "", " \n", 3, "late"]
@@ -312,14 +305,6 @@ def test_logits_that_are_not_finite(exported: Exported) -> None:
         model.predict(["late"])
 
 
-def test_a_torn_hpo_json(exported: Exported, tmp_path: Path) -> None:
-    folder = copied(exported, tmp_path)
-    content = (folder / "hpo.json").read_bytes()
-    (folder / "hpo.json").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelError, match=f"{folder} must be a whole folder written by"):
-        hpo.load(folder)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "heads.safetensors", "tokenizer.json"])
 def test_random_bytes_inside_a_file(exported: Exported, tmp_path: Path, name: str) -> None:
     """Of the same length, so that weights would be read, and predict nonsense."""
@@ -337,18 +322,6 @@ def test_an_export_of_an_earlier_version_has_no_checksums(exported: Exported, tm
     del content["checksums"]
     (folder / "hpo.json").write_text(json.dumps(content))
     assert hpo.load(folder).predict(["late"]) == load(exported).predict(["late"])
-
-
-def test_an_older_export_and_a_folder_that_is_none(exported: Exported, tmp_path: Path) -> None:
-    folder = copied(exported, tmp_path, format=1)
-    with pytest.raises(ModelError, match=r"must have format 2, but it has 1\. Export it again"):
-        hpo.load(folder)
-    for none in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ModelError, match="must be a whole folder written by `hpo best --export`"):
-            hpo.load(none)
-    (folder / "hpo.json").write_text(json.dumps({"format": 2, "tasks": 3}))
-    with pytest.raises(ModelError, match="must be a whole folder"):
-        hpo.load(folder)
 
 
 def test_no_pickle_is_read_in_place_of_the_weights(exported: Exported, tmp_path: Path) -> None:
