@@ -20,6 +20,7 @@ from hpo.compare.runs import Runs
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
+from hpo.device import DeviceInfo
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import read_row_statistics, store_row_statistics
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -36,6 +37,7 @@ TWO_TASKS = (*TASKS, Task("tone", "regression"))
 """The second scores like the first."""
 NUM_ROWS = 2000
 DEVICE = "Example CPU"
+HERE = DeviceInfo("cpu", DEVICE, cpu_features=frozenset({"avx512_bf16"}))
 SLOWER = {"slow CPU": {"bf16": 0.25}}
 """Of a kind of device, by what its speeds are multiplied."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
@@ -172,9 +174,8 @@ def run(
     score: Score,
     *,
     trials: int = 10**6,
-    device: str = DEVICE,
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most, on this kind of device."""
+    """Be a worker of the study, for so many trials at most."""
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, lease: Any) -> Any:
@@ -188,14 +189,14 @@ def run(
         if config.comparison is not None:
             rows = {task.name: statistics(task, points) for task in TWO_TASKS}
             store_row_statistics(storage, lease, (config.name, trial.number), rows)
-        return result("complete", values=values_of(config, points), **facts(params, points, device))
+        return result("complete", values=values_of(config, points), **facts(params, points, DEVICE))
 
     run_worker(
         config,
         storage,
         execute,
         WorkerOptions(poll_seconds=0.01),
-        device=WorkerDevice(kind=device),
+        device=WorkerDevice(kind=HERE.kind),
         stop=stop,
     )
     return read_study(storage, config.name)
@@ -224,7 +225,9 @@ def judge(storage: Storage, companion: StudyConfig, search: StudyRecord, tasks: 
 
 def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
     record = read_study(storage, config.name)
-    return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
+    if request.question == "precisions" and request.precisions is None:
+        request = replace(request, precisions=("fp32", "bf16"))
+    return open_comparison(storage, record, config, request, device=HERE, has_test=True)
 
 
 def compared(storage: Storage, config: StudyConfig, score: Score, request: Request) -> Result:

@@ -28,14 +28,13 @@ from hpo.cli.running import run_here, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
-from hpo.precision.table import PRECISION_NAMES, canonical_precision, left_out
+from hpo.precision.table import canonical_precision
 
 if TYPE_CHECKING:
     from hpo.compare.price import Price
     from hpo.compare.results import Result
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
-    from hpo.device import DeviceInfo
     from hpo.study.reading.study_record import StudyRecord
     from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
@@ -122,10 +121,8 @@ def compare(
         device, data = probe_device(config.device), load_data(config.data)
         check_data(database, record.name, data.fingerprint)
         has_test = _say_what_is_compared(config, data)
-        runnable = _runnable(config, device)
-        companion = open_comparison(database, record, config, request, runnable=runnable, has_test=has_test)
+        companion = open_comparison(database, record, config, request, device=device, has_test=has_test)
         check_trust(companion, config, trust_remote_code=False)  # what the database has of it
-        _refuse_lacking(companion, device, database)
         cost, sentence = _price(record, companion, data)
         if only_price and as_json:
             print_json({"price": cost and cost.as_json(), "sentence": sentence})
@@ -222,31 +219,3 @@ def _parse_precisions(given: str) -> tuple[str, ...]:
     except ValueError as error:
         raise InputError(f"--precisions: {error}") from None
     return tuple(dict.fromkeys([REFERENCE, *names]))
-
-
-def _refuse_lacking(companion: StudyConfig, device: DeviceInfo, database: Storage) -> None:
-    """Raise InputError where trials are left and `device` does not run all precisions: it would run none of
-    them, since both sides of a pair run on one kind of device.
-    """
-    plan = companion.comparison
-    assert plan is not None
-    lacking = left_out(plan.precisions, device, companion.amp)
-    has_begun = database.has_study(companion.name)
-    if not lacking or (has_begun and database.slot_counts(companion.name)["done"] == companion.num_slots):
-        return
-    names, reasons = ", ".join(lacking), " ".join(dict.fromkeys(lacking.values()))
-    if has_begun:
-        todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {companion.name}"
-    elif plan.question == "configurations":
-        todo = "Compare on a device that does."
-    else:
-        todo = f"Leave {names} out of --precisions, or compare on a device that does."
-    raise InputError(
-        f"All that is compared must run on one kind of device, but this one does not run {names}. {reasons} "
-        f"{todo}"
-    )
-
-
-def _runnable(config: StudyConfig, device: DeviceInfo) -> tuple[str, ...]:
-    lacking = left_out(PRECISION_NAMES, device, config.amp)
-    return tuple(name for name in PRECISION_NAMES if name not in lacking)

@@ -30,12 +30,13 @@ from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
-from hpo.precision.table import PRECISION
+from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
 from hpo.study.reading.study_record import complete_trials, loss_signs
 from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
+    from hpo.device import DeviceInfo
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.store.storage import Storage
 
@@ -72,7 +73,7 @@ def open_comparison(
     config: StudyConfig,
     request: Request,
     *,
-    runnable: Sequence[str],
+    device: DeviceInfo,
     has_test: bool,
 ) -> StudyConfig:
     """The comparison that is stored, or a new one, which is not stored yet.
@@ -83,12 +84,13 @@ def open_comparison(
 
     Args:
         config: of the study that is compared.
-        runnable: the precisions of a new comparison that names none.
+        device: on which it is begun, or goes on; one that names no precisions has all that this one runs.
         has_test: whether the data have a test split with labels.
 
     Raises:
         InputError: the study has no complete trial; the stored comparison was begun with other values; an
-            option is not one of a race; the study is a comparison.
+            option is not one of a race; the study is a comparison; `device` cannot run the trials that are
+            left.
     """
     if config.comparison is not None:
         of = config.comparison.study
@@ -100,10 +102,15 @@ def open_comparison(
         )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        complete = request if request.precisions else replace(request, precisions=tuple(runnable))
+        lacking = left_out(PRECISION_NAMES, device, config.amp)
+        runnable = tuple(name for name in PRECISION_NAMES if name not in lacking)
+        complete = request if request.precisions else replace(request, precisions=runnable)
         new = plan_comparison(record, config, complete, token)
+        new = new.model_copy(update={"device": device.kind})
         # a race chooses, and what is chosen on test has no test left
-        return comparison_study(config, new, has_test=has_test and request.question == "precisions")
+        begun = comparison_study(config, new, has_test=has_test and request.question == "precisions")
+        _refuse_device(begun, device, new, has_begun=False)
+        return begun
     stored = stored_study(name, storage.read_definition(name))
     plan = stored.comparison
     if plan is None or plan.study_token != token:
@@ -113,7 +120,29 @@ def open_comparison(
     _refuse_changes(name, plan, request)
     if request.max_seeds is not None:
         plan = plan.model_copy(update={"max_seeds": request.max_seeds})
+    if storage.slot_counts(name)["done"] < stored.num_slots:
+        _refuse_device(stored, device, plan, has_begun=True)
     return grown(stored, plan)
+
+
+def _refuse_device(
+    study: StudyConfig, device: DeviceInfo, plan: ComparisonConfig, *, has_begun: bool
+) -> None:
+    """Raise InputError where `device` cannot run what is left of a comparison."""
+    lacking = left_out(plan.precisions, device, study.amp)
+    if not (lacks := plan.lacking(device.kind, lacking)):
+        return
+    if has_begun:
+        todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {study.name}"
+    elif plan.question == "configurations":
+        todo = "Compare on a device that does."
+    else:
+        todo = f"Leave {', '.join(lacking)} out of --precisions, or compare on a device that does."
+    reasons = " ".join(dict.fromkeys(lacking.values()))
+    raise InputError(
+        f"All that is compared must run on one kind of device, and needs {', '.join(lacks)}, but this is "
+        f"{device.kind}. {reasons} {todo}"
+    )
 
 
 def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None:

@@ -11,7 +11,7 @@ The points of the plan are a function of this section alone. `hpo compare` looks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -66,6 +66,16 @@ class ComparisonConfig(Section):
     """Seeds so far: of each precision, or in a race of each configuration by its place in the list."""
     margin: Positive
     """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
+    device: str = ""
+    """What all its trials run on, as `DeviceInfo.kind`: that on which it was begun. Empty: any."""
+
+    def lacking(self, device: str, left_out: Container[str]) -> tuple[str, ...]:
+        """What a `device` that leaves out these precisions lacks to run the trials; empty: nothing.
+
+        One that lacks anything runs none of them, since both sides of a pair run on one kind of device.
+        """
+        other = [f"the name {self.device}"] if device and self.device not in ("", device) else []
+        return (*(name for name in self.precisions if name in left_out), *other)
 
     def points(self) -> list[dict[str, Any]]:
         """The parameters of all trials, in the order in which they are to run."""
@@ -84,10 +94,6 @@ class ComparisonConfig(Section):
             PRECISION: precision,
             SEED: self.seed(configuration, index),
         }
-
-    def block(self, point: dict[str, Any]) -> tuple[Any, ...]:
-        """What the trials that are compared with each other have in common."""
-        return tuple(value for name, value in point.items() if name != PRECISION)
 
     def seed(self, configuration: int, index: int) -> int:
         """The seed with an index; no two configurations have one in common, but for a race.

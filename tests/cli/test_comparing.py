@@ -16,6 +16,7 @@ from tiny import write_study
 
 from hpo.compare.companion import Request, open_comparison
 from hpo.config.study_config import stored_study
+from hpo.device import DeviceInfo
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord
 from hpo.study.store.storage import open_storage
@@ -214,14 +215,16 @@ def test_a_precision_that_this_device_lacks(folder: Path) -> None:
     """Nothing is stored, so that a comparison without it can be begun; one that was begun elsewhere stays."""
     refused = hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf32", "--json")
     assert (refused.exit_code, refused.out) == (2, "")
-    assert "this one does not run tf32. `tf32` needs CUDA with compute capability >= 8.0" in refused.err
+    assert "needs tf32, but this is " in refused.err
+    assert "`tf32` needs CUDA with compute capability >= 8.0" in refused.err
     assert "Leave tf32 out of --precisions, or compare on a device that does." in refused.err
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
         record = read_study(storage, "tiny")
         config = stored_study("tiny", record.definition)
         request = Request(precisions=("fp32", "tf32"), top=1, max_seeds=3)
-        elsewhere = open_comparison(storage, record, config, request, runnable=("fp32",), has_test=True)
+        gpu = DeviceInfo("cuda", "Test GPU", compute_capability=(8, 0), cuda_bf16=True)
+        elsewhere = open_comparison(storage, record, config, request, device=gpu, has_test=True)
         create_or_resume_study(storage, elsewhere)
     refused = hpo_command(folder, "compare", "tiny.yaml", "--json")
     assert (refused.exit_code, refused.out) == (2, "")

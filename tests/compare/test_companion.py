@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from jsonl_sets import load_set, write_set
-from planted_comparison import begun, run, searched
+from planted_comparison import HERE, begun, run, searched
 from worker_process import study
 
 from hpo.compare.companion import (
@@ -20,15 +19,16 @@ from hpo.compare.companion import (
     caught_up,
     comparison_name,
     grown,
+    open_comparison,
     unlabelled_in_test,
 )
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError, StorageError
+from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.grid_sampler import DEVICE_ATTR, POINT_ATTR
-from hpo.study.store.schema import slots, studies
+from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -82,7 +82,8 @@ def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config:
     assert len({tuple(point.values()) for point in points}) == len(points)
     blocks: dict[Any, list[str]] = {}
     for point in points:
-        blocks.setdefault(plan.block(point), []).append(point["fp_precision"])
+        block = tuple(value for name, value in point.items() if name != "fp_precision")
+        blocks.setdefault(block, []).append(point["fp_precision"])
     orders = [tuple(names) for names in blocks.values() if len(names) == 2]
     assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
 
@@ -210,18 +211,21 @@ def test_what_cannot_be_compared(storage: Storage) -> None:
         begun(storage, empty, REQUEST)
 
 
-def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:
+def test_a_comparison_stays_on_the_kind_of_device_on_which_it_was_begun(
+    storage: Storage, config: StudyConfig
+) -> None:
     companion = begun(storage, config, REQUEST)
-    study = create_or_resume_study(storage, companion)
-    for number in range(4):
-        run(storage, companion, by_rate, trials=2, device=f"device {number % 2}")
-    plan = plan_of(companion)
-    devices: dict[Any, set[str]] = {}
-    for trial in study.trials:
-        block = plan.block(trial.system_attrs[POINT_ATTR])
-        devices.setdefault(block, set()).add(trial.system_attrs[DEVICE_ATTR])
-    assert {len(found) for found in devices.values()} == {1}
-    assert {*map(frozenset, devices.values())} == {frozenset({"device 0"}), frozenset({"device 1"})}
+    create_or_resume_study(storage, companion)
+    run(storage, companion, by_rate, trials=1)
+    other = replace(HERE, name="Other CPU")
+    device = WorkerDevice(kind=other.kind)
+    summary = run_worker(companion, storage, lambda *_: None, device=device)
+    assert (summary.ended, summary.elsewhere) == ("elsewhere", (f"the name {HERE.kind}",))
+    record = read_study(storage, config.name)
+    with pytest.raises(InputError, match=r"the name Example CPU \(avx512_bf16\), but this is Other CPU"):
+        open_comparison(storage, record, config, REQUEST, device=other, has_test=True)
+    run(storage, companion, by_rate)
+    open_comparison(storage, record, config, REQUEST, device=other, has_test=True)  # to show the answer
 
 
 def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
@@ -234,33 +238,6 @@ def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, confi
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
     assert len(record.trials) == 20
     assert len({tuple(trial.params.values()) for trial in record.trials}) == 20
-
-
-def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
-    storage: Storage, config: StudyConfig
-) -> None:
-    """Its block is half done, one trial was interrupted, and the one kind of device has gone."""
-    companion = begun(storage, config, REQUEST)
-    study = create_or_resume_study(storage, companion)
-    run(storage, companion, by_rate, trials=1, device="gone")
-    ended = study.trials[0].system_attrs[POINT_ATTR]
-    interrupted = study.ask()
-    plan = plan_of(companion)
-    point = next(
-        point for point in plan.points() if plan.block(point) == plan.block(ended) and point != ended
-    )
-    for key, value in ((POINT_ATTR, point), (DEVICE_ATTR, "gone")):
-        study._storage.set_trial_system_attr(interrupted._trial_id, key, value)
-    with storage.engine.begin() as connection:
-        slot = sa.select(sa.func.min(slots.c.slot)).where(slots.c.state == "open").scalar_subquery()
-        of_trial = sa.update(slots).where(slots.c.study == companion.name, slots.c.slot == slot)
-        connection.execute(of_trial.values(trial_number=interrupted.number))
-    record = run(storage, companion, by_rate, device="here")
-    assert record.trials[interrupted.number].state == "RUNNING", "left alone, and not waited for"
-    assert record.slots["done"] == 11
-    summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
-    assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
-    assert run(storage, companion, by_rate, device="gone").slots["done"] == 12
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,6 @@ class Membership:
             times = {"started": storage.now, "last_seen": storage.now}
             connection.execute(sa.insert(workers).values({**me, **times}))
 
-    def others_run(self) -> bool:
-        """Whether another worker that lives is running a trial of the study."""
-        running = sa.select(slots.c.owner).where(self._of_study, slots.c.state == "running")
-
-        def read(connection: sa.Connection) -> set[str]:
-            alive = self._storage.live_workers(connection, workers.c.study == self._study.study_name)
-            return set(connection.execute(running).scalars()) & alive.keys() - {self.id}
-
-        return bool(self._storage.read(read))
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
         if kind is not None and issubclass(kind, StoppedError):

@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,9 +94,13 @@ def run_worker(
     """Run trials of the study until none is left for `device`, `stop` is set or time is up."""
     stop = storage.stop = stop or threading.Event()
     deadline = min(options.deadline, time.monotonic() + (config.timeout or math.inf))
+    options = replace(options, deadline=deadline)
     study = create_or_resume_study(storage, config, resize=False)
     study.pruner = build_pruner(config.pruner)
     skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
+    plan = config.comparison
+    if plan is not None and (lacking := plan.lacking(device.kind, skipped)):
+        return RunSummary("elsewhere", elsewhere=lacking)
     runnable = _Runnable(study, config.precisions, skipped)
     outcomes: Counter[str] = Counter()
     with WorkerLease(
@@ -104,10 +108,10 @@ def run_worker(
         study,
         max_retries=config.max_retries,
         device=device.device_id,
-        can_run=runnable if skipped or config.comparison else None,
+        can_run=runnable if skipped else None,
         refusal=partial(refusal, config.search_space),
     ) as worker:
-        if config.comparison is None:
+        if plan is None:
             study.sampler = build_sampler(
                 config.sampler,
                 config.search_space,
@@ -117,10 +121,8 @@ def run_worker(
                 lock=storage.exclusive,
             )
         else:
-            plan = partial(read_plan, storage, config.name)
-            study.sampler = PlannedPoints(plan, device.kind, skipped, storage.exclusive)
-        left = _Left(worker, storage, runnable, waits_for_others=config.comparison is not None)
-        if summary := _run_slots(left, run_trial, options, outcomes, deadline):
+            study.sampler = PlannedPoints(partial(read_plan, storage, config.name), storage.exclusive)
+        if summary := _run_slots(worker, storage, runnable, run_trial, options, outcomes):
             return summary
     if worker.study_closed.is_set():
         end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
@@ -130,26 +132,33 @@ def run_worker(
 
 
 def _run_slots(
-    left: _Left, run_trial: RunTrial, options: WorkerOptions, outcomes: Counter[str], deadline: float
+    worker: WorkerLease,
+    storage: Storage,
+    runnable: _Runnable,
+    run_trial: RunTrial,
+    options: WorkerOptions,
+    outcomes: Counter[str],
 ) -> RunSummary | None:
     """Run one slot after the other and count the `outcomes`; None: no more may begin."""
-    worker, storage, stop = left.worker, left.storage, left.storage.stop
-    while not stop.is_set() and not worker.study_closed.is_set() and time.monotonic() <= deadline:
+    stop, closed = storage.stop, worker.study_closed
+    while not stop.is_set() and not closed.is_set() and time.monotonic() <= options.deadline:
         if lease := worker.claim():
-            left.num_idle = 0
             if outcome := run_slot(worker, lease, run_trial):
                 outcomes[outcome] += 1
                 storage.persist(options.after_trial)
             else:  # what is left may be for others
                 stop.wait(options.poll_seconds)
-        elif worker.study_closed.is_set():
+        elif closed.is_set():
             break
-        elif left.is_for_others():
-            storage.persist(options.after_trial)
-            return left.summary(outcomes)
-        else:  # others run what is left; if one of them dies, this worker takes over
-            stop.wait(min(options.poll_seconds, max(0.0, deadline - time.monotonic())))
-        if not (stop.is_set() or worker.study_closed.is_set() or options.goes_on()):
+        else:
+            unfinished = list(storage.persist(worker.unfinished).values())
+            if not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
+                storage.persist(options.after_trial)
+                ended: Ended = "elsewhere" if unfinished else "finished"
+                return RunSummary(ended, outcomes, runnable.left_to_others(unfinished))
+            # Others run what is left; if one of them dies, this worker takes over.
+            stop.wait(min(options.poll_seconds, max(0.0, options.deadline - time.monotonic())))
+        if not (stop.is_set() or closed.is_set() or options.goes_on()):
             return RunSummary("yielded", outcomes)
     return None
 
@@ -201,33 +210,6 @@ def read_plan(storage: Storage, name: str) -> ComparisonConfig:
     return ComparisonConfig.model_validate(storage.read_definition(name)["comparison"])
 
 
-@dataclass
-class _Left:
-    """What is left of a study for a worker that can claim nothing."""
-
-    worker: WorkerLease
-    storage: Storage
-    runnable: _Runnable
-    waits_for_others: bool
-    """Whether the trials that others run decide what is left, as in a comparison."""
-    num_idle: int = 0
-
-    def is_for_others(self) -> bool:
-        """Whether nothing that is unfinished, if anything is, will ever be for this worker."""
-        self.unfinished = list(self.storage.persist(self.worker.unfinished).values())
-        if self.waits_for_others and self.unfinished:
-            # Between two of its trials another worker runs none for a moment.
-            self.num_idle = 0 if self.storage.persist(self.worker.others_run) else self.num_idle + 1
-            if self.num_idle < 2:
-                return False
-        return not self.storage.persist(lambda: any(map(self.runnable, self.unfinished)))
-
-    def summary(self, outcomes: Mapping[str, int]) -> RunSummary:
-        """How the worker ended that left it to others."""
-        ended: Ended = "elsewhere" if self.unfinished else "finished"
-        return RunSummary(ended, outcomes, self.runnable.left_to_others(self.unfinished))
-
-
 @dataclass(frozen=True)
 class _Runnable:
     """Whether a worker whose device lacks the precisions `skipped` can run a trial."""
@@ -238,17 +220,12 @@ class _Runnable:
 
     def __call__(self, params: Mapping[str, Any]) -> bool:
         """`params` are those that the trial has so far."""
-        if isinstance(self.study.sampler, PlannedPoints):
-            return self.study.sampler.can_run(self.study, params)
         possible = self._possible(params)
         return not possible or not self.skipped.issuperset(possible)
 
     def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """What unfinished trials with these parameters need and the device lacks: precisions, or its name."""
         needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
-        sampler = self.study.sampler
-        if not needed and isinstance(sampler, PlannedPoints):
-            return tuple(f"the name {kind}" for kind in sampler.kinds_left(self.study))
         return tuple(name for name in self.precisions if name in needed)
 
     def _possible(self, params: Mapping[str, Any]) -> Sequence[str]:

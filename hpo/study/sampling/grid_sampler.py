@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,8 +28,6 @@ Point = dict[str, Any]
 
 POINT_ATTR = "hpo:grid"
 """System attribute of a trial: its point."""
-DEVICE_ATTR = "hpo:device"
-"""System attribute of a trial of a comparison: what it was begun on, as `DeviceInfo.kind`."""
 
 
 class NoPointLeft(Exception):
@@ -37,11 +35,8 @@ class NoPointLeft(Exception):
 
 
 def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
-    """The parameters of a trial, on a grid also those that it was given and has not suggested yet, and in a
-    comparison, as `DEVICE_ATTR`, the kind of device that it was begun on."""
-    attributes = trial.system_attrs
-    kind = {DEVICE_ATTR: attributes[DEVICE_ATTR]} if DEVICE_ATTR in attributes else {}
-    return {**attributes.get(POINT_ATTR, {}), **kind, **trial.params}
+    """The parameters of a trial, on a grid also those that it was given and has not suggested yet."""
+    return {**trial.system_attrs.get(POINT_ATTR, {}), **trial.params}
 
 
 def grid_points(space: SearchSpace, seed: int) -> list[Point]:
@@ -95,13 +90,8 @@ class SharedGrid(BaseSampler):
                 point = self._choose(others, trial.system_attrs.get("fixed_params", {}))
             if point is None:
                 raise NoPointLeft
-            for key, value in self._attributes(point).items():
-                storage_of(study).set_trial_system_attr(trial_id_of(trial), key, value)
-                trial.system_attrs[key] = value
-
-    def _attributes(self, point: Point) -> dict[str, Any]:
-        """What is stored with a trial of this point."""
-        return {POINT_ATTR: point}
+            storage_of(study).set_trial_system_attr(trial_id_of(trial), POINT_ATTR, point)
+            trial.system_attrs[POINT_ATTR] = point
 
     def _choose(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any]) -> Point | None:
         """The first point left to try that this worker can run; None: there is none.
@@ -128,61 +118,17 @@ class SharedGrid(BaseSampler):
 class PlannedPoints(SharedGrid):
     """The points of a comparison, in their order, as the plan is when a trial begins.
 
-    All trials of a block run on one kind of device: a worker takes none of a block that was begun on another
-    kind, goes on with no trial that was, and has none at all where its device lacks one of the precisions.
-
     Args:
         read_plan: reads it from the database, where `hpo compare` lets it grow.
-        device: what this worker runs on, as `DeviceInfo.kind`.
     """
 
-    def __init__(
-        self, read_plan: Callable[[], ComparisonConfig], device: str, skipped: Container[str], lock: Lock
-    ) -> None:
-        super().__init__([], skipped, lock)
+    def __init__(self, read_plan: Callable[[], ComparisonConfig], lock: Lock) -> None:
+        super().__init__([], (), lock)
         self._read_plan = read_plan
-        self._device = device
-
-    def precisions_left(self, study: Study) -> list[str]:
-        del study
-        return self._skipped_in_plan() or [*self._read_plan().precisions]
-
-    def _skipped_in_plan(self) -> list[str]:
-        return [name for name in self._read_plan().precisions if name in self._skipped]
 
     def _choose(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any]) -> Point | None:
-        plan = self._read_plan()
-        if fixed or self._skipped_in_plan():
-            return None
-        return next((point for point, kind in self._left(plan, trials) if kind in (None, self._device)), None)
-
-    def _left(self, plan: ComparisonConfig, trials: Sequence[FrozenTrial]) -> Iterator[tuple[Point, Any]]:
-        """The points left to try, each with the kind of device that its block was begun on, if it was."""
-        begun = {
-            plan.block(trial.system_attrs[POINT_ATTR]): trial.system_attrs.get(DEVICE_ATTR)
-            for trial in _tried(trials)
-        }
-        self._points = plan.points()
-        for point in self._untried(trials):
-            yield point, begun.get(plan.block(point))
-
-    def can_run(self, study: Study, params: Mapping[str, Any]) -> bool:
-        """Whether this worker can run a trial with these `known_params`, or with {} begin one."""
-        if self._skipped_in_plan():
-            return False
-        if params:
-            return bool(params.get(DEVICE_ATTR, self._device) == self._device)
-        return self._choose(all_trials(study), {}) is not None
-
-    def kinds_left(self, study: Study) -> list[str]:
-        """The other kinds of device that trials which are left to run were begun for."""
-        trials = all_trials(study)
-        kinds = {kind for _, kind in self._left(self._read_plan(), trials)}
-        kinds |= {trial.system_attrs.get(DEVICE_ATTR) for trial in trials if not trial.state.is_finished()}
-        return sorted(kinds - {None, self._device})
-
-    def _attributes(self, point: Point) -> dict[str, Any]:
-        return {DEVICE_ATTR: self._device, POINT_ATTR: point}
+        self._points = self._read_plan().points()
+        return None if fixed else next(iter(self._untried(trials)), None)
 
 
 def _tried(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:

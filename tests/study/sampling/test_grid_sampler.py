@@ -58,7 +58,7 @@ def worker(storage: Storage, config: Any) -> Any:
     if config is GRID:
         opened.sampler = build_sampler(config.sampler, config.search_space)
     else:
-        opened.sampler = PlannedPoints(lambda: PLAN, "", (), nullcontext)
+        opened.sampler = PlannedPoints(lambda: PLAN, nullcontext)
     with WorkerLease(storage, opened, max_retries=1) as worker:
         yield worker
 
