@@ -129,7 +129,13 @@ class _Case:
             key = checkpoint_key(trial.resume_key, parts)
             self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
             begun = self.start["progress"]["step"] if self.start else 0
-            self.plan = f"running trial {trial.number} again from step {begun + 1} to {self.until} at most"
+            seconds = float(trial.telemetry["train_seconds"]) / max(last, 1)
+            num_steps, around = self.until - begun, 2 * NUM_UPDATES + 2
+            self.plan = (
+                f"running trial {trial.number} again from step {begun + 1}: at most {num_steps} steps, about "
+                f"{num_steps * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) for each "
+                "remedy"
+            )
 
     def parts(self, settings: Mapping[str, Any]) -> TrialParts:
         """The trial's with other settings. Raises TrialEnd where it cannot run here."""
