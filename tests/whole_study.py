@@ -17,7 +17,7 @@ from worker_process import begin, evaluate, result, study
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.reader import read_study
-from hpo.study.store import schema
+from hpo.study.store import optuna_internals, schema
 from hpo.study.store.copy import OURS
 from hpo.study.store.optuna_internals import trials
 from hpo.study.store.storage import Storage
@@ -92,3 +92,13 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
             rows = connection.execute(sa.select(table).where(column == name).order_by(*table.primary_key))
             found[table.name] = [dict(row) for row in rows.mappings()]
     return found
+
+
+def num_rows(storage: Storage) -> dict[str, int]:
+    """Of all tables, Optuna's and ours, but the versions."""
+    tables = [*optuna_internals.tables, *schema.metadata.sorted_tables]
+    with storage.engine.connect() as connection:
+        counts = {
+            t.name: connection.execute(sa.select(sa.func.count()).select_from(t)).scalar_one() for t in tables
+        }
+    return {name: count for name, count in counts.items() if name != "version_info"}

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also where this file is the program
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
@@ -28,7 +25,6 @@ from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(
@@ -71,10 +67,20 @@ def outcome_of(params: dict[str, Any]) -> str:
     return "failed" if params["fp_precision"] == "bf16" and params["batch_size"] == 32 else "complete"
 
 
+def value_of(params: dict[str, Any]) -> float:
+    """What a complete trial with these parameters comes to, whoever runs it."""
+    return (len(params["fp_precision"]) + params["batch_size"]) / 100
+
+
 def note(log: Path, **what: Any) -> None:
     """Append a line; one write, so that lines of several processes stay whole."""
     with log.open("ab", buffering=0) as file:
         file.write(json.dumps(what).encode() + b"\n")
+
+
+def ended_log(log: Path) -> Path:
+    """Where the ends of trials are noted whose begins are in `log`."""
+    return log.with_name(f"{log.name}-ended")
 
 
 def notes(log: Path) -> list[dict[str, Any]]:
@@ -154,10 +160,30 @@ def work(
             if kill == "training":
                 die()
             outcome = outcome_of(params)
+            note(ended_log(log), number=trial.number, pid=os.getpid())
+            values = (value_of(params),) if outcome == "complete" else None
             bug = "Traceback" if outcome == "failed" else None
-            return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
+            return result(outcome, values=values, telemetry={"pid": os.getpid()}, traceback=bug)
 
         return run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
+
+
+def run_trials(
+    storage: Storage,
+    config: StudyConfig,
+    during: Callable[[optuna.trial.Trial], Any] = lambda _: None,
+    **options: Any,
+) -> RunSummary:
+    """Be a worker whose trials are complete at once, unless `during` gives another result.
+
+    It is called with each trial after its parameters were suggested. `options` are those of `run_worker`.
+    """
+
+    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
+        suggest(config.search_space, trial)
+        return during(trial) or result("complete")
+
+    return run_worker(config, storage, execute, **options)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -178,19 +204,11 @@ def start(*args: Any, **kwargs: Any) -> Any:
     return start_process(work, *args, **kwargs)
 
 
-def finish(*processes: Any) -> None:
+def finish(*processes: Any, seconds: float = 120) -> None:
     """Wait for the processes, all of which are to succeed."""
     for process in processes:
-        process.join(120)
+        process.join(seconds)
     assert [process.exitcode for process in processes] == [0] * len(processes)
-
-
-def join(url: str, config: StudyConfig, log: Path) -> None:
-    """Join the study as a worker and leave again."""
-    with open_storage(url) as storage:
-        opened = create_or_resume_study(storage, config)
-        with WorkerLease(storage, opened, max_retries=0) as worker:
-            note(log, number=worker.number)
 
 
 class _Killer:
@@ -258,18 +276,3 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collec
         assert trial.number in crashed or "pid" in trial.telemetry, "a finished trial must have everything"
         if "retry_of" in trial.attributes:
             assert trial.params == by_number[trial.attributes["retry_of"]].params
-
-
-def each_precision() -> StudyConfig:
-    """A study of a trial in each precision."""
-    space = {"fp_precision": SPACE["fp_precision"], "batch_size": {"type": "categorical", "choices": [8]}}
-    return study(3, sampler={"name": "grid", "seed": 3}, search_space=space)
-
-
-def main(log: str, crash: str) -> int:
-    """Be what `hpo worker` is, with trials that are not trained."""
-    return work(os.environ["HPO_STORAGE"], each_precision(), Path(log), crash=int(crash)).exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

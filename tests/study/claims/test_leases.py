@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -14,11 +13,7 @@ from worker_process import (
     begin,
     change_worker,
     evaluate,
-    finish,
-    join,
-    notes,
     result,
-    start_process,
     study,
     wait_for,
 )
@@ -112,16 +107,6 @@ def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
         with worker_on(storage, opened) as third:
             assert third.claim() is None
             wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
-
-
-def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
-    config = study(2)
-    finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(4)))
-    assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(4))
-    with open_storage(storage_url) as storage:
-        assert sorted(worker.number for worker in read_study(storage, "tiny").workers) == list(range(4))
-        with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
-            assert worker.number == 4
 
 
 def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:

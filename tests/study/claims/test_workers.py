@@ -38,6 +38,9 @@ def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyP
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(device=None))
     assert storage.has_other_workers_on("GPU-2"), "it did not say where it runs"
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(machine="elsewhere"))
+    assert not storage.has_other_workers_on("GPU-1")
 
 
 def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:

@@ -10,14 +10,11 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from detailed_documents import document, error, task_document
-from worker_process import result, study
+from worker_process import run_trials, study
 
-from hpo.config.search_space import suggest
-from hpo.study.claims.leases import Lease
 from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
-from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import delete_study
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage
@@ -30,12 +27,7 @@ def finished(storage: Storage, name: str = "tiny") -> str:
     """A study of two complete trials; its token."""
     config = study(2, name=name)
     create_or_resume_study(storage, config)
-
-    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
-        suggest(config.search_space, trial)
-        return result("complete")
-
-    run_worker(config, storage, execute)
+    run_trials(storage, config)
     return storage.study_token(name)
 
 

@@ -7,13 +7,11 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import change_worker, result, study
+from worker_process import change_worker, run_trials, study
 
-from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage
@@ -22,12 +20,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 def run(storage: Storage, config: Any) -> None:
     create_or_resume_study(storage, config)
-
-    def execute(trial: optuna.trial.Trial, _: Any) -> Any:
-        suggest(config.search_space, trial)
-        return result("complete")
-
-    run_worker(config, storage, execute)
+    run_trials(storage, config)
 
 
 def listed(storage: Storage) -> dict[str, StudyOverview]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optuna
 import sqlalchemy as sa
 import worker_process
-from worker_process import evaluate, result, study, wait_for
+from worker_process import evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.lease import Lease
@@ -21,23 +20,6 @@ from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
 
 
-def run(
-    storage: Storage,
-    config: Any,
-    during: Callable[[optuna.trial.Trial], None] = lambda _: None,
-    ended: Any = None,
-    **options: Any,
-) -> None:
-    """Run the study; `during` is called with each trial after its parameters were suggested."""
-
-    def execute(trial: optuna.trial.Trial, _: Any) -> Any:
-        suggest(config.search_space, trial)
-        during(trial)
-        return ended or result("complete")
-
-    run_worker(config, storage, execute, **options)
-
-
 def told(look: Look) -> tuple[list[tuple[int, list[float]]], list[int]]:
     """The numbers and last values of the trials that run, and the numbers of those that have ended."""
     running = [(trial.number, list(trial.intermediate_values.values())[-1:]) for trial, _ in look.running]
@@ -46,7 +28,7 @@ def told(look: Look) -> tuple[list[tuple[int, list[float]]], list[int]]:
 
 def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Storage) -> None:
     create_or_resume_study(storage, study(1))
-    run(storage, study(1), ended=result("complete", values=(0.75,)))
+    run_trials(storage, study(1), lambda _: result("complete", values=(0.75,)))
     config = study(2)
     create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
@@ -59,7 +41,7 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
             evaluate(storage, trial, index, value)
             assert told(watch.look()) == ([(trial.number, [value])], [])
 
-    run(storage, config, during)
+    run_trials(storage, config, during)
     look = watch.look()
     assert told(look) == ([], [1])
     assert (look.best, look.num_done) == ((0.75, 0), 2)
@@ -86,10 +68,10 @@ def test_a_trial_that_is_given_back_does_not_run_until_it_goes_on(storage: Stora
     config, stop = study(1), threading.Event()
     create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
-    run(storage, config, lambda _: stop.set(), result("preempted"), stop=stop)
+    run_trials(storage, config, lambda _: stop.set() or result("preempted"), stop=stop)
     assert told(watch.look()) == ([], [])
     seen = []
-    run(storage, config, lambda _: seen.append(told(watch.look())))
+    run_trials(storage, config, lambda _: seen.append(told(watch.look())))
     assert seen == [([(0, [])], [])]
     assert told(watch.look()) == ([], [0])
 
@@ -110,7 +92,7 @@ def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) ->
         ended.extend(trial.number for trial in look.ended)
 
     with watching(StudyWatch(storage, config, own=True), show, seconds=0.01):
-        run(storage, config, during)
+        run_trials(storage, config, during)
     other.join(60)
     assert other.exitcode == 0
     assert 0 < len(mine) <= 3
@@ -122,7 +104,7 @@ def test_a_look_reads_no_evaluations_and_no_trial_that_has_ended(storage: Storag
     config = study(3)
     create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config, own=True)
-    run(storage, config, lambda trial: [evaluate(storage, trial, step) for step in (1, 2)] and None)
+    run_trials(storage, config, lambda trial: any(evaluate(storage, trial, step) for step in (1, 2)))
     watch.look()
     statements: list[str] = []
     sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))

@@ -14,17 +14,14 @@ from typing import Any
 import optuna
 import pytest
 from detailed_documents import document, task_document
-from worker_process import result, study
+from worker_process import result, run_trials, study
 
-from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, RunError
-from hpo.study.claims.leases import Lease
-from hpo.study.reading.detailed_evaluations import NOT_STORED
 from hpo.study.reading.reader import read_study
 from hpo.study.running import final_evaluation
 from hpo.study.running.final_evaluation import evaluate_best
-from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import best_model
@@ -93,14 +90,10 @@ def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
     ]
     config = study(len(values) + left, objective=objective)
     create_or_resume_study(storage, config)
-
-    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
-        suggest(config.search_space, trial)
-        return result("complete", values=values[trial.number])
-
     stop = threading.Event()
     options = WorkerOptions(after_trial=stop.set if left else lambda: None)
-    run_worker(config, storage, execute, options, stop=stop)
+    values_of = lambda trial: result("complete", values=values[trial.number])  # noqa: E731
+    run_trials(storage, config, values_of, options=options, stop=stop)
 
 
 def test_the_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
@@ -111,17 +104,13 @@ def test_the_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
     assert evaluating.stored == {1: {"test": evaluated("trial-1", "test")}}
 
 
-def test_on_validation_where_there_is_no_test_split(evaluating: Evaluating) -> None:
-    finish(evaluating.storage, (0.25,))
+def test_the_first_of_a_pareto_front_on_validation_where_there_is_no_test_split(
+    evaluating: Evaluating,
+) -> None:
+    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0), (0.5, 5.0), (0.4, 4.0), (0.05, 9.0))
     evaluating.splits = ("train", "validation")
     evaluating.run()
-    assert evaluating.stored == {0: {"validation": evaluated("trial-0", "validation")}}
-
-
-def test_the_first_trial_of_a_pareto_front(evaluating: Evaluating) -> None:
-    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0), (0.5, 5.0), (0.4, 4.0), (0.05, 9.0))
-    evaluating.run()
-    assert evaluating.evaluated == [("trial-2", "test")]
+    assert evaluating.stored == {2: {"validation": evaluated("trial-2", "validation")}}
 
 
 def test_not_before_the_last_trial(evaluating: Evaluating) -> None:
@@ -182,21 +171,6 @@ def test_a_checkpoint_is_downloaded(
     assert fetched == [("best", "trial-1")]
     assert evaluating.evaluated == ([] if is_away else [("trial-1", "test")])
     assert ("The best trial is not evaluated in detail: the store is away." in caplog.text) == is_away
-
-
-def test_a_study_that_was_made_anew_meanwhile_gets_nothing(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
-) -> None:
-    finish(evaluating.storage, (0.1,))
-
-    def make_anew(_: str) -> None:
-        optuna.delete_study(study_name="tiny", storage=evaluating.storage.optuna)
-        finish(evaluating.storage, (0.1,))
-
-    evaluating.on_batch = make_anew
-    evaluating.run()
-    assert evaluating.stored == {}
-    assert f"The best trial is not evaluated in detail: {NOT_STORED}" in caplog.text
 
 
 def test_a_stop_ends_it_at_the_next_batch(evaluating: Evaluating, caplog: pytest.LogCaptureFixture) -> None:

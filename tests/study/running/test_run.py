@@ -13,9 +13,8 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from tiny import CPU, GPU, write_study
-from worker_process import evaluate, result, study
+from worker_process import evaluate, run_trials, study
 
-from hpo.config.search_space import suggest
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError, StudyChangedError
@@ -24,7 +23,7 @@ from hpo.study.running import run as run_module
 from hpo.study.running.run import OpenOptions, check_precisions, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import DeviceShare, WorkerProcesses
-from hpo.study.running.worker import RunSummary, run_worker
+from hpo.study.running.worker import RunSummary
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import storage as storage_module
 from hpo.study.store.schema import slots
@@ -68,13 +67,7 @@ def executors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[
 
 def train_one(storage: Storage, config: Any) -> None:
     """Run the study's trials, each with an evaluation."""
-
-    def execute(trial: Any, _: Any) -> Any:
-        suggest(config.search_space, trial)
-        evaluate(storage, trial)
-        return result("complete")
-
-    run_worker(config, storage, execute)
+    run_trials(storage, config, lambda trial: evaluate(storage, trial))
 
 
 # A study is made last
@@ -97,13 +90,10 @@ def test_what_the_check_finds_leaves_no_trace(
 
 
 @pytest.mark.usefixtures("executors")
-@pytest.mark.parametrize("resize", [True, False])
-def test_who_makes_a_study_makes_the_store_of_its_checkpoints(
-    sqlite_url: str, tmp_path: Path, resize: bool
-) -> None:
+def test_who_makes_a_study_makes_the_store_of_its_checkpoints(sqlite_url: str, tmp_path: Path) -> None:
     """Also a worker, as of Kubernetes, that is given the study's file."""
     config = study(1, checkpoint={"location": f"artifacts:{tmp_path}/store"})
-    with open_study(config, sqlite_url, tmp_path, OpenOptions(resize=resize, is_file=True)):
+    with open_study(config, sqlite_url, tmp_path, OpenOptions(resize=False, is_file=True)):
         assert (tmp_path / "store" / ".hpo-artifacts").exists()
 
 
@@ -135,24 +125,20 @@ def test_a_start_opens_the_database_once_and_reads_no_trials(
     def note(_: Any, __: Any, statement: str, *___: object) -> None:
         statements.append(statement)
 
-    open_database, opened, counts = storage_module.open_database, [], []
+    open_database, opened, statements = storage_module.open_database, [], []
     monkeypatch.setattr(storage_module, "open_database", opened_database)
-    for num_done in (1, 5):
-        create_or_resume_study(storage, study(num_done))
-        train_one(storage, study(num_done))
-        create_or_resume_study(storage, study(8))
-        opened.clear()
-        statements: list[str] = []
-        sa.event.listen(sa.Engine, "before_cursor_execute", note)
-        try:
-            with open_study(study(8), storage.url, tmp_path, OpenOptions(resize=False)) as started:
-                assert started.stored.slots == {"open": 8 - num_done, "running": 0, "done": num_done}
-        finally:
-            sa.event.remove(sa.Engine, "before_cursor_execute", note)
-        assert len(opened) == 1
-        counts.append(len(statements))
-        assert not [text for text in statements if "FROM trial_" in text or "evaluations.metrics" in text]
-    assert counts[0] == counts[1]
+    create_or_resume_study(storage, study(3))
+    train_one(storage, study(3))
+    create_or_resume_study(storage, study(8))
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        with open_study(study(8), storage.url, tmp_path, OpenOptions(resize=False)) as started:
+            assert started.stored.slots == {"open": 5, "running": 0, "done": 3}
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+    assert len(opened) == 1
+    assert statements
+    assert not [text for text in statements if "FROM trial_" in text or "evaluations.metrics" in text]
     assert executors.made
 
 
@@ -246,18 +232,11 @@ def test_only_skip_leaves_out_what_is_searched(
     assert given["device"].left_out.keys() == {"bf16"}
 
 
-@pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
-@pytest.mark.parametrize("fixed", [True, False])
 def test_a_study_of_which_nothing_can_run_here_is_not_made(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_unsupported: str, fixed: bool
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
-    amp = {"on_unsupported": on_unsupported}
-    config = (
-        study(search_space={}, training={"fp_precision": "bf16"}, amp=amp)
-        if fixed
-        else searching("bf16", "tf32", **amp)
-    )
+    config = searching("bf16", "tf32")
     with pytest.raises(InputError, match="it runs none of bf16"), open_study(config, sqlite_url, tmp_path):
         pass
     assert not list(tmp_path.glob("hpo.db*"))
@@ -281,9 +260,8 @@ def test_a_study_for_other_machines_is_made(
     assert "No trial can run on this machine" in caplog.text
 
 
-@pytest.mark.parametrize("given", [{"training": {"fp_precision": "bf16"}}, {"amp": {"preset": "ultra"}}])
-def test_fallback_runs_what_works(given: dict[str, Any]) -> None:
-    config = study(search_space={}, **given | {"amp": {"on_unsupported": "fallback", **given.get("amp", {})}})
+def test_fallback_runs_what_works() -> None:
+    config = study(search_space={}, amp={"on_unsupported": "fallback", "preset": "ultra"})
     assert check_precisions(config, CPU).keys() == {"bf16"}
 
 

@@ -8,12 +8,10 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 from worker_process import wait_for
 
-import hpo
 from hpo.errors import InputError
 from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, parse_time, stop_on_signals
 
@@ -89,23 +87,6 @@ def test_a_process_without_an_end_has_time() -> None:
     stop = Stop()
     stop.reserve(10)
     assert stop.seconds_left == stop.deadline == float("inf")
-
-
-def test_end_of_standard_input_stops_a_worker() -> None:
-    """Of a process that was started by `run_workers`."""
-    script = (
-        "from hpo.study.running.stopping import *\nwith stop_on_signals() as s: s.wait(60); print(s.reason)"
-    )
-    root = str(Path(hpo.__file__).parents[1])
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "HPO_WORKERS_ON_DEVICE": "1", "PYTHONPATH": root},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == "the process that started this worker wants it to, or has ended\n"
 
 
 def test_forms_of_a_time() -> None:

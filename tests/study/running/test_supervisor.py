@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -11,16 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import worker_process
 from postgres import PostgresServer
 from tiny import CPU, GPU
 from worker_process import study, wait_for
 
+from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, RunError
-from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.running import supervisor
 from hpo.study.running.stopping import Stop
 from hpo.study.running.supervisor import (
@@ -31,26 +30,35 @@ from hpo.study.running.supervisor import (
     share_memory,
     worker_command,
 )
+from hpo.study.running.worker import RunSummary
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 TWO = [DeviceShare(2)] * 2
+STUDY = study(2)
+
+
+RunProgram = Callable[..., RunSummary]
 
 
 @pytest.fixture
-def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let `run_workers` start `python` with these arguments instead of `hpo worker`."""
+def run(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgram:
+    """Runs two workers of a study, each a Python program in place of `hpo worker`."""
 
-    def use(*arguments: object) -> None:
-        command = [sys.executable, *map(str, arguments)]
-        monkeypatch.setattr(supervisor, "worker_command", lambda *_: command)
+    def run(
+        program: str, config: StudyConfig = STUDY, stop: Stop | None = None, **processes: Any
+    ) -> RunSummary:
+        monkeypatch.setattr(supervisor, "worker_command", lambda *_: [sys.executable, "-c", program])
+        create_or_resume_study(storage, config)
+        how = WorkerProcesses(**{"shares": TWO, **processes})
+        return run_workers(config, storage, tmp_path, how, stop or Stop())
 
-    return use
+    return run
 
 
-def log_of(folder: Path, number: int = 0) -> Path:
+def log_of(folder: Path, number: int = 0) -> str:
     [log] = (folder / "tiny").glob(f"worker-{socket.gethostname()}-*-{number}.log")
-    return log
+    return log.read_text()
 
 
 def test_worker_command_does_not_show_the_url() -> None:
@@ -59,87 +67,50 @@ def test_worker_command_does_not_show_the_url() -> None:
     assert command[1:] == ["-m", "hpo", "worker", "multitask", *given]
 
 
-def test_configuration_that_kills_its_process_costs_itself_alone(
-    sqlite_url: str, tmp_path: Path, use_command: Callable[..., None]
-) -> None:
-    """Its worker is started again, and the configuration is not."""
-    config, log = worker_process.each_precision(), tmp_path / "log"
-    use_command(worker_process.__file__, log, int(signal.SIGSEGV))
-    with open_storage(sqlite_url) as storage:
-        opened = create_or_resume_study(storage, config)
-        summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), Stop())
-        crashed = [trial.number for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
-        assert len(crashed) == 1
-        assert summary.ended == "finished"
-        assert summary.outcomes == {"complete": 2, "crashed": 1}
-        worker_process.check_done(storage, config, log, crashed)
-        starts = sum(log_of(tmp_path, number).read_text().count("--- a worker starts") for number in range(2))
-        assert starts >= 2 + MAX_DEATHS
-
-
 def test_restarts_are_used_up(
-    storage: Storage,
-    tmp_path: Path,
-    use_command: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the other workers are told to leave, and the error says how often it was tried."""
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
-    script = "import os, sys; sys.stdin.read(); print('told to leave'); raise SystemExit(130)"
-    lock = tmp_path / "first"
-    use_command(
-        "-c",
-        f"import os; print('no such device')\ntry: os.mkdir({str(lock)!r})\n"
-        f"except FileExistsError: os.kill(os.getpid(), 9)\n{script}",
+    program = (
+        "import os, sys; print('no such device')\n"
+        f"try: os.mkdir({str(tmp_path / 'first')!r})\n"
+        "except FileExistsError: os.kill(os.getpid(), 9)\n"
+        "sys.stdin.read(); print('told to leave'); raise SystemExit(130)"
     )
-    create_or_resume_study(storage, study(2))
-    with pytest.raises(RunError) as raised:
-        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
-    error = str(raised.value)
-    again = (
-        "was killed by SIGKILL before the study was done, having been started again 2 times within an hour"
-    )
-    assert again in error
-    logs = sorted((log_of(tmp_path, number).read_text() for number in range(2)), key=len)
+    again = "killed by SIGKILL before the study was done, having been started again 2 times within an hour"
+    with pytest.raises(RunError, match=again):
+        run(program)
+    logs = sorted((log_of(tmp_path, number) for number in range(2)), key=len)
     assert [log.count("--- a worker starts") for log in logs] == [1, 3]
     assert "told to leave" in logs[0]
     assert [record.message.split("; ")[1].split(".")[0] for record in caplog.records] == [
-        "it is started again (1 of at most 2 times an hour)",
-        "it is started again (2 of at most 2 times an hour)",
+        f"it is started again ({number} of at most 2 times an hour)" for number in (1, 2)
     ]
 
 
 def test_restarts_of_more_than_an_hour_ago_do_not_count(
-    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
     starts = tmp_path / "starts"
-    use_command("-c", f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)")
-    create_or_resume_study(storage, study(2))
-    assert run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO[:1]), Stop()).ended == "elsewhere"
+    program = f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)"
+    assert run(program, shares=TWO[:1]).ended == "elsewhere"
     assert starts.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
 def test_logs_of_workers_are_added_to(
-    storage: Storage,
-    tmp_path: Path,
-    use_command: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    kind: type[Exception],
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
     """And a failure is reported with what the log says of this run; wrong input is not tried again."""
     log = tmp_path / "tiny" / f"worker-{socket.gethostname()}-{os.getpid()}-0.log"
     log.parent.mkdir()
     log.write_text("what the first run said\n")
-    use_command("-c", f"print('Error: no such column'); raise SystemExit({code})")
-    create_or_resume_study(storage, study(2))
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 5 if code == 2 else 0)
     with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done\.") as raised:
-        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
+        run(f"print('Error: no such column'); raise SystemExit({code})")
     assert type(raised.value) is kind
     assert "Error: no such column" in str(raised.value)
     assert "what the first run said" not in str(raised.value)
@@ -158,32 +129,21 @@ def test_logs_of_workers_are_added_to(
     ],
 )
 def test_workers_that_leave_trials_open(
-    storage: Storage,
-    tmp_path: Path,
-    use_command: Callable[..., None],
-    code: int,
-    timeout: float | None,
-    job_seconds: float | None,
-    ended: str,
+    run: RunProgram, tmp_path: Path, code: int, timeout: float | None, job_seconds: float | None, ended: str
 ) -> None:
-    use_command("-c", f"raise SystemExit({code})")
-    until = None if job_seconds is None else time.time() + job_seconds
-    config, stop = study(2, timeout=timeout), Stop(until)
-    create_or_resume_study(storage, config)
-    summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop)
+    stop = Stop(None if job_seconds is None else time.time() + job_seconds)
+    summary = run(f"raise SystemExit({code})", study(2, timeout=timeout), stop)
     assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
-    assert stop.asks_for_requeue == (until is not None)
-    assert log_of(tmp_path).read_text().count("--- a worker starts") == 1
+    assert stop.asks_for_requeue == (job_seconds is not None)
+    assert log_of(tmp_path).count("--- a worker starts") == 1
 
 
 def test_jobs_of_one_node_write_logs_of_their_names(
-    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_or_resume_study(storage, study(2))
     for job in ("7", "8"):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        use_command("-c", f"print('of job {job}')")
-        run_workers(study(2), storage, tmp_path, WorkerProcesses([DeviceShare(1)]), Stop())
+        run(f"print('of job {job}')", shares=TWO[:1])
     logs = {path.name: path.read_text() for path in (tmp_path / "tiny").glob("*.log")}
     host = socket.gethostname()
     assert logs.keys() == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
@@ -192,24 +152,21 @@ def test_jobs_of_one_node_write_logs_of_their_names(
 
 @pytest.mark.parametrize("given", [None, "@file"])
 def test_storage_reaches_a_worker_as_it_was_given(
-    storage: Storage, tmp_path: Path, use_command: Callable[..., None], given: str | None
+    run: RunProgram, storage: Storage, tmp_path: Path, given: str | None
 ) -> None:
-    use_command("-c", "import os; print(os.environ['HPO_STORAGE'])")
-    create_or_resume_study(storage, study(2))
-    run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO, storage_as_given=given), Stop())
-    assert log_of(tmp_path).read_text().splitlines()[-1] == (given or storage.url)
+    run("import os; print(os.environ['HPO_STORAGE'])", storage_as_given=given)
+    assert log_of(tmp_path).splitlines()[-1] == (given or storage.url)
 
 
 @pytest.mark.postgres
 def test_a_supervisor_waits_for_no_database(
     own_server: PostgresServer,
     tmp_path: Path,
-    use_command: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A worker that dies is started again when the database is back; told to stop, all may leave."""
-    use_command(
-        "-c",
+    program = (
         "import os, pathlib, sys, threading, time\nprint('runs', flush=True)\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "def die():\n"
@@ -217,8 +174,9 @@ def test_a_supervisor_waits_for_no_database(
         "    (folder / 'die').unlink(); os.kill(os.getpid(), 9)\n"
         "if not list(folder.glob('first')):\n"
         "    (folder / 'first').touch(); threading.Thread(target=die, daemon=True).start()\n"
-        "sys.stdin.read(); print('told to leave'); raise SystemExit(130)",
+        "sys.stdin.read(); print('told to leave'); raise SystemExit(130)"
     )
+    monkeypatch.setattr(supervisor, "worker_command", lambda *_: [sys.executable, "-c", program])
 
     def runs(count: int) -> bool:
         return sum(log.read_text().count("runs") for log in (tmp_path / "tiny").glob("*.log")) == count
@@ -244,24 +202,20 @@ def test_a_supervisor_waits_for_no_database(
             stop.set()
         assert ended.result(60).ended == "stopped"
         own_server.start()
-    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
-    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2
+    assert [log_of(tmp_path, number).splitlines()[-1] for number in range(2)] == ["told to leave"] * 2
 
 
 def test_workers_may_checkpoint_when_their_supervisor_fails(
-    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        wait_for(lambda: all(log_of(tmp_path, number).read_text().count("runs") for number in range(2)))
+        wait_for(lambda: all(log_of(tmp_path, number).count("runs") for number in range(2)))
         raise OSError("no more processes")
 
     monkeypatch.setattr(supervisor._Supervisor, "_supervise", fail)
-    use_command("-c", "import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
-    create_or_resume_study(storage, study(2))
     with pytest.raises(OSError, match="no more processes"):
-        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
-    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
-    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2
+        run("import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
+    assert [log_of(tmp_path, number).splitlines()[-1] for number in range(2)] == ["told to leave"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +10,19 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, distribution_to_json
 from tiny import CPU
-from worker_process import check_done, finish, result, start, study
+from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import DataError
 from hpo.outcome import Outcome
 from hpo.study.claims.leases import Lease
-from hpo.study.claims.process import process_start, this_machine
 from hpo.study.reading.reader import read_study
 from hpo.study.running import worker as worker_module
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import run_worker
 from hpo.study.store import optuna_internals
-from hpo.study.store.schema import workers
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import TrialResult
 
@@ -42,16 +38,6 @@ def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) 
     again = run_worker(study(3), storage, complete)
     assert (again.ended, again.outcomes) == ("finished", {})
     assert len(read_study(storage, "tiny").trials) == 3
-
-
-def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
-    config, log = study(12, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
-    finish(*(start(storage_url, config, log) for _ in range(4)))
-    with open_storage(storage_url) as storage:
-        check_done(storage, config, log)
-        trials = read_study(storage, config.name).trials
-        first = [trial.params for trial in trials if "retry_of" not in trial.attributes][:4]
-        assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
 
 
 def test_pruner_is_that_of_the_study(storage: Storage) -> None:
@@ -71,16 +57,6 @@ def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
         run_worker(study(n_trials), storage, complete)
     trials = read_study(storage, "tiny").trials
     assert len({str(trial.params) for trial in trials}) == sizes[-1]
-
-
-def test_enqueued_configurations_are_run_within_n_trials(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    for batch_size in (8, 16, 32):
-        opened.enqueue_trial({"batch_size": batch_size, "fp_precision": "bf16"})
-    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
-    trials = read_study(storage, "tiny").trials
-    assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "WAITING"]
-    assert [trial.params["batch_size"] for trial in trials[:2]] == [8, 16]
 
 
 @pytest.mark.parametrize(
@@ -192,51 +168,21 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
     assert lost == [0]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "shared"),
-    [
-        ("alone", "alone", False),
-        ("live", "live", True),
-        ("alone", "live", True),
-        ("live", "dead", True),
-        ("elsewhere", "elsewhere", False),
-        ("other device", "other device", False),
-    ],
-)
-def test_trial_knows_of_other_workers_on_its_machine(
-    storage: Storage, start: str, end: str, shared: bool
+@pytest.mark.parametrize(("start", "end"), [(False, False), (True, True), (False, True), (True, False)])
+def test_trial_knows_of_other_workers_on_its_device(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, start: bool, end: bool
 ) -> None:
-    def others(kind: str) -> None:
-        row = {
-            "id": "other",
-            "study": "another",
-            "host": "here",
-            "machine": "elsewhere" if kind == "elsewhere" else this_machine(),
-            "pid": peer.pid,
-            "process_start": "1" if kind == "dead" else process_start(peer.pid),
-            "started": storage.now,
-            "last_seen": storage.now,
-            "state": "live",
-            "number": 0,
-            "device": {"same device": "cpu", "other device": "GPU-1"}.get(kind),
-        }
-        with storage.engine.begin() as connection:
-            connection.execute(sa.delete(workers).where(workers.c.id == "other"))
-            if kind != "alone":
-                connection.execute(sa.insert(workers).values(row))
+    """Who they are is in test_workers.py."""
 
     def run(*_: Any, shared_device: bool, **__: Any) -> TrialResult:
-        told = shared_device
-        others(end)
-        return TrialResult(
-            Outcome.COMPLETE, values=(0.5,), telemetry={"device": {"name": "x", "shared": told}}
-        )
+        monkeypatch.setattr(storage, "has_other_workers_on", lambda _: end)
+        telemetry = {"device": {"name": "x", "shared": shared_device}}
+        return TrialResult(Outcome.COMPLETE, values=(0.5,), telemetry=telemetry)
 
     config = study(1)
     executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=lambda *_: Path(), run=run)
     create_or_resume_study(storage, config)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
-        others(start)
-        run_worker(config, storage, TrialRunner(executor, storage, Stop()))
-        peer.kill()
-    assert read_study(storage, "tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
+    monkeypatch.setattr(storage, "has_other_workers_on", lambda _: start)
+    run_worker(config, storage, TrialRunner(executor, storage, Stop()))
+    found = read_study(storage, "tiny").trials[0].telemetry["device"]
+    assert found == {"name": "x", "shared": start or end}

@@ -8,7 +8,8 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, change_worker, evaluate, result, study, wait_for
+from whole_study import num_rows
+from worker_process import begin, change_worker, evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
@@ -16,7 +17,7 @@ from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.store import optuna_internals, schema
+from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
     end_unfinished,
@@ -57,14 +58,6 @@ class Worker:
         return self.summary
 
 
-def run_rest(storage: Storage, config: Any) -> RunSummary:
-    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
-        suggest(config.search_space, trial)
-        return result("complete")
-
-    return run_worker(config, storage, execute)
-
-
 def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> None:
     config = study(3)
     create_or_resume_study(storage, config)
@@ -72,13 +65,13 @@ def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> 
     assert set_state(storage, "tiny", "paused") == "open"
     assert worker.left() == RunSummary("closed", {"preempted": 1})
     assert wait_for_workers(storage, "tiny", 0) == []
-    assert run_rest(storage, config) == RunSummary("closed"), "no trial begins"
+    assert run_trials(storage, config) == RunSummary("closed"), "no trial begins"
     assert end_unfinished(storage, "tiny") == 0, "it is not cancelled"
     before = read_study(storage, "tiny")
     assert (before.state, before.slots) == ("paused", {"open": 3, "running": 0, "done": 0})
     assert [trial.outcome for trial in before.trials] == ["preempted"]
     assert set_state(storage, "tiny", "open") == "paused"
-    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
     after = read_study(storage, "tiny")
     assert after.trials[0].params == before.trials[0].params
     assert [trial.outcome for trial in after.trials] == ["complete"] * 3
@@ -94,28 +87,18 @@ def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> Non
     record = read_study(storage, "tiny")
     ended = [(trial.state, trial.outcome, trial.reason) for trial in record.trials]
     assert ended == [("FAIL", "preempted", "the study was cancelled")]
-    assert run_rest(storage, config) == RunSummary("closed")
+    assert run_trials(storage, config) == RunSummary("closed")
     set_state(storage, "tiny", "open")
-    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
     record = read_study(storage, "tiny")
     assert [trial.outcome for trial in record.trials] == ["preempted", *["complete"] * 3]
     assert record.slots == {"open": 0, "running": 0, "done": 3}
 
 
-def num_rows(storage: Storage) -> dict[str, int]:
-    """Of all tables, Optuna's and ours, but the versions."""
-    tables = [*optuna_internals.tables, *schema.metadata.sorted_tables]
-    with storage.engine.connect() as connection:
-        counts = {
-            t.name: connection.execute(sa.select(sa.func.count()).select_from(t)).scalar_one() for t in tables
-        }
-    return {name: count for name, count in counts.items() if name != "version_info"}
-
-
 def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Storage) -> None:
     other = study(2, name="other")
     create_or_resume_study(storage, other)
-    run_rest(storage, other)
+    run_trials(storage, other)
     before = num_rows(storage)
     config = study(3)
     create_or_resume_study(storage, config)
@@ -130,7 +113,7 @@ def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Stora
         assert read_state(fresh, "tiny") is None
         assert [found.name for found in list_studies(fresh)] == ["other"]
         create_or_resume_study(fresh, config)
-        assert run_rest(fresh, config).outcomes == {"complete": 3}
+        assert run_trials(fresh, config).outcomes == {"complete": 3}
 
 
 def test_what_the_dashboard_left_of_a_study_can_be_deleted(storage: Storage) -> None:
@@ -177,7 +160,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
     with storage.engine.connect() as connection:
         row = connection.execute(sa.select(schema.slots).where(schema.slots.c.slot == lease.slot)).one()
     assert (row.trial_number, row.owner, row.saved_step) == (None, None, 0)
-    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
 
 
 def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:

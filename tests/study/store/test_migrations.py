@@ -32,13 +32,9 @@ def check_current(storage: Storage) -> None:
     assert storage.slot_counts("tiny") == {"open": 3, "running": 0, "done": 0}
 
 
-@pytest.mark.parametrize("version", ["v1", "v8"])
-def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
-    storage_url: str, version: str
-) -> None:
-    make_old(storage_url, version)
-    match = rf"of an earlier hpo \({version}\). `hpo doctor --fix` moves them up"
-    with pytest.raises(StorageError, match=match):
+def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(storage_url: str) -> None:
+    make_old(storage_url)
+    with pytest.raises(StorageError, match=r"of an earlier hpo \(v1\). `hpo doctor --fix` moves them up"):
         open_storage(storage_url, create=False)
     with open_storage(storage_url) as storage:
         check_current(storage)
@@ -53,7 +49,6 @@ def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
 
 
 def test_what_somebody_has_added_stays(storage_url: str) -> None:
-    make_old(storage_url, "v8")
     with open_storage(storage_url) as storage:
         with storage.engine.begin() as connection:
             connection.execute(sa.text("ALTER TABLE hpo_compat ADD COLUMN color TEXT"))
@@ -88,7 +83,7 @@ def upgrade_and_die(url: str, statement: str) -> None:
     ["ALTER TABLE hpo_studies ADD COLUMN priority", "INSERT INTO hpo_version"],
 )
 def test_a_migration_that_is_killed_leaves_the_version_before(storage_url: str, statement: str) -> None:
-    make_old(storage_url, "v1")
+    make_old(storage_url)
     killed = start_process(upgrade_and_die, storage_url, statement)
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
