@@ -75,6 +75,12 @@ def stored(folder: Path) -> StudyRecord:
         return read_study(storage, "tiny")
 
 
+def saved_steps(folder: Path, trial: int = 0) -> list[int]:
+    """The steps of the checkpoints there that a trial of the tiny study can go on from."""
+    paths = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial:05d}/step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in paths)
+
+
 def ok(finished: Finished) -> Finished:
     assert finished.exit_code == 0, finished.err + finished.out
     return finished

@@ -65,6 +65,19 @@ def write_study(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def write_long_study(
+    folder: Path, every_seconds: float, n_trials: int = 2, per_trial: int = 1, **budget: float
+) -> Path:
+    """Of trials that last long enough to be met in the middle, with a checkpoint `every_seconds`."""
+    return write_study(
+        folder,
+        n_trials=n_trials,
+        training={"batch_size": 8, "max_length": 64, "fp_precision": "fp32", **budget},
+        evaluation={"per_trial": per_trial},
+        checkpoint={"top_k": 9, "every_seconds": every_seconds},
+    )
+
+
 def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
     return load_study(write_study(folder, **changes))
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import hpo_command, ok
-from every_kind import PAIR_TASKS, pair_row
-from jsonl_sets import write_set
 from tiny import write_study
-from tiny_encoders import save_encoder
-from tiny_tokenizers import tiny_tokenizer
 
 HOSTILE = "<img src=x onerror='window.hacked=1'>"
 CLASSES = ["freundlich", HOSTILE, *(f"Klasse {n}" for n in range(32))]
@@ -85,14 +80,6 @@ def test_check_prints_tables_and_what_to_change(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "hpo.db").exists()
 
 
-def test_check_refuses_bad_data(tmp_path: Path) -> None:
-    german_study(tmp_path)
-    (tmp_path / "train.csv").write_text("Text;Ton\n")
-    finished = hpo_command(tmp_path, "check", "tiny.yaml")
-    assert (finished.exit_code, finished.out) == (2, "")
-    assert "train.csv: has no column `Note`" in finished.err
-
-
 @pytest.mark.parametrize("command", [("check",), ("verify", "--repeats", "1")])
 def test_a_study_of_the_database_by_its_name(tmp_path: Path, command: tuple[str, ...]) -> None:
     path = write_study(tmp_path)
@@ -102,20 +89,3 @@ def test_a_study_of_the_database_by_its_name(tmp_path: Path, command: tuple[str,
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     path.unlink()
     assert ok(hpo_command(tmp_path, *command, "tiny", "--json")).json
-
-
-@pytest.mark.parametrize("command", ["check", "run"])
-def test_a_pair_that_the_tokenizer_would_join_is_refused(command: str, tmp_path: Path) -> None:
-    encoder = save_encoder(tmp_path / "encoder")
-    tiny_tokenizer("bare").save_pretrained(encoder)
-    tasks = {"verdict": PAIR_TASKS["verdict"]}
-    rng = random.Random(0)
-    rows = [{**pair_row(number, rng), "spans": {}} for number in range(40)]
-    write_set(tmp_path / "data", tasks, train=rows)
-    data = {"source": "jsonl", "path": "data", "pair_segments": ["question", "context"]}
-    write_study(tmp_path, data=data, model={"encoder": str(encoder)})
-    finished = hpo_command(tmp_path, command, "tiny.yaml")
-    assert finished.exit_code == 2
-    (error,) = [line for line in finished.err.splitlines() if "Error: " in line]
-    assert error.startswith("Error: data.pair_segments: the tokenizer must put a special token between")
-    assert finished.err.endswith(f"{error}\n")

@@ -8,18 +8,6 @@ import pytest
 from command_line import hpo_command, ok
 
 
-def test_copy(folder: Path) -> None:
-    copied = ok(hpo_command(folder, "copy", "tiny", "--to", "sqlite:///third.db"))
-    assert "tiny is in sqlite:///third.db" in copied.out
-    assert "2 trials, 2 of 2 done." in copied.out
-    assert "alone" not in copied.out, "there is nothing to go on with"
-    best = ok(hpo_command(folder, "best", "tiny", "--storage", "sqlite:///third.db", "--evaluate", "test"))
-    assert "on test" in best.out
-    again = hpo_command(folder, "copy", "tiny", "--to", "sqlite:///third.db", "--json")
-    assert again.exit_code == 2
-    assert "holds the study `tiny` already" in again.err
-
-
 def test_no_database(tmp_path: Path) -> None:
     assert hpo_command(tmp_path, "database", "stop").out == "The database in runs/postgres was not running.\n"
     status = hpo_command(tmp_path, "database", "status", "--json")

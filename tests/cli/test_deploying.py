@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok, start_hpo
+from command_line import Finished, hpo_command, ok
 from planted_int8 import MAX_DROP, ruined_exports, write_mood_study
 from study_records import record_of, with_values
+from worker_process import wait_for
 
 import hpo
 from hpo.cli import deploying
 from hpo.cli.deploying import _best
-from hpo.config.study_config import StudyConfig
-from hpo.deploy.artifacts import NAMES
 from hpo.deploy.timing import Effort, time_in_turn
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
@@ -66,7 +64,7 @@ def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
 
 
 def test_as_json(folder: Path) -> None:
-    options = ("--artifacts", "onnx_fp32", "--max-drop", "90", "--threads", "1", "--batch", "32", "--json")
+    options = ("--artifacts", "fp32", "--max-drop", "90", "--threads", "1", "--batch", "32", "--json")
     finished = ok(hpo_command(folder, "deploy", "tiny", *options))
     found = finished.json
     assert finished.err == ""
@@ -82,15 +80,6 @@ def test_with_several_objectives_the_best_is_the_best_model() -> None:
     good = with_values(1, (9.0, 0.9), learning_rate=1e-4)
     names, directions = ("peak_memory_bytes", "score"), ("minimize", "maximize")
     assert _best(record_of([fast, good], metric_names=names, directions=directions)).number == 1
-
-
-def test_a_trial_of_a_gpu_is_deployed_on_a_cpu(mood: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_study: Callable[..., StudyConfig] = deploying.config_of
-    monkeypatch.setattr(
-        deploying, "config_of", lambda *args: of_study(*args).model_copy(update={"device": "cuda"})
-    )
-    found = ok(hpo_command(mood, "deploy", "mood", "--artifacts", "fp32", "--json")).json
-    assert found["device"]["type"] == "cpu"
 
 
 def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,16 +114,17 @@ def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert not list((folder / "runs" / "tiny").glob(".deploy*"))
 
 
-def test_interrupted_it_keeps_what_is_scored(folder: Path) -> None:
-    process = start_hpo(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90", "--timeout", "300")
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "making and scoring onnx_int8_dynamic" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "onnx_int8_static is left out: not scored, because the search was told to stop." in out
+def test_interrupted_it_keeps_what_is_scored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(run: Any, _: float) -> str:
+        """In place of the estimate, which is told when fp32 is scored."""
+        signal.raise_signal(signal.SIGINT)
+        wait_for(lambda: bool(run._request.ends()))
+        return ""
+
+    monkeypatch.setattr("hpo.deploy.deployment._Run._estimate", interrupt)
+    finished = hpo_command(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90")
+    assert finished.exit_code == 130, finished.err
+    assert "onnx_int8_static is left out: not scored, because the search was told to stop." in finished.out
     out_folder = folder / "runs" / "tiny" / "deploy"
     stored = json.loads((out_folder / "deploy.json").read_text())
     assert stored["artifacts"][0]["timings"].keys() == {"1", "32"}
@@ -147,28 +137,6 @@ def test_fp32_is_not_scored_in_time(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert finished.exit_code == 1
     assert "fp32 was not scored, because the time of --timeout was over. Give it longer." in finished.err
     assert not (folder / "other").exists()
-
-
-def test_interrupted_twice_it_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> Iterator[None]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", interrupt)
-    finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "onnx_fp32")
-    assert finished.exit_code == 130
-    assert not list((folder / "runs" / "tiny").glob("*deploy*"))
-
-
-def test_without_onnx_the_others_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpo.inference.onnx_network.find_spec", lambda _: None)
-    finished = ok(hpo_command(folder, "deploy", "tiny", "--max-drop", "90", width=60))
-    assert max(map(len, finished.out.split("Drop:")[0].splitlines())) <= 60, "whole tables"
-    assert "onnx_int8_static is left out: needs the package onnx and onnxruntime" in finished.out
-    assert "pip install 'hpo[onnx]'" in finished.out
-    stored = json.loads((folder / "runs" / "tiny" / "deploy" / "deploy.json").read_text())
-    left_out = {name for name in NAMES if name.startswith("onnx")}
-    assert left_out <= stored["left_out"].keys()
-    assert {row["artifact"] for row in stored["artifacts"]} == {*NAMES} - stored["left_out"].keys()
 
 
 def test_a_study_without_a_model(tmp_path: Path) -> None:

@@ -8,20 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
+from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
 from jsonl_sets import write_set
-from tiny import ENCODER, write_study
+from tiny import ENCODER, write_long_study, write_study
+from tiny_encoders import save_encoder
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
-from hpo.study.reading.overview import say_damaged
-from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.schema import studies, workers
 from hpo.study.store.storage import open_storage
-
-CHECKPOINTS = "runs/tiny/checkpoints-*/trial-*/step-*"
-
 
 TOPIC = {"tasks": {"topic": {"kind": "single_label", "classes": ["a", "b"]}}}
 
@@ -71,16 +67,8 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
 def test_an_encoder_beside_the_study_file_is_found_by_the_database_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
-
-    from hpo.models.encoder import encoder_folder
-
     source = tmp_path / "study"
-    config = AutoConfig.for_model(
-        "bert", vocab_size=30522, **{k: v for k, v in ENCODER.items() if k != "model_type"}
-    )
-    AutoModel.from_config(config).save_pretrained(source / "encoder")
-    AutoTokenizer.from_pretrained(encoder_folder("minilm")).save_pretrained(source / "encoder")
+    save_encoder(source / "encoder")
     path = write_study(source, model={"encoder": "./encoder"}, n_trials=1)
     url = f"sqlite:///{tmp_path}/hpo.db"
     ok(hpo_command(source, "init", str(path), "--storage", url))
@@ -175,10 +163,9 @@ def test_a_worker_without_a_name_and_without_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["pause", "cancel"])
 def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, command: str) -> None:
-    training = {"max_steps": 100_000, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"}
-    path = write_study(tmp_path, training=training, checkpoint={"every_seconds": 0.1})
+    path = write_long_study(tmp_path, 0.1, max_steps=100_000)
     process = start_hpo(tmp_path, "run", str(path))
-    wait_until(lambda: bool([*tmp_path.glob(CHECKPOINTS)]), process)
+    wait_until(lambda: bool(saved_steps(tmp_path)), process)
     changed = ok(hpo_command(tmp_path, command, "tiny"))
     state = {"pause": "paused", "cancel": "cancelled"}[command]
     assert f"The study tiny is {state}: 0 of 2 trials done" in changed.out
@@ -205,10 +192,12 @@ def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
         alive = {"state": "live", "pid": os.getpid(), "process_start": start, "last_seen": time.time()}
+        alive |= {"host": "\x1b]0;theirs\x07"}
         connection.execute(sa.update(workers).values(alive))
     refused = hpo_command(folder, "delete", "tiny", "--yes")
     assert refused.exit_code == 2
     assert "`hpo cancel tiny` stops them." in refused.err
+    assert "\x1b" not in refused.err, "the host of a worker is what its row says"
     assert [*kept[0].glob("trial-*/best-*")]
     monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
     refused = hpo_command(folder, "cancel", "tiny")
@@ -280,7 +269,7 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_takes_what_was_uploaded(tmp_path: Path) -> None:
     path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))
 
@@ -296,18 +285,6 @@ def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"Study tiny: {location} has checkpoints of trials that keep none." in found.out
     left = uploaded()
     assert 0 < len(left) < len(before)
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
-        alive = {"state": "live", "pid": os.getpid(), "process_start": start, "host": "\x1b]0;theirs\x07"}
-        connection.execute(sa.update(workers).values(alive))
-    monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
-    for command in (["delete", "tiny", "--yes"], ["cancel", "tiny"]):
-        refused = hpo_command(tmp_path, *command)
-        assert "has process" in refused.err
-        assert "\x1b" not in refused.err, "the host of a worker is what its row says"
-        assert uploaded() == left, "nothing is removed while a worker is in the study"
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).values(state="left"))
     note.unlink()
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
@@ -318,20 +295,6 @@ def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert not uploaded()
 
 
-@pytest.mark.parametrize("command", ["cancel", "copy"])
-def test_a_study_that_the_dashboard_deleted(made: Path, command: str) -> None:
-    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage:
-        trial = storage.load_study("tiny").ask()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).values(trial_number=trial.number))
-        optuna.delete_study(study_name="tiny", storage=storage.optuna)
-    options = ["--to", "sqlite:///other.db"] if command == "copy" else []
-    refused = hpo_command(made, command, "tiny", *options)
-    assert refused.exit_code == 2
-    assert "The study `tiny` in sqlite:///runs/hpo.db was deleted; a run begins it anew." in refused.err
-    ok(hpo_command(made, "delete", "tiny", "--yes"))
-
-
 def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> None:
     """It is what the study's row says."""
     for command, where in ((["doctor"], "/theirs"), (["delete", "tiny", "--yes"], f"{made}/theirs")):
@@ -339,22 +302,3 @@ def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> 
         finished = hpo_command(made, *command)
         assert where in finished.out, finished.err
         assert "\x1b" not in finished.out + finished.err, command
-
-
-def test_a_damaged_study_is_left_out_with_a_word(made: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ok(hpo_command(made, "init", str(write_study(made, name="other"))))
-    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        connection.execute(sa.update(studies).where(studies.c.name == "tiny").values(definition="{"))
-    (made / "tiny.yaml").unlink(missing_ok=True)
-    for command in ("worker", "studies", "doctor"):
-        say_damaged.cache_clear()
-        caplog.clear()
-        ok(hpo_command(made, command, "--json"))
-        assert caplog.text.count("The study `tiny` is left out: its row is damaged") == 1, command
-    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        future = {"state": "live", "machine": "elsewhere", "last_seen": 1e12}
-        connection.execute(sa.update(workers).values(future))
-    (listed,) = ok(hpo_command(made, "studies", "--json")).json
-    assert (listed["name"], listed["workers"]) == ("other", 0)
-    for command in ("doctor", "delete"):
-        ok(hpo_command(made, command, "other", *(["--yes"] if command == "delete" else [])))
