@@ -9,13 +9,9 @@ import pytest
 import yaml
 from command_line import COMMANDS
 from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
-from tiny_tokenizers import tokenize_split
 
 from hpo.config.definition import CHANGEABLE
 from hpo.config.study_config import load_study
-from hpo.data.dataset import load_data
-from hpo.data.tokenized_split import Windowing
-from hpo.models.encoder import load_tokenizer
 
 TEXT = README.read_text()
 ALL = "\n".join(file.read_text() for file in READMES)
@@ -85,16 +81,6 @@ def test_the_studies_load_and_say_how_long_they_take(path: Path) -> None:
     assert f"STUDY={path.stem}" in head or f"studies/{path.name}" in head
     assert re.search(r"^# Question: \S", head, re.MULTILINE)
     assert re.search(r"^# Takes: +\S", head, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", ["multitask", "precision", "smoke"])
-def test_no_study_of_generated_posts_cuts_a_text(name: str) -> None:
-    study = load_study(name)
-    data = load_data(study.data)
-    windowing = Windowing(study.training.max_length, study.data.long_text)
-    for examples in data.splits.values():
-        split = tokenize_split(examples, data.tasks, load_tokenizer("minilm"), windowing)
-        assert split.num_cut_examples == 0
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", ALL, re.DOTALL))

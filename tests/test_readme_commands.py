@@ -14,9 +14,46 @@ import pytest
 import typer
 import yaml
 from command_line import COMMANDS, hpo_command, ok
-from readme import README, READMES, ROOT
-from readme_commands import commands
+from readme import PACKAGE, README, READMES, ROOT
 from tiny import ENCODER, write_study
+
+PROGRAMS = (
+    *("hpo", "make", "python", "torchrun", "pip"),
+    *("docker", "docker-compose", "podman", "podman-compose", "kubectl", "scancel", "squeue", "ssh"),
+)
+"""With which a command within a sentence begins; in a block every line is one."""
+_BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """Each command, without comments and `.venv/bin/`."""
+    found: list[str] = []
+    for readme in READMES:
+        text = readme.read_text()
+        if readme != PACKAGE:  # whose block is a list of folders
+            blocks = [block for language, block in _BLOCK.findall(text) if not language]
+            found += [line for block in blocks for line in _lines(block)]
+        found += _in_sentences(_BLOCK.sub("", text))
+    for study in sorted((ROOT / "studies").glob("*.yaml")):
+        head = study.read_text().split("\nname:", 1)[0].replace("\n#", "\n")
+        found += [*re.findall(r"^ Command: +(.*)$", head, re.MULTILINE), *_in_sentences(head)]
+    return list(dict.fromkeys(found))
+
+
+def _lines(block: str) -> list[str]:
+    lines = (shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines())
+    return [_normal(shlex.join(words)) for words in lines if words and words[0] != "export"]
+
+
+def _in_sentences(text: str) -> list[str]:
+    """Those that name at least one argument: the others name a program."""
+    codes = (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
+    return [_normal(code) for code in codes if " " in code and code.split()[0] in PROGRAMS]
+
+
+def _normal(line: str) -> str:
+    return line.replace(".venv/bin/", "")
+
 
 WRITTEN = commands()
 PLACEHOLDERS = {"SPLIT": "test", "N": "3"}
@@ -34,10 +71,6 @@ TYPED = (
     "make hpo STUDY=precision",
 )
 """What `test_a_reader_types` executes. Tests of the commands execute the others, with what they need."""
-
-
-def test_what_a_reader_types_is_written() -> None:
-    assert set(TYPED) <= WRITTEN.keys()
 
 
 def words_of_hpo(line: str) -> list[str]:
@@ -58,21 +91,6 @@ def test_the_command_line_takes_what_is_written(line: str) -> None:
         except typer.BadParameter as error:
             if not error.format_message().startswith("Missing "):
                 raise
-
-
-@pytest.mark.parametrize("line", [line for line in WRITTEN if line.startswith(("python ", "docker/"))])
-def test_the_programs_are_there(line: str) -> None:
-    (program,) = [word for word in shlex.split(line)[:2] if "/" in word]
-    assert (ROOT / program).is_file()
-
-
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
-    """`test_readme.py` loads those of yaml, `test_the_script_of_the_readme` runs the one of Python."""
-    languages = [
-        kind for readme in READMES for kind in re.findall(r"^ *```(\w+)$", readme.read_text(), re.MULTILINE)
-    ]
-    assert set(languages) == {"json", "yaml", "python"}
-    assert languages.count("python") == languages.count("json") == 1
 
 
 # make
@@ -149,29 +167,12 @@ def test_a_second_install_installs_nothing(project: Path) -> None:
         os.utime(pins, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("line", [line for line in WRITTEN if line.startswith("make ")])
-def test_a_recipe_calls_what_is_there(line: str, project: Path) -> None:
-    for words in recipe(project, *shlex.split(line)[1:]):
-        called = [word for word in words if word.startswith(("tests/", ".venv/"))]
-        for word in called:
-            if word.startswith("tests/"):
-                assert (ROOT / word).is_file()
-        if words[0] == ".venv/bin/hpo":
-            assert [word for word in words if word.startswith("--")] == (
-                ["--workers-per-device"] if "WORKERS_PER_DEVICE" in line else []
-            )
-        if "tests/benchmarks/run.py" in words:
-            program = (ROOT / "tests/benchmarks/run.py").read_text()
-            figures = shlex.split(" ".join(re.findall(r'BENCH="?([^"]*?)(?:"| \w+=|$)', line)))
-            assert words[2 : 2 + len(figures)] == figures
-            assert all(f'"{figure}"' in program for figure in figures)
-
-
 # hpo
 
 
 def test_a_reader_types(project: Path) -> None:
     """The commands one after another, each with what those before it have left."""
+    assert set(TYPED) <= {*WRITTEN}
     done: list[list[str]] = []
     for line in TYPED:
         program, *words = shlex.split(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from tiny import ENCODER, tiny_executor
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.progress import CompileClock, TrainState
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 
 
@@ -116,49 +114,21 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
     assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 1)
 
 
-def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executor:
-    """All rows in one batch of one length; its micro-batches of 3, 3 and 2 are compiled in the first step."""
-    return executor_of(
-        folder,
-        objective={"metric": "train_tokens_per_second"},
-        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
-        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
-        training={
-            "max_steps": max_steps,
-            "batch_size": 8,
-            "micro_batch_size": 3,
-            "max_length": 16,
-            "compile": "default",
-        },
-        evaluation={"per_trial": max_steps},
-        compat={"enabled": False},
-        **changes,
-    )
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) -> None:
     """It may be the settings of this trial alone, so the study goes on."""
-    result = throughput_executor(tmp_path, max_steps=1).run(
-        {"learning_rate": 1e-3}, tmp_path / "trial", "trial"
+    executor = executor_of(
+        tmp_path,
+        objective={"metric": "train_tokens_per_second"},
+        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
+        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
+        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 3, "max_length": 16}
+        | {"compile": "default"},
+        compat={"enabled": False},
     )
+    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
     message = (
         r"train_tokens_per_second has no value: .* \(1 in all\).* Raise `max_steps`, or use `compile: none`"
     )
     assert re.search(message, result.reason)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_throughput_may_come_after_the_first_evaluation(tmp_path: Path) -> None:
-    values: list[float] = []
-    result = throughput_executor(tmp_path, max_steps=2).run(
-        {"learning_rate": 1e-3},
-        tmp_path / "trial",
-        "trial",
-        Callbacks(lambda scored: values.extend(scored.values)),
-    )
-    assert result.outcome == "complete", result.traceback
-    first, last = values
-    assert math.isnan(first)
-    assert result.values[0] == pytest.approx(last) != 0

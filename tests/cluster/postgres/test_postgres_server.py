@@ -128,14 +128,6 @@ def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.Mon
         PostgresServer(server.folder.parent / "other").start()
 
 
-def test_killed_server_starts_again(server: PostgresServer) -> None:
-    with psycopg.connect(server.start().url) as connection:
-        connection.execute("CREATE TABLE t AS SELECT 1 AS a")
-    server.stop("immediate")
-    with psycopg.connect(server.start().url) as connection:
-        assert connection.execute("SELECT a FROM t").fetchone() == (1,)
-
-
 def test_a_first_start_that_was_killed_is_begun_anew(new_server: PostgresServer) -> None:
     half = new_server.folder / "data.new"
     half.mkdir(parents=True)

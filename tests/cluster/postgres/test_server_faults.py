@@ -87,11 +87,6 @@ def test_a_folder_with_something_else(new_server: PostgresServer) -> None:
     assert (new_server.folder / "thesis.tex").read_text() == "years"
 
 
-def test_a_file_in_place_of_the_folder(new_server: PostgresServer) -> None:
-    new_server.folder.write_text("a file")
-    assert "must be a folder that may be written" in str(refusal(new_server))
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="the server of another user than root may enter")
 def test_a_folder_that_the_servers_user_cannot_enter(folder: Path) -> None:
     folder.chmod(0o700)
@@ -103,15 +98,6 @@ def test_data_of_another_major_version(new_server: PostgresServer) -> None:
     new_server.data.mkdir(parents=True)
     (new_server.data / "PG_VERSION").write_text("9\n")
     assert "The programs of PostgreSQL 9 must be there, but this machine has 1" in str(refusal(new_server))
-
-
-def test_damaged_data(server: PostgresServer) -> None:
-    server.start()
-    server.stop()
-    (server.data / "global" / "pg_control").unlink()
-    error = refusal(server)
-    assert isinstance(error, RunError)
-    assert "pg_control" in str(error)
 
 
 def test_disk_full(folder: Path) -> None:
