@@ -33,7 +33,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 # Names and folders.
 
 
-@pytest.mark.parametrize("name", ["./models/bert", "/no/such/folder", "~/nothing/here", "a/b/c"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c"])
 def test_a_name_that_is_neither_folder_nor_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match=r"must be `minilm`, a hub id .* is no folder"):
         load_encoder(name)
@@ -51,27 +51,17 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    save_encoder(folder, max_shard_size="1MB")
-    next(folder.glob("model-*.safetensors")).unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "could not be loaded"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
         (lambda folder: cut_in_half(folder / "model.safetensors"), "could not be loaded"),
-        (lose_a_shard, r"could not be loaded .*model-0000\d-of"),
-        (lambda folder: without_tensors(folder, ""), r"\d+ tensors are missing and would be random"),
         (
             lambda folder: without_tensors(folder, "layer.1.output.dense.weight"),
             r"1 tensors are missing .*: encoder\.layer\.1\.output\.dense\.weight",
         ),
-        (lambda folder: change_config(folder, hidden_size=64), "could not be loaded"),
         (lambda folder: change_config(folder, model_type="bertt"), "has model type `bertt`"),
         (lambda folder: change_config(folder, is_decoder=True), "bert is a decoder"),
     ],
@@ -106,7 +96,6 @@ def take_a_slow_tokenizer(folder: Path) -> None:
             lambda folder: change_config(folder, vocab_size=30000),
             r"vocab_size is 30000 and the tokenizer .* has 30522 tokens",
         ),
-        (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used(damage: Callable[[Path], Any], message: str, folder: Path) -> None:
@@ -182,15 +171,10 @@ def test_an_encoder_that_cannot_be_used(
     ("changes", "message"),
     [
         ({"hidden_sise": 64}, r"`hidden_sise` is not a key of bert\. Did you mean `hidden_size`"),
-        ({"n_layers": 4}, "`n_layers` is not a key of bert"),
-        ({"dtype": "bfloat16"}, "`dtype` is not a key of bert"),
         ({"model_type": "brt"}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
         ({"model_type": None}, "must have a `model_type` that transformers knows"),
         ({"vocab_size": 100}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
-        ({"hidden_size": "wide"}, "a fresh bert could not be loaded .*hidden_size"),
-        ({"hidden_size": 33}, "hidden size .33. is not a multiple of the number of attention heads"),
         ({"hidden_act": "gulu"}, "a fresh bert could not be loaded .*gulu"),
-        ({"tokenizer": "./nowhere"}, r"`\./nowhere` must be .* no folder"),
         ({"tokenizer": 3}, "`tokenizer` must be a name or a folder, but got 3"),
     ],
 )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import huggingface_hub.constants
 import pytest
 from command_line import Finished, hpo_command, ok
 from jsonl_sets import write_set
@@ -89,43 +87,3 @@ def test_reading_needs_no_right_to_write(tmp_path: Path) -> None:
 
 
 # An encoder of the hub, which is out of reach
-
-
-@pytest.fixture
-def hub_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """A study of an encoder that no cache holds; the list is of the connections that were tried."""
-    tried: list[tuple[object, ...]] = []
-
-    def refuse(*arguments: object, **_: object) -> NoReturn:
-        tried.append(arguments)
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    write_study(tmp_path, model={"encoder": "someone/tiny"})
-    return tried
-
-
-@pytest.mark.parametrize(
-    ("command", "is_offline"),
-    [("check", False), ("run", False), ("run", True), ("worker", True), ("train", False), ("verify", False)],
-)
-def test_a_hub_out_of_reach(
-    command: str,
-    is_offline: bool,
-    hub_study: list[tuple[object, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
-    finished = hpo_command(tmp_path, command, "tiny.yaml")
-    why = (
-        "HF_HUB_OFFLINE forbids asking" if is_offline else r"the hub could not be reached \(.*\)\. Check the"
-    )
-    check_refused(
-        tmp_path, finished, rf"`someone/tiny` is no folder .* not in the Hugging Face cache, and .*{why}"
-    )
-    assert finished.err.splitlines()[-1].startswith("Error: ")
-    assert (hub_study == []) == is_offline
-    assert len(hub_study) <= 2, "retries take long"  # the client asks for its list of agents too, once a day
