@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
-    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.store.storage import Storage
     from hpo.trial.compat import Compatibility
     from hpo.trial.executor import Executor
@@ -221,14 +221,14 @@ def _use_best(
     Returns the record with the evaluation, and what `best --json` tells of them.
     """
     from hpo.study.reading.study_record import best_trials, with_evaluation
-    from hpo.trial.best_model import export_checkpoint
-    from hpo.trial.provenance import TrialSource
+    from hpo.trial.best_model import TrialSource, export_checkpoint
 
     used: dict[str, Any] = {}
-    number = best_trials(record)[0].number
+    trial = best_trials(record)[0]
+    number = trial.number
     executor, folder = checkpoint_of(config, database, number)
     if evaluate:
-        used = _evaluate_checkpoint(database, executor, folder, number, evaluate)
+        used = _evaluate_checkpoint(database, executor, folder, trial, evaluate)
         record = with_evaluation(record, number, used["evaluation"]["detailed"])
     if export:
         trial = best_trials(record)[0]
@@ -284,7 +284,7 @@ def _described(record: StudyRecord) -> dict[str, Any]:
 
 
 def _evaluate_checkpoint(
-    database: Storage, executor: Executor, folder: Path, number: int, split: str
+    database: Storage, executor: Executor, folder: Path, trial: TrialRecord, split: str
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, and store that."""
     from hpo.evaluation.detailed import evaluate_predictions
@@ -293,11 +293,11 @@ def _evaluate_checkpoint(
 
     name = executor.study.name
     token = database.study_token(name)
-    predicted = split_predictions(executor, folder, split)
+    predicted = split_predictions(executor, folder, trial.params, split)
     metrics, document = predicted.metrics(), evaluate_predictions(predicted, split_name=split).as_json()
-    evaluation = {"trial": number, "split": split, "metrics": metrics, "detailed": document}
+    evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
     try:
-        if not store_detailed_evaluation(database, name, token, number, document):
+        if not store_detailed_evaluation(database, name, token, trial.number, document):
             raise RunError(NOT_STORED)
     except HpoError as error:  # also of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)

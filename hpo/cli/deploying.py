@@ -184,8 +184,7 @@ def _deploy(
 
     from hpo.deploy.deployment import Candidate, Place, deploy
     from hpo.device import limit_threads, probe_device
-    from hpo.trial.best_model import export_checkpoint
-    from hpo.trial.provenance import TrialSource
+    from hpo.trial.best_model import TrialSource, export_checkpoint
 
     name = options["device"] or "cpu"
     device = probe_device(name)

@@ -1,20 +1,20 @@
-"""The model that a trial left behind: its best checkpoint, evaluated on a split or exported."""
+"""The model that a trial left behind: its best checkpoint, evaluated on a split, or exported."""
 
 from __future__ import annotations
 
-import json
+import platform
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
-
-from hpo.config.study_config import StudyConfig
+import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
 from hpo.errors import DataError, RunError, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
-from hpo.models.encoder import attention_on
+from hpo.json_safe import json_safe
+from hpo.models.encoder import MINILM_HUB_ID, attention_on
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
@@ -24,25 +24,40 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
-from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.versions import installed_versions
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation]
 
 
+@dataclass(frozen=True)
+class TrialSource:
+    """The trial that a model comes from, as its study recorded it."""
+
+    number: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Its stored detailed evaluations by split, as JSON."""
+
+
 def split_predictions(
-    executor: Executor, folder: Path, split: str, on_batch: Callable[[], None] = lambda: None
+    executor: Executor,
+    folder: Path,
+    params: Mapping[str, Any],
+    split: str,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> SplitPredictions:
     """What a trial's best checkpoint says of a split, under the trial's precision and with its thresholds.
 
-    `on_batch` runs before each batch; what it raises ends this. Raises RunError when the checkpoint is gone
-    or damaged, DataError when there is no such split, Unsupported when this device cannot run the precision,
-    Nonfinite when its logits are not finite.
+    `folder` and `params` are the trial's. `on_batch` runs before each batch; what it raises ends this. Raises
+    RunError when the checkpoint is gone or damaged, DataError when there is no such split, Unsupported when
+    this device cannot run the precision, Nonfinite when its logits are not finite.
     """
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
-    model, config, precision, evaluation = _best_model(executor, folder)
+    model, config, precision, evaluation = _best_model(executor, folder, params)
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     tokens = executor.loader.tokens(split, config)
     with backend_flags(precision, config.amp):
@@ -59,7 +74,7 @@ def split_predictions(
 
 
 def with_scores(
-    executor: Executor, folder: Path, result: TrialResult, split: str
+    executor: Executor, folder: Path, params: Mapping[str, Any], result: TrialResult, split: str
 ) -> tuple[TrialResult, Mapping[str, RowStatistics]]:
     """The result of a trial that has just ended, and what each row of a split says of its best weights.
 
@@ -69,7 +84,7 @@ def with_scores(
     if result.outcome != Outcome.COMPLETE:
         return result, {}
     try:
-        predicted = split_predictions(executor, folder, split)
+        predicted = split_predictions(executor, folder, params, split)
     except RunError as error:
         return replace(
             result, outcome=Outcome.FAILED, reason=f"no score on {split}: {error}", values=None
@@ -84,7 +99,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: Tr
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
-    model, config, precision, evaluation = _best_model(executor, folder)
+    model, config, precision, evaluation = _best_model(executor, folder, trial.params)
     # Weights that could not be written leave those of an older evaluation.
     trial = replace(trial, telemetry={**trial.telemetry, "metrics": evaluation.metrics})
     data = executor.study.data
@@ -102,20 +117,15 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: Tr
     return export_model(model, executor.loader.tokenizer(config), out_dir, settings)
 
 
-_FORMER_SETTINGS = {"precision_overrides": {}, "weight_rounding": "nearest"}
-"""Of earlier versions, with the defaults under which a checkpoint means the same now."""
-
-
-def _best_model(executor: Executor, folder: Path) -> _BestModel:
+def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> _BestModel:
     best = best_checkpoint(folder)
     if best is None:
         raise RunError(
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
-    config = stored_config(folder, best.state["config"])
-    _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
+    config = build_trial_config(executor.study, params, precision.name, executor.amp)
     runnable = attention_on(executor.device.type, config.attention)
     model = executor.loader.build_model(config.model_copy(update={"attention": runnable}))
     prepare_model(model, precision)
@@ -123,28 +133,44 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
     return model, config, precision, ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
 
 
-def stored_config(folder: Path, content: str) -> TrialConfig:
-    """The settings that a checkpoint in `folder` has as JSON. Raises RunError for one of another version."""
-    settings = json.loads(content)
-    for name, default in _FORMER_SETTINGS.items():
-        if settings.get(name) == default:
-            del settings[name]
-    try:
-        return TrialConfig.model_validate(settings)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise RunError(
-            f"the best checkpoint in {folder} is of another version of hpo: {where}: {problem['msg']}"
-        ) from error
+def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> dict[str, Any]:
+    """Where an exported model comes from: what its hpo.json says of study, trial and data."""
+    study = executor.study
+    dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
+    settings = config.model_dump(mode="json", exclude={"encoder", "amp"}, exclude_none=True)
+    scores = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
+    for split, document in trial.detailed.items():
+        of_tasks = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
+        scores[split] = {
+            task: {metric: of["value"] for metric, of in metrics.items()}
+            for task, metrics in of_tasks.items()
+        }
+    record = {
+        "study": study.name,
+        "trial": trial.number,
+        "parameters": {name: value for name, value in trial.params.items() if name != "encoder"},
+        "settings": {name: value for name, value in settings.items() if value not in ({}, [])},
+        "scores": {split: of_tasks for split, of_tasks in scores.items() if of_tasks},
+        "precision": {
+            "requested": config.fp_precision,
+            **{key: precision.get(key) for key in ("effective", "support", "observed")},
+        },
+        "data": {"source": study.data.source, "fingerprint": dataset.fingerprint},
+        "encoder": encoder_facts(config.encoder, study.model.revision),
+        "device": trial.telemetry.get("device", {}).get("name"),
+        "versions": {
+            "hpo": hpo.__version__,
+            "python": platform.python_version(),
+            **installed_versions("torch", "transformers", "tokenizers", "safetensors", "numpy"),
+        },
+    }
+    plain: dict[str, Any] = json_safe(record)
+    return plain
 
 
-def _check_encoder(study: StudyConfig, config: TrialConfig) -> None:
-    """Refuse a checkpoint from elsewhere that names another encoder, whose code would run."""
-    choices = getattr(study.search_space.get("encoder"), "choices", None)
-    possible = [{"encoder": choice} for choice in choices] if choices else [{}]
-    if config.encoder not in [build_trial_config(study, params, "fp32").encoder for params in possible]:
-        raise RunError(
-            f"the encoder must be one of the study's, but the checkpoint names {config.encoder!r}. It is of "
-            "another study, or was changed."
-        )
+def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:
+    """Name and revision of an encoder; of a folder its name alone, and no path of this machine."""
+    if not isinstance(encoder, str):
+        return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None}
+    hub_id = MINILM_HUB_ID if encoder == "minilm" else None if Path(encoder).is_dir() else encoder
+    return {"name": hub_id or Path(encoder).name, "hub_id": hub_id, "revision": revision}

@@ -227,7 +227,6 @@ class TrialRun:
         if better:
             # After the report: a trial never goes on from behind one that was not made.
             best = {
-                "config": self.parts.config.model_dump_json(),
                 "precision": self.parts.resolution.effective,
                 "best": scored.state_dict(),
             }

@@ -24,20 +24,19 @@ from hpo.device import probe_device
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
 from hpo.training.metrics import primary_mean
-from hpo.trial.best_model import export_checkpoint, split_predictions
+from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
-from hpo.trial.provenance import TrialSource
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
 
 QUICK = Effort(rounds=2, seconds=0.1)
 
 
-def trained(executor: Executor, folder: Path) -> Candidate:
-    """A trial of `executor`, exported."""
+def trained(executor: Executor, folder: Path, **params: Any) -> Candidate:
+    """A trial of `executor`, exported as one with these parameters."""
     result = executor.run({}, folder / "trial", "key")
     assert result.outcome == "complete", result.reason
-    source = TrialSource(0, {}, result.telemetry)
+    source = TrialSource(0, params, result.telemetry)
     return Candidate(0, export_checkpoint(executor, folder / "trial", folder / "export", source))
 
 
@@ -68,7 +67,7 @@ def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> N
     found = deployed(executor, candidate, tmp_path, *names, max_drop=20.0)
     fp32, onnx, dynamic, static = found.artifacts
     assert [row.artifact for row in found.artifacts] == ["fp32", *names]
-    expected = split_predictions(executor, tmp_path / "trial", "validation").metrics()
+    expected = split_predictions(executor, tmp_path / "trial", {}, "validation").metrics()
     for task in executor.tasks:
         for row, near in ((fp32, 1e-6), (onnx, 1e-3)):
             of_task = row.judged.tasks[task.name]
@@ -86,7 +85,7 @@ def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> N
         assert row.timings[1].p50_ms <= row.timings[1].p99_ms
     assert dynamic.weight_bytes < onnx.weight_bytes / 2
     assert found.best in [row for row in found.artifacts if row.judged.verdict == "as_good"]
-    on_test = split_predictions(executor, tmp_path / "trial", "test").metrics()
+    on_test = split_predictions(executor, tmp_path / "trial", {}, "test").metrics()
     assert found.test.fp32_score.value == pytest.approx(primary_mean(executor.tasks, on_test), abs=1e-6)
     assert found.test.num_examples == len(executor.dataset.splits["test"])
     assert f"here by up to {dynamic.batch_change:.2g} between texts alone" in found.notes[-1]

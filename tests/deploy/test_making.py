@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from planted_int8 import write_mood_study
 from test_deployment import trained
 
@@ -14,22 +13,12 @@ from hpo.deploy.artifacts import REFERENCE
 from hpo.deploy.making import Workshop
 from hpo.device import probe_device
 from hpo.models.encoder import attention_on
-from hpo.training.checkpoint import Checkpoint, best_checkpoint
 from hpo.trial.executor import Executor
 
 
-def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def of_gpu(folder: Path) -> Checkpoint | None:
-        best = best_checkpoint(folder)
-        assert best is not None
-        best.state["config"] = json.dumps(json.loads(best.state["config"]) | {"attention": "flash"})
-        return best
-
-    monkeypatch.setattr("hpo.trial.best_model.best_checkpoint", of_gpu)
+def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(tmp_path: Path) -> None:
     executor = Executor(load_study(write_mood_study(tmp_path)), probe_device("cpu"), tmp_path / "runs")
-    exported = trained(executor, tmp_path).exported
+    exported = trained(executor, tmp_path, attention="flash").exported
     assert json.loads((exported / "hpo.json").read_text())["attention"] == "flash"
     workshop = Workshop(exported, tmp_path / "artifacts", (), "cpu", trusted=False)
     (prediction,) = workshop.load(REFERENCE).predict(["a good day"])

@@ -27,9 +27,8 @@ from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.models.export import load_exported
 from hpo.training.metrics import score
-from hpo.trial.best_model import export_checkpoint, split_predictions
+from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
-from hpo.trial.provenance import TrialSource
 
 KINDS = ["windows", "pairs"]
 
@@ -54,11 +53,12 @@ class Exported:
 
 def make_export(folder: Path, *, pairs: bool) -> Exported:
     executor = Executor(load_study(write_every_kind(folder, pairs=pairs)), CPU, folder / "runs")
-    result = executor.run({"learning_rate": 5e-3}, folder / "trial", "test")
+    params = {"learning_rate": 5e-3}
+    result = executor.run(params, folder / "trial", "test")
     assert result.outcome == "complete", result.traceback
-    source = TrialSource(0, {}, result.telemetry)
+    source = TrialSource(0, params, result.telemetry)
     out = export_checkpoint(executor, folder / "trial", folder / "model", source)
-    return Exported(out, executor, split_predictions(executor, folder / "trial", "test").metrics())
+    return Exported(out, executor, split_predictions(executor, folder / "trial", params, "test").metrics())
 
 
 @pytest.fixture(scope="module")

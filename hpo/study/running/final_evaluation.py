@@ -20,7 +20,7 @@ from hpo.errors import HpoError, Preempted, RunError
 from hpo.memory import release_free_memory
 from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import best_trials
+from hpo.study.reading.study_record import TrialRecord, best_trials
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def evaluate_best(
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
         if remote is not None:
             remote.fetch_newest("best", folder(best.number))
-        document = _evaluate(executor, folder(best.number), split, stop)
+        document = _evaluate(executor, folder(best.number), best, split, stop)
         if not store_detailed_evaluation(storage, name, token, best.number, document):
             raise RunError(NOT_STORED)
         release_free_memory(executor.device)
@@ -76,7 +76,9 @@ def _logged() -> Iterator[None]:
         _logger.log(level, "The best trial is not evaluated in detail: %s", reason)
 
 
-def _evaluate(executor: Executor, folder: Path, split: str, stop: threading.Event) -> dict[str, Any]:
+def _evaluate(
+    executor: Executor, folder: Path, trial: TrialRecord, split: str, stop: threading.Event
+) -> dict[str, Any]:
     from hpo.evaluation.detailed import evaluate_predictions
     from hpo.trial.best_model import split_predictions  # PyTorch
 
@@ -84,7 +86,7 @@ def _evaluate(executor: Executor, folder: Path, split: str, stop: threading.Even
         if stop.is_set():
             raise Preempted("told to stop.")
 
-    predicted = split_predictions(executor, folder, split, leave_if_stopped)
+    predicted = split_predictions(executor, folder, trial.params, split, leave_if_stopped)
     return evaluate_predictions(predicted, split_name=split).as_json()
 
 

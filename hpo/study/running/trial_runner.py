@@ -133,7 +133,7 @@ class TrialRunner:
             from hpo.trial.best_model import with_scores  # PyTorch, as in `_report`
 
             split = "test" if study.evaluation.test else "validation"
-            result, statistics = with_scores(self._executor, folder, result, split)
+            result, statistics = with_scores(self._executor, folder, trial.params, result, split)
             if study.comparison and statistics:
                 store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
         return result

@@ -56,7 +56,11 @@ class Evaluating:
         folder = lambda number: self.folder / f"trial-{number}"  # noqa: E731
         evaluate_best(executor, self.storage, folder, self.stop, self.remote)
 
-    def split_predictions(self, _: Any, folder: Path, split: str, on_batch: Callable[[], None]) -> Any:
+    def split_predictions(
+        self, _: Any, folder: Path, params: Any, split: str, on_batch: Callable[[], None]
+    ) -> Any:
+        trials = {f"trial-{one.number}": one for one in read_study(self.storage, "tiny").trials}
+        assert params == trials[folder.name].params
         self.evaluated.append((folder.name, split))
         self.on_batch(folder.name)
         on_batch()
