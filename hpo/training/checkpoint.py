@@ -107,17 +107,12 @@ class CheckpointStore:
         *,
         state: Mapping[str, Any] | None = None,
         best: Mapping[str, Any] | None = None,
-        copy: bool = True,
     ) -> None:
         """Write `weights` with `state` as the checkpoint to go on from, with `best` as those of the best
-        evaluation so far, or as both; then drop what they replace. Waits for the write before.
-
-        Without `copy`, what is given must not change until it is written."""
+        evaluation so far, or as both; then drop what they replace. Waits for the write before."""
         self.wait()
         try:
-            if copy:
-                weights, state, best = _copied((weights, state, best))
-            self._writing = self._writer.submit(self._save, step, weights, state, best)
+            self._writing = self._writer.submit(self._save, step, *_copied((weights, state, best)))
         except (RuntimeError, MemoryError) as error:
             self._writing = Future()
             self._writing.set_exception(

@@ -270,7 +270,6 @@ class TrialRun:
             self.parts.model.state_dict(),
             state=None if at_end else state,
             best=best,
-            copy=not at_end,
         )
         self.last_saved = time.monotonic()
 
