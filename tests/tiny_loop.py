@@ -17,8 +17,7 @@ from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, TrainingData, accumulate_gradients, train
 from hpo.training.losses import MultitaskLoss
-from hpo.training.progress import Budget, TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import Budget, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
 

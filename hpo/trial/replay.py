@@ -23,8 +23,7 @@ from hpo.precision.table import PRECISIONS
 from hpo.training.checkpoint import intact_checkpoints
 from hpo.training.evaluate import predict_logits
 from hpo.training.loop import Learner, TrainingHooks, accumulate_gradients, train
-from hpo.training.progress import TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts, training_args
 

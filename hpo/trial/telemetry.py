@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from pydantic import TypeAdapter
+from torch import nn
 
 from hpo.device import DeviceInfo, Utilization, memory_limit
+from hpo.errors import ModelError
 from hpo.json_safe import json_safe
+from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
-from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
-from hpo.training.progress import TrainingClock
-from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
+from hpo.training.progress import ThroughputMeter, TrainingClock
 
 
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:
@@ -66,17 +68,10 @@ class ScoredEvaluation:
     evaluation: Evaluation
     values: tuple[float, ...]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain containers, for a checkpoint."""
-        return {"values": list(self.values), "evaluation": asdict(self.evaluation)}
-
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ScoredEvaluation:
-        fields = dict(state["evaluation"])
-        fields["decisions"] = {
-            name: DecodingThresholds(**decision) for name, decision in fields["decisions"].items()
-        }
-        return cls(Evaluation(**fields), tuple(state["values"]))
+        """Of a checkpoint, which has it `asdict`."""
+        return TypeAdapter(cls).validate_python(state)
 
 
 def training_facts(
@@ -111,16 +106,57 @@ def training_facts(
     }
 
 
+# Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:
+# NVIDIA A100, H100 and H200 Tensor Core GPU data sheets, without sparsity. The variants of one name differ
+# (SXM and PCIe); the figure is the SXM part's.
+_PEAK_FLOPS = {
+    "H200": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
+    "H100": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
+    "A100": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
+}
+
+
 def _flops_utilization(
     model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
 ) -> float | None:
     """Model FLOP/s over the data sheets' peak for the precision's products; None where unknown."""
-    peak = peak_flops(mixed_precision.device, mixed_precision.precision.products)
+    device, products = mixed_precision.device, mixed_precision.precision.products
+    peak = next((rates.get(products) for name, rates in _PEAK_FLOPS.items() if name in device.name), None)
     steps = meter.totals()
     if peak is None or not steps.seconds:
         return None
     flops = training_flops(model, steps.tokens, steps.windows)
     return None if flops is None else flops / steps.seconds / (peak * num_ranks)
+
+
+def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -> float | None:
+    """Floating-point operations of forward and backward over `num_tokens` in `num_sequences` windows.
+
+    The estimate of PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311): 6 N a token for N
+    parameters outside the embeddings, 12 D L for a layer's attention over L tokens. A frozen layer only
+    goes forward, a third of that. Recomputation by gradient checkpointing is not counted, nor is padding;
+    every layer is taken to attend to the whole window, of mean length. None where the layers are not
+    known.
+    """
+    if not num_sequences:
+        return 0.0
+    try:
+        layers = encoder_layers(model.encoder)
+    except ModelError:
+        return None
+    config: Any = model.encoder.config
+    attention = 4 * config.hidden_size * (num_tokens / num_sequences)
+    flops = 0.0
+    for layer in layers:
+        passes = 3 if any(parameter.requires_grad for parameter in layer.parameters()) else 1
+        flops += passes * (2 * _num_parameters(layer) + attention) * num_tokens
+    for task, head in zip(model.tasks, model.heads, strict=True):
+        flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
+    return flops
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class TrialRecorder:

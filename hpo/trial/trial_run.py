@@ -31,8 +31,7 @@ from hpo.training.compilation import (
 )
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
-from hpo.training.progress import CompileClock, TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value
@@ -228,7 +227,7 @@ class TrialRun:
             # After the report: a trial never goes on from behind one that was not made.
             best = {
                 "precision": self.parts.resolution.effective,
-                "best": scored.state_dict(),
+                "best": asdict(scored),
             }
             self._save(best, at_end=evaluation.budget_used >= 1)
 
@@ -261,7 +260,7 @@ class TrialRun:
             "progress": self.state.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "mixed_precision": self.mixed_precision.state_dict(),
-            "best": self.best and self.best.state_dict(),
+            "best": self.best and asdict(self.best),
             "evaluation_rates": self.evaluation_rates,
             "meter": self.meter.state_dict(),
         }

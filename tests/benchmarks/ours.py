@@ -47,7 +47,7 @@ def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
 
 def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, float]) -> float:
     """FLOP/s of training over those of the bare matrix products, measured now."""
-    from hpo.training.throughput import training_flops
+    from hpo.trial.telemetry import training_flops
 
     config = build_trial_config(executor.study, {}, "fp32", executor.amp)
     model = executor.loader.build_model(config)

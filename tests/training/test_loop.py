@@ -30,9 +30,8 @@ from hpo.training import loop as loop_module
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import LossOptions, count_items, loss_sum
-from hpo.training.progress import Budget, CompileClock, TrainingClock, TrainState
+from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
-from hpo.training.throughput import ThroughputMeter
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args

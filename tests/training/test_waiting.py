@@ -24,8 +24,7 @@ from hpo.training.loop import (
     train,
 )
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.progress import TrainingClock, TrainState
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.progress import ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import training_args
 

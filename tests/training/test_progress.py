@@ -12,7 +12,8 @@ from tiny import CPU
 from tiny_encoders import BERT, make_model, scalar_loss
 
 from hpo.device import probe_device
-from hpo.training.throughput import RECENT_STEPS, ThroughputMeter, training_flops
+from hpo.training.progress import RECENT_STEPS, ThroughputMeter
+from hpo.trial.telemetry import training_flops
 
 
 def measure(meter: ThroughputMeter, now: list[float], seconds: Sequence[float]) -> ThroughputMeter:
