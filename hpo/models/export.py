@@ -30,6 +30,8 @@ from hpo.precision.table import PRECISIONS
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3}
 """The format of hpo.json by runtime."""
+_DAMAGES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError)
+"""What files raise that are not as they were written."""
 _FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
 """Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
 would guess at a tokenizer."""
@@ -55,7 +57,7 @@ class ExportSettings:
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """See `hpo.trial.provenance`."""
+    """See `hpo.trial.best_model`."""
 
 
 def export_model(
@@ -160,27 +162,19 @@ def load_exported(
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
     check_files(directory, _FILES, content)
     tasks, settings = read_settings(directory, content)
-    try:
-        heads = load_file(directory / "heads.safetensors")
-        head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
-    except (OSError, LookupError, SafetensorError) as error:
-        raise ModelError(not_intact(directory, error)) from error
     if not any(directory.glob("model*.safetensors")):  # transformers would take a pickle in its place
         raise ModelError(not_intact(directory, "there is no model.safetensors"))
     encoder = load_encoder(
         str(directory), attention=attention or settings.attention, trust_remote_code=trust_remote_code
     )
     try:
+        heads = load_file(directory / "heads.safetensors")
+        head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
         model = MultitaskModel(encoder, tasks, head_settings)
-    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise ModelError(not_intact(directory, error)) from error
-    of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    try:
+        of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
         model.load_state_dict(of_encoder | heads)
-    except RuntimeError as error:
-        raise ModelError(
-            f"{directory}: heads.safetensors must fit hpo.json: {shorten(str(error), 400)}"
-        ) from error
+    except (*_DAMAGES, SafetensorError) as error:
+        raise ModelError(not_intact(directory, error)) from error
     tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
     return model.eval(), tokenizer, settings
 
@@ -191,22 +185,14 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         content = json.loads((directory / "hpo.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(not_intact(directory, error)) from error
-    format_, runtime = None, "torch"
-    if isinstance(content, dict):
-        format_, runtime = content.get("format"), str(content.get("runtime", "torch"))
-    wanted = EXPORT_FORMATS.get(runtime)
-    if wanted is None:
+    head = content if isinstance(content, dict) else {}
+    runtime, of = str(head.get("runtime", "torch")), head.get("format")
+    if of is None or EXPORT_FORMATS.get(runtime) != of:
+        known = " or ".join(f"{number} ({name})" for name, number in EXPORT_FORMATS.items())
         raise ModelError(
-            f"{directory}/hpo.json must have a runtime of {', '.join(EXPORT_FORMATS)}, but it has "
-            f"{runtime!r}. Use the version of hpo that wrote it."
+            f"{directory}/hpo.json must have the format {known}, but it has {of!r} ({runtime}). Use the "
+            "version of hpo that wrote it, or export it again with `hpo best --export` or `hpo deploy`."
         )
-    if format_ != wanted:
-        again = (
-            f"Export it again with `{'hpo best --export' if runtime == 'torch' else 'hpo deploy'}`."
-            if isinstance(format_, int) and format_ < wanted
-            else "Use the version of hpo that wrote it."
-        )
-        raise ModelError(f"{directory}/hpo.json must have format {wanted}, but it has {format_!r}. {again}")
     return {"runtime": runtime, **content}
 
 

@@ -175,9 +175,8 @@ def test_a_torn_or_missing_file(folder: Path, tmp_path: Path, name: str, is_gone
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, r"must have format 3, but it has 2\. Export it again with `hpo deploy`"),
-        ({"format": 4}, r"must have format 3, but it has 4\. Use the version of hpo that wrote it"),
-        ({"runtime": "tvm"}, "must have a runtime of torch, onnx, but it has 'tvm'"),
+        ({"format": 2}, r"must have the format .* but it has 2 \(onnx\)"),
+        ({"runtime": "tvm"}, r"must have the format .* \(tvm\)"),
         ({"onnx": {"precision": "fp32", "colour": "red"}}, "must be a whole folder written by"),
         ({"onnx": None}, "must be a whole folder written by"),
         ({"tasks": 3}, "must be a whole folder written by"),

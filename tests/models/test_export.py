@@ -189,8 +189,8 @@ def test_a_setting_that_cannot_be_is_refused(change: dict[str, Any], folder: Pat
 def test_an_export_whose_parts_do_not_fit_is_refused(folder: Path) -> None:
     metadata = json.loads((folder / "hpo.json").read_text())
     (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
-    with pytest.raises(ModelError, match=r"heads.safetensors must fit hpo.json"):
+    with pytest.raises(ModelError, match="must be a whole folder"):
         load_exported(folder)
     (folder / "hpo.json").write_text(json.dumps({**metadata, "format": 99}))
-    with pytest.raises(ModelError, match=r"must have format 2, but it has 99\. Use the version"):
+    with pytest.raises(ModelError, match=r"must have the format .* but it has 99 \(torch\)"):
         load_exported(folder)
