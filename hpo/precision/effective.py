@@ -29,8 +29,9 @@ generators are restored.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,12 +61,10 @@ class Fact:
     """Of its output."""
     product: str | None
     """The format of its products, measured; None where they could not be measured."""
-    training: bool
 
-    @property
-    def seen(self) -> str:
-        """The best that is known of its products: their format, or the dtype of the output."""
-        return self.product or self.dtype
+    def __str__(self) -> str:
+        """`float32`, or `float32, output bfloat16`."""
+        return self.dtype if self.product in (None, self.dtype) else f"{self.product}, output {self.dtype}"
 
 
 @dataclass
@@ -99,12 +98,11 @@ class Observation:
             if (wrong := {fact for fact in facts if not _agrees(fact, precision)})
         }
         if others:
-            some = _some(
-                [f"{name} ({_described(wrong, self.facts[name])})" for name, wrong in others.items()]
-            )
+            some = [f"{name} ({_joined(map(str, wrong))})" for name, wrong in others.items()]
+            more = ", ..." if len(some) > 3 else ""
             return (
                 f"{len(others)} of {len(self.facts)} linear layers did not compute in {precision.products}: "
-                f"{some}."
+                f"{', '.join(some[:3])}{more}."
             )
         if self.compiled:
             return self.compiled
@@ -135,21 +133,8 @@ def _bits(dtype: str) -> int:
     return torch.finfo(getattr(torch, dtype)).bits
 
 
-def _described(wrong: Collection[Fact], facts: Collection[Fact]) -> str:
-    """`float32`, or `float32, output bfloat16 in training`."""
-    seen = {one.seen if one.seen == one.dtype else f"{one.seen}, output {one.dtype}" for one in wrong}
-    modes = {one.training for one in wrong}
-    is_everywhere = modes == {one.training for one in facts}
-    mode = "" if is_everywhere else " in training" if True in modes else " in evaluation"
-    return f"{_joined(seen)}{mode}"
-
-
 def _joined(names: Iterable[str]) -> str:
     return "/".join(sorted(names))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def observe_model(model: nn.Module, mixed_precision: MixedPrecision, *inputs: Any) -> Observation:
@@ -177,7 +162,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
             known[key] = measure_products(module, args, kwargs)
         if known[key] != NO_PRODUCT:
             dtype = str(result.dtype).removeprefix("torch.")
-            seen.facts[name].add(Fact(dtype, known[key], module.training))
+            seen.facts[name].add(Fact(dtype, known[key]))
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -248,13 +233,9 @@ def _planted(parameter: Tensor, k: int | None, scale: float) -> nn.Parameter:
     for sign in (1, -1) if len(size) > 2 else ():
         at = int((signs[longest] == sign).nonzero()[0])
         size[at], changes[at] = 1.75, 0
-    product = torch.ones((), device=parameter.device)
-    for dim, each in enumerate(signs):
-        shape = [1] * len(signs)
-        shape[dim] = -1
-        product = product * each.reshape(shape)
-        if dim == longest:
-            size, changes = size.reshape(shape), changes.reshape(shape)
+    along = [-1 if dim == longest else 1 for dim in range(parameter.dim())]
+    size, changes = size.reshape(along), changes.reshape(along)
+    product = math.prod(torch.meshgrid(signs, indexing="ij"))
     values = product * size
     if k is not None:
         values = values + changes * (product > 0) * 2.0**-k

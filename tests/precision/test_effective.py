@@ -200,8 +200,8 @@ def observed(name: str, model: nn.Module, *inputs: Tensor) -> Observation:
     [
         (plain, "fp32", ""),
         (plain, "bf16", ""),
-        (wide_in_training, "bf16", "in bfloat16: encoder.own (float32, output bfloat16 in training)."),
-        (wide_in_evaluation, "bf16", "encoder.own (float32, output bfloat16 in evaluation)."),
+        (wide_in_training, "bf16", "in bfloat16: encoder.own (float32, output bfloat16)."),
+        (wide_in_evaluation, "bf16", "encoder.own (float32, output bfloat16)."),
         (
             rounded_by_a_library,
             "fp32",

@@ -50,7 +50,7 @@ def test_a_trial_says_where_it_was_not_what_was_asked_for(tmp_path: Path) -> Non
     telemetry = run(tmp_path, WideInTraining)
     found = telemetry["precision"]
     assert (found["agrees"], found["effective"]) == (False, "bf16")
-    said = "encoder.encoder.layer.0.output.dense (float32, output bfloat16 in training)."
+    said = "encoder.encoder.layer.0.output.dense (float32, output bfloat16)."
     assert said in found["reason"]
     products = found["observed"]["linear_products"]
     assert products.pop("bfloat16") > 5
