@@ -175,7 +175,7 @@ def load_encoder(
             model, loading = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, **options
             )
-    _check_model(model, loading["missing_keys"], shown)
+    _check_weights(loading["missing_keys"], shown)
     if attention == "sdpa":
         attend_with_fast_dropout(model)
     if isinstance(getattr(model, "pooler", None), nn.Module):
@@ -276,20 +276,14 @@ def _check_is_encoder(config: PreTrainedConfig, shown: str) -> None:
     )
 
 
-def _check_model(model: nn.Module, missing: Iterable[str], shown: str) -> None:
-    """Raise ModelError for weights that the checkpoint lacks, or a model that does not take text."""
+def _check_weights(missing: Iterable[str], shown: str) -> None:
+    """Raise ModelError for weights that the checkpoint lacks."""
     lost = sorted(key for key in missing if not key.startswith("pooler."))
     if lost:
         raise ModelError(
             f"{shown}: the weights must hold all of the encoder, but {len(lost)} tensors are missing and "
             f"would be random: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. "
             f"Do config.json and the weights belong together?"
-        )
-    accepted = inspect.signature(model.forward).parameters
-    if not {"input_ids", "attention_mask"} <= accepted.keys():
-        raise ModelError(
-            f"{shown}: an encoder must take input_ids and attention_mask, but {type(model).__name__} does "
-            f"not. Use a text encoder with attention."
         )
 
 
