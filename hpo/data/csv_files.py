@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpo.config.data_config import CsvConfig
@@ -27,22 +26,8 @@ _ADVICE = (
 _PIECE = 1 << 20
 
 
-@dataclass(frozen=True)
-class CsvForm:
-    """How one csv file is written."""
-
-    path: Path
-    delimiter: str
-    encoding: str
-
-    @property
-    def name(self) -> str:
-        """The delimiter in a message."""
-        return "tab" if self.delimiter == "\t" else f"`{self.delimiter}`"
-
-
-def find_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvForm:
-    """How the file is written, `columns` being those that are read of it.
+def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConfig:
+    """`config` with the delimiter and the encoding that the file has, `columns` being those that are read.
 
     Raises DataError where the file is empty, no text, or its header lacks a column.
     """
@@ -54,16 +39,20 @@ def find_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvForm:
     headers = {mark: _header(lines, mark) for mark in (config.delimiter or ",", *DELIMITERS)}
     fits = (mark for mark, header in headers.items() if set(columns) <= set(header))
     delimiter = next(fits, None) or max(headers, key=lambda mark: len(headers[mark]))
-    form = CsvForm(path, delimiter, encoding)
     for name in columns:
         if name not in headers[delimiter]:
-            why = f"read with {form.name}; `data.csv.delimiter` sets it"
+            why = f"read with {shown(delimiter)}; `data.csv.delimiter` sets it"
             hint = shorten(did_you_mean(name, headers[delimiter]), 200)
             raise DataError(f"{path}: has no column `{name}` ({why}). {hint}")
     if delimiter != (config.delimiter or ","):
         contradicts = ", not as `data.csv` says" if config.delimiter else ""
-        _logger.info("%s: read with %s%s", path, form.name, contradicts)
-    return form
+        _logger.info("%s: read with %s%s", path, shown(delimiter), contradicts)
+    return config.model_copy(update={"delimiter": delimiter, "encoding": encoding})
+
+
+def shown(delimiter: str | None) -> str:
+    """A delimiter in a message."""
+    return "tab" if delimiter == "\t" else f"`{delimiter}`"
 
 
 def _header(lines: Sequence[str], delimiter: str) -> list[str]:
@@ -89,14 +78,14 @@ def _find_encoding(path: Path, given: str | None) -> str:
     raise DataError(f"{path}: must be {given or 'UTF-8'}, but cannot be decoded so: {problem}. {_ADVICE}")
 
 
-def csv_records(form: CsvForm) -> Iterator[tuple[int, list[str]]]:
-    """The records of the file, the header first, each with the line it begins on; [] for a blank line.
+def csv_records(path: Path, form: CsvConfig) -> Iterator[tuple[int, list[str]]]:
+    """The records of a file of this form, the header first, each with the line it begins on; [] if blank.
 
     Raises DataError where it is no CSV.
     """
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
-    with form.path.open(encoding=form.encoding, newline="") as file:
-        records = csv.reader(file, delimiter=form.delimiter, strict=True)
+    with path.open(encoding=form.encoding, newline="") as file:
+        records = csv.reader(file, delimiter=form.delimiter or ",", strict=True)
         end = 0
         try:
             for cells in records:
@@ -104,6 +93,6 @@ def csv_records(form: CsvForm) -> Iterator[tuple[int, list[str]]]:
                 yield begin, cells
         except csv.Error as error:
             raise DataError(
-                f"{form.path}:{end + 1}: must be CSV, but the row that begins here is not: {error} (read "
-                f"with {form.name}; a quote in a text is doubled)."
+                f"{path}:{end + 1}: must be CSV, but the row that begins here is not: {error} (read with "
+                f"{shown(form.delimiter)}; a quote in a text is doubled)."
             ) from None

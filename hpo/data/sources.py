@@ -18,7 +18,7 @@ from typing import Any
 
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
-from hpo.data.csv_files import CsvForm, csv_records, find_form
+from hpo.data.csv_files import csv_records, found_form, shown
 from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
 
@@ -87,9 +87,8 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
         if config.source == "jsonl":
             rows = partial(_jsonl_rows, path)
         elif config.source == "csv":
-            form = find_form(path, config.csv, column_names(config.columns))
-            csv = config.csv.model_copy(update={"delimiter": form.delimiter})
-            rows = partial(_csv_rows, form, Table(str(path), split, config.columns, tasks, csv))
+            form = found_form(path, config.csv, column_names(config.columns))
+            rows = partial(_csv_rows, path, form, Table(str(path), split, config.columns, tasks, form))
         else:
             rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)
@@ -107,8 +106,8 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
-                form = find_form(path, csv, [columns.text])
-                yield from _csv_rows(form, TextTable(str(path), "row", columns, {}))
+                form = found_form(path, csv, [columns.text])
+                yield from _csv_rows(path, form, TextTable(str(path), "row", columns, {}))
             case ".parquet":
                 yield from _parquet_rows(path, TextTable(str(path), "row", columns, {}))
             case _:
@@ -153,17 +152,17 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_rows(form: CsvForm, table: Table) -> Iterator[Row]:
-    records = csv_records(form)
+def _csv_rows(path: Path, form: CsvConfig, table: Table) -> Iterator[Row]:
+    records = csv_records(path, form)
     _, header = next(records)
     table.check(header)
     for number, (line, cells) in enumerate(records, start=1):
-        where = f"{form.path}:{line}"
+        where = f"{path}:{line}"
         if not cells:
             continue
         if len(cells) != len(header):
             problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-            yield Row(where, None, [f"{problem} (read with {form.name})"])
+            yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
         else:
             yield table.row(where, number, dict(zip(header, cells, strict=True)))
 
