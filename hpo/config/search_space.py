@@ -8,7 +8,7 @@ fresh encoder) is kept there as its JSON text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -165,11 +165,6 @@ def decode(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` as Optuna holds them, or as `suggest` returned them, in the form that settings take."""
     choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     return {name: choices[name].decode(value) if name in choices else value for name, value in params.items()}
-
-
-def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
-    """Whether the study searches any of the settings `names`."""
-    return any(name in space for name in names)
 
 
 def is_finite(space: SearchSpace) -> bool:

@@ -33,7 +33,6 @@ from hpo.config.search_space import (
     Distribution,
     FloatDistribution,
     SearchSpace,
-    is_searched,
     parse_search_space,
 )
 from hpo.config.study_file import CheckedSection, Problem, problems_of, read_study_file, refuse, show
@@ -143,7 +142,7 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
     if (
         len(objectives) != 1
         or objectives[0].metric in MEASURED_METRICS
-        or is_searched(study["search_space"], BUDGETS)
+        or study["search_space"].keys() & BUDGETS
     ):
         return PrunerConfig(name="none")
     has_other_budget = training.max_steps is not None or training.max_seconds is not None
@@ -232,7 +231,7 @@ class StudyConfig(CheckedSection):
         for key in DataConfig.unread_keys(self.data.source):
             del dumped["data"][key]
         budgets = [dumped["training"][budget] for budget in BUDGETS]
-        if budgets == [None, None, None] and not is_searched(self.search_space, BUDGETS):
+        if budgets == [None, None, None] and not self.search_space.keys() & BUDGETS:
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
         if self.comparison is not None:
             dumped["comparison"] = self.comparison.model_dump(mode="json")

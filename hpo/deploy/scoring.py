@@ -22,8 +22,8 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import OnnxNetwork
+from hpo.training.decoding import sigmoid
 from hpo.training.metrics import RowStatistics
-from hpo.training.spans import sigmoid
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def memory_agreed(advice: str) -> Iterator[None]:
         if not is_distributed() or not is_out_of_memory(error):
             raise
         refusal = error
-    if is_distributed() and (rank_out_of_memory := int(largest(rank() + 1 if refusal else 0))):
-        raise OutOfMemory(f"rank {rank_out_of_memory - 1} ran out of memory. {advice}") from refusal
+    if is_distributed() and (first := int(largest(rank() + 1 if refusal else 0))):
+        raise OutOfMemory(f"rank {first - 1} ran out of memory. {advice}") from refusal
 
 
 def check_same(facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hpo.config.search_space import is_searched, lowest
+from hpo.config.search_space import lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
 from hpo.device import DeviceInfo, limit_threads, probe_device
@@ -145,7 +145,7 @@ class Executor:
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
-            if not is_searched(self.study.search_space, MODEL_SETTINGS):
+            if not self.study.search_space.keys() & MODEL_SETTINGS:
                 raise
             outcome, reason = Incompatible.outcome, str(error)
         except (InputError, RunError):
@@ -184,7 +184,7 @@ class Executor:
             try:
                 self._check_parts(lowest_values | named)
             except ModelError:
-                if not is_searched(space, set(MODEL_SETTINGS) - {"encoder"}):
+                if not space.keys() & (set(MODEL_SETTINGS) - {"encoder"}):
                     raise
                 self._check_parts(others | named)
 

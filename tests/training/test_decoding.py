@@ -17,6 +17,7 @@ from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
     EVIDENCE_THRESHOLDS,
+    MAX_ANSWER_TOKENS,
     THRESHOLD_LOG_ODDS,
     DecodingThresholds,
     choose_decision,
@@ -24,7 +25,6 @@ from hpo.training.decoding import (
     decode_tasks,
 )
 from hpo.training.metrics import score
-from hpo.training.spans import MAX_ANSWER_TOKENS
 
 NAMES = ("a", "b")
 SINGLE = Task("t", "single_label", NAMES)
