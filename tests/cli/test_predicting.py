@@ -120,7 +120,7 @@ def test_a_file_that_an_export_lacks_is_named_and_one_that_cannot_be_read(
         assert "written by `hpo best --export`" in finished.err
         (tmp_path / "lost").rename(folder / lost)
     older = '{"format": 1}'
-    for content, message in (("{", "must be a whole folder"), (older, "must have format 2, but it has 1.")):
+    for content, message in (("{", "must be a whole folder"), (older, "but it has 1 (torch)")):
         (folder / "hpo.json").write_text(content)
         refused(hpo_command(exported, "predict", str(folder), "test.jsonl"), message)
 
