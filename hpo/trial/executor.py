@@ -30,9 +30,8 @@ from hpo.errors import (
     did_you_mean,
 )
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
-from hpo.models.attention import sdpa_in_place_of_flash
 from hpo.outcome import Outcome
-from hpo.precision.amp import backend_flags
+from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import PRECISION, apply_preset
 from hpo.training.checkpoint import CheckpointMirror
@@ -40,6 +39,7 @@ from hpo.training.distributed import announce, check_same, is_distributed, next_
 from hpo.training.losses import check_loss
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
+from hpo.trial.measure import Side
 from hpo.trial.objectives import check_metric
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
@@ -190,18 +190,15 @@ class Executor:
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         parts = build_trial(self.study, self.device, params, self.loader)
-        config = parts.config
-        batch = parts.batch(2)
-        items = parts.loss_fn.count(batch)
+        amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         try:
-            flash = sdpa_in_place_of_flash(parts.model)
-            with backend_flags(parts.resolution.precision, config.amp), flash:
-                batch = batch.to(self.device.torch_device)
-                parts.loss_fn(parts.model(*batch.inputs), batch, items).backward()
+            batch = parts.batch(2).to(self.device.torch_device)
+            Side(parts.model, amp, batch, parts.loss_fn, is_reference=True).time()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
-            name = config.encoder if isinstance(config.encoder, str) else "of this config"
+            encoder = parts.config.encoder
+            name = encoder if isinstance(encoder, str) else "of this config"
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error

@@ -91,7 +91,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """A model under one precision, with the batch (on the device) and the loss that both sides have."""
 
     model: Any
@@ -174,7 +174,7 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
     batch = batch.to(device.torch_device)
     is_fp32 = precision.name == "fp32"  # which flash attention is refused by, as in training
     amp = MixedPrecision(PRECISIONS["fp32"], config, device)
-    fp32 = _Side(model, amp, batch, parts.loss_fn, is_reference=not is_fp32)
+    fp32 = Side(model, amp, batch, parts.loss_fn, is_reference=not is_fp32)
     side = replace(fp32, mixed_precision=MixedPrecision(precision, config, device), is_reference=False)
     with _training_without_dropout(model), use_training_attention():
         reference: _Pass | None = None
@@ -207,8 +207,8 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
 
 
 def _attempt(
-    side: _Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
-) -> tuple[_Side, _Pass | None, Measurement]:
+    side: Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
+) -> tuple[Side, _Pass | None, Measurement]:
     """The side with its model as a trial prepares it, its pass (None: it raised), and what that tells alone.
 
     With `observes`, also what its products really are. Raises what an allocator raises.
@@ -270,7 +270,7 @@ def _training_without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
+def _costs(side: Side, fp32: Side, repeats: int) -> dict[str, Any]:
     """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
 
     They are timed in turn, so that other load on the machine slows both. The first pass has no freed memory
