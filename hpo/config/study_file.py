@@ -7,10 +7,10 @@ for billions of values.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -88,14 +88,8 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """A value as it would stand in a study file, for a message."""
-    if value is None or isinstance(value, (bool, int, float, list, dict)):
-        yaml, stream = YAML(typ="safe", pure=True), StringIO()
-        yaml.default_flow_style, yaml.width = True, 10**6
-        yaml.dump(value, stream)
-        shown = stream.getvalue().removesuffix("\n").removesuffix("...").strip()
-    else:
-        shown = value if isinstance(value, str) else repr(value)
+    """A value as it could stand in a study file, for a message: YAML reads JSON."""
+    shown = value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)
     return f"`{shorten(shown, limit - 2)}`"
 
 

@@ -29,7 +29,7 @@ def test_line_of_every_key_is_known(tmp_path: Path) -> None:
 def test_values_are_shown_as_in_a_study_file() -> None:
     shown = {"tpe": "`tpe`", None: "`null`", True: "`true`", -1.0: "`-1.0`"}
     assert {value: show(value) for value in shown} == shown
-    assert (show([1, "a"]), show({"a": 1})) == ("`[1, a]`", "`{a: 1}`")
+    assert (show([1, "a"]), show({"a": 1})) == ('`[1, "a"]`', '`{"a": 1}`')
     assert len(show("x" * 1000)) <= 60
 
 

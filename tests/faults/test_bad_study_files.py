@@ -46,7 +46,7 @@ def problems_of(folder: Path, text: str) -> list[str]:
             "- name\n- data\n",
             (
                 ":1: a study file must be a mapping of keys such as `name:` and `data:`, but this is "
-                "`[name, data]`."
+                '`["name", "data"]`.'
             ),
         ),
     ],
