@@ -130,7 +130,7 @@ def test_it_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     assert stopped.outcome == "preempted"
     said: list[str] = []
     found = diagnosed(executor, tmp_path / "cut", said.append, **params)
-    assert said[0].startswith(f"running trial 0 again from step {stopped.telemetry['num_steps'] + 1} to ")
+    assert said[0].startswith(f"running trial 0 again from step {stopped.telemetry['num_steps'] + 1}: ")
     assert found.broken == whole.broken
     assert whole.healed_by == {"max_grad_norm": 1.0}
 
