@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +24,10 @@ from hpo.compare.companion import (
 )
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
-from hpo.errors import InputError, StorageError
+from hpo.errors import InputError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -40,14 +39,28 @@ def by_rate(params: dict[str, Any]) -> float:
 
 
 @pytest.fixture
-def storage(sqlite_url: str) -> Iterator[Storage]:
+def empty(sqlite_url: str) -> Iterator[Storage]:
     with open_storage(sqlite_url) as opened:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def of_search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyConfig]:
+    """A database with a study that has run, for each test to copy."""
+    path = tmp_path_factory.mktemp("searched") / "hpo.db"
+    with open_storage(f"sqlite:///{path}") as storage:
+        return path, searched(storage, by_rate)
+
+
 @pytest.fixture
-def config(storage: Storage) -> StudyConfig:
-    return searched(storage, by_rate)
+def storage(of_search: tuple[Path, StudyConfig], tmp_path: Path) -> Iterator[Storage]:
+    with open_storage(f"sqlite:///{shutil.copy(of_search[0], tmp_path)}") as opened:
+        yield opened
+
+
+@pytest.fixture
+def config(of_search: tuple[Path, StudyConfig]) -> StudyConfig:
+    return of_search[1]
 
 
 def plan_of(study: StudyConfig) -> ComparisonConfig:
@@ -66,10 +79,10 @@ def test_the_best_under_each_precision(storage: Storage, config: StudyConfig) ->
     assert not race.evaluation.test, "a race chooses, on validation"
 
 
-def test_no_trial_of_it_falls_back(storage: Storage) -> None:
+def test_no_trial_of_it_falls_back(empty: Storage) -> None:
     """Whatever the search did: fp32 in the place of bf16 says nothing of bf16."""
-    config = searched(storage, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
-    amp = begun(storage, config, REQUEST).amp
+    config = searched(empty, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
+    amp = begun(empty, config, REQUEST).amp
     assert (amp.on_unsupported, amp.allow_emulated) == ("skip", True)
 
 
@@ -88,7 +101,7 @@ def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config:
     assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
 
 
-def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -> None:
+def test_a_setting_of_one_precision_has_its_best_value_there(empty: Storage) -> None:
     """In the configuration that all share."""
     space = {
         "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
@@ -96,14 +109,14 @@ def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -
         "init_scale": {"type": "categorical", "choices": [8.0, 1024.0], "when": {"fp_precision": "bf16"}},
     }
     config = study(20, search_space=space)
-    create_or_resume_study(storage, config)
-    run(storage, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
-    plan = plan_of(begun(storage, config, Request(top=2, seeds=3, max_seeds=8)))
+    create_or_resume_study(empty, config)
+    run(empty, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
+    plan = plan_of(begun(empty, config, Request(top=2, seeds=3, max_seeds=8)))
     found = [(one.params["init_scale"], one.precisions) for one in plan.configurations]
     assert found == [(1024.0, ("fp32", "bf16"))]
 
 
-def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) -> None:
+def test_a_setting_that_the_search_left_out_has_its_default(empty: Storage) -> None:
     """Where no trial of the precision that searches it is complete."""
     space = {
         "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
@@ -111,9 +124,9 @@ def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) ->
         "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
     }
     config = study(20, search_space=space)
-    create_or_resume_study(storage, config)
-    run(storage, config, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
-    companion = begun(storage, config, REQUEST)
+    create_or_resume_study(empty, config)
+    run(empty, config, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
+    companion = begun(empty, config, REQUEST)
     assert {one.params["init_scale"] for one in plan_of(companion).configurations} == {None}
     assert companion.search_space["init_scale"].grid() == (None,)
 
@@ -169,17 +182,6 @@ def test_two_commands_take_nothing_from_each_other(storage: Storage, config: Stu
     assert later.num_seeds == {"fp32": 8, "bf16": 8}
 
 
-def test_a_comparison_of_an_earlier_version_is_refused(storage: Storage, config: StudyConfig) -> None:
-    create_or_resume_study(storage, begun(storage, config, REQUEST))
-    earlier = storage.read_definition("tiny-compare")
-    earlier["comparison"] |= {"min_seeds": 3, "num_seeds": 3, "extensions": []}
-    with storage.engine.begin() as connection:
-        of_study = studies.update().where(studies.c.name == "tiny-compare")
-        connection.execute(of_study.values(definition=json.dumps(earlier)))
-    with pytest.raises(StorageError, match=r"comparison\.num_seeds: must be a mapping of keys, but got `3`"):
-        begun(storage, config, REQUEST)
-
-
 @pytest.mark.parametrize(
     ("question", "changes", "message"),
     [
@@ -205,10 +207,10 @@ def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> 
         begun(storage, companion, REQUEST)
 
 
-def test_what_cannot_be_compared(storage: Storage) -> None:
-    empty = searched(storage, lambda _: None)
+def test_what_cannot_be_compared(empty: Storage) -> None:
+    config = searched(empty, lambda _: None)
     with pytest.raises(InputError, match="needs complete trials, but the study `tiny` has none yet"):
-        begun(storage, empty, REQUEST)
+        begun(empty, config, REQUEST)
 
 
 def test_a_comparison_stays_on_the_kind_of_device_on_which_it_was_begun(

@@ -290,12 +290,6 @@ def test_a_tokenizer_without_the_special_token_that_is_needed_is_refused(
         )
 
 
-def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
-    split = windows_of([example("a b c")], [], 10, stride=64, **WINDOWED)
-    assert split.num_windows == 1
-    assert split.owned_T.tolist() == [False, True, True, True, False]
-
-
 # Real sets
 
 

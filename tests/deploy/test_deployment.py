@@ -16,8 +16,9 @@ from tiny import tiny_executor
 import hpo
 from hpo.config.study_config import load_study
 from hpo.data.examples import Example
-from hpo.deploy.artifacts import NAMES
+from hpo.deploy.artifacts import NAMES, REFERENCE
 from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
+from hpo.deploy.making import Workshop
 from hpo.deploy.result import Deployment
 from hpo.deploy.timing import Effort
 from hpo.device import probe_device
@@ -100,16 +101,11 @@ def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> N
 def test_a_model_that_int8_ruins_is_refused(
     mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path
 ) -> None:
-    executor, sound = mood
-    verdicts = {}
-    for name, candidate in (("sound", sound), ("ruined", ruined)):
-        fp32, int8 = deployed(executor, candidate, tmp_path / name, "onnx_int8_static").artifacts
-        assert (fp32.judged.score.value, fp32.judged.verdict) == (1.0, "as_good"), "the same function"
-        verdicts[name] = int8.judged
-    assert (verdicts["sound"].verdict, verdicts["sound"].drop.value) == ("as_good", 0.0)
-    assert (verdicts["ruined"].verdict, verdicts["ruined"].drop.value) == ("worse", pytest.approx(50))
-    assert (verdicts["ruined"].changes.worse, verdicts["ruined"].changes.better) == (20, 0)
-    assert f"is beyond --max-drop {MAX_DROP:g}" in verdicts["ruined"].reason
+    fp32, int8 = deployed(mood[0], ruined, tmp_path, "onnx_int8_static").artifacts
+    assert (fp32.judged.score.value, fp32.judged.verdict) == (1.0, "as_good"), "the same function"
+    assert (int8.judged.verdict, int8.judged.drop.value) == ("worse", pytest.approx(50))
+    assert (int8.judged.changes.worse, int8.judged.changes.better) == (20, 0)
+    assert f"is beyond --max-drop {MAX_DROP:g}" in int8.judged.reason
 
 
 def test_what_is_scored_is_chosen_from_when_the_time_is_over(
@@ -181,6 +177,19 @@ def test_the_labels_of_a_loaded_form_are_those_that_are_scored(
         assert sum(right) / len(right) == row.judged.score.value, row.artifact
         scores.add(row.judged.score.value)
     assert len(scores) > 1, "some of them have other labels than fp32"
+
+
+def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(
+    mood: tuple[Executor, Candidate], tmp_path: Path
+) -> None:
+    executor, candidate = mood
+    trial, source = candidate.exported.with_name("trial"), TrialSource(0, {"attention": "flash"}, {})
+    exported = export_checkpoint(executor, trial, tmp_path / "export", source)
+    assert json.loads((exported / "hpo.json").read_text())["attention"] == "flash"
+    workshop = Workshop(exported, tmp_path / "artifacts", (), "cpu", trusted=False)
+    (prediction,) = workshop.load(REFERENCE).predict(["a good day"])
+    assert prediction["mood"].label == "good"
+    assert json.loads((workshop.make(REFERENCE) / "hpo.json").read_text())["attention"] == "sdpa"
 
 
 def test_what_cannot_be_made_or_timed_is_left_out_with_the_reason(

@@ -24,7 +24,7 @@ def test_without_changes_it_is_that_of_clopper_and_pearson() -> None:
 @pytest.mark.parametrize(("worse", "better"), [(0.05, 0.0), (0.1, 0.02)])
 def test_it_is_below_the_truth_at_most_as_often_as_stated(worse: float, better: float) -> None:
     """Of all numbers of changes that can come, each with its probability."""
-    rows = 12
+    rows = 10
     chances = multinomial(rows, [worse, better, 1 - worse - better])
     below = 0.0
     for losses in range(rows + 1):

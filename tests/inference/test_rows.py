@@ -220,14 +220,6 @@ def test_a_csv_file_is_read_as_those_of_the_study_unless_it_is_written_otherwise
     assert told == ([f"{path}: {said}, not as `data.csv` says"] if said else [])
 
 
-def test_a_csv_file_that_can_be_read_neither_way(tmp_path: Path) -> None:
-    path = tmp_path / "texts.csv"
-    path.write_bytes(f"id#body\na#{RUSSIAN}\n".encode("cp1251"))
-    model = trained(form={"delimiter": "#", "encoding": "cp1251"})
-    with pytest.raises(DataError, match=r"has no column `text`.*read with `#`; `data.csv.delimiter` sets it"):
-        read_examples(path, model)
-
-
 @pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "texts.csv", "texts.parquet"])
 def test_files_that_are_none(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -251,19 +243,6 @@ def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
     assert "`segments` must have `q`" in bad[0]
     assert ColumnsConfig().text == "text"
-
-
-def test_predictions_of_pairs_can_be_read_again(tmp_path: Path) -> None:
-    model = trained(("q", "c"))
-    (tmp_path / "texts.jsonl").write_text(PAIRED)
-    examples, _ = read_examples(tmp_path / "texts.jsonl", model)
-    with predictions_file(tmp_path / "out.jsonl", KIND_TASKS) as write:
-        write(predicted_row(example, PREDICTION) for example in examples)
-    again, bad = read_examples(tmp_path / "out.jsonl", model)
-    assert not bad
-    assert [(one.id, one.text, dict(one.segments)) for one in again] == [
-        ("1", "a b", {"q": (0, 1), "c": (2, 3)})
-    ]
 
 
 def test_pairs_come_in_jsonl_alone(tmp_path: Path) -> None:

@@ -139,20 +139,6 @@ def test_head_dropout_acts_in_the_heads_only_and_only_in_training(head_type: str
         assert torch.equal(model(*make_batch())["label"], model(*make_batch())["label"])
 
 
-def test_loss_weighting_uncertainty_adds_one_parameter_a_task_and_changes_no_logits() -> None:
-    fixed, uncertain = make_model().eval(), make_model(loss_weighting="uncertainty").eval()
-    assert fixed.log_variance is None
-    assert uncertain.log_variance is not None
-    start = {name: value.item() for name, value in uncertain.log_variance.items()}
-    assert start == {"label": 0.0, "spans": 0.0}
-    added = dict(uncertain.named_parameters()).keys() - dict(fixed.named_parameters()).keys()
-    assert added == {"log_variances.0", "log_variances.1"}
-    for name, logits in fixed(*make_batch()).items():
-        assert torch.equal(logits, uncertain(*make_batch())[name])
-    # The mapping holds the trained parameters, not copies.
-    assert uncertain.log_variance["spans"] is uncertain.log_variances[1]
-
-
 def test_the_same_seed_gives_the_same_model() -> None:
     first, again, other = (state(make_model("minilm", seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)

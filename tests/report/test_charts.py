@@ -98,13 +98,6 @@ def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     assert sum(series.in_legend for series in chart.series) == 3
 
 
-def test_curves_of_trials_that_did_not_complete_are_dashed() -> None:
-    (chart,) = learning_curves(
-        tables_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs"
-    )
-    assert sorted(series.dashed for series in chart.series) == [False, True]
-
-
 @pytest.mark.parametrize(("max_rows", "num_rows"), [(48, 40), (10, 3)])
 def test_timeline_has_every_trial_once_and_no_bars_overlap(max_rows: int, num_rows: int) -> None:
     chart = timeline(fake_tables(), max_rows)
@@ -138,12 +131,6 @@ def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None
 def test_a_chart_that_cannot_be_drawn_is_left_out(trials: list[TrialRecord]) -> None:
     for chart in all_charts(tables_of(trials)):
         assert chart.series
-
-
-@pytest.mark.parametrize(("numbers", "step"), [(range(3), 1), (range(0, 60, 7), 10)])
-def test_trial_numbers_have_whole_ticks(numbers: range, step: int) -> None:
-    chart = history(tables_of([fake_trial(number, "fp32") for number in numbers]))
-    assert plotly_figure(chart).layout.xaxis.dtick == step
 
 
 @pytest.mark.parametrize(

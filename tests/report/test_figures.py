@@ -29,11 +29,3 @@ def test_plotly_shows_names_as_text() -> None:
     text = plotly_figure(chart).to_json()
     assert "&lt;a&gt;" in text
     assert not [part for part in ("<b>", "<i>", "<a>") if part in text]
-
-
-def test_a_sentence_in_place_of_a_chart_is_wrapped_without_axes() -> None:
-    chart = Chart("importances", "Importance", absent="word " * 30)
-    figure = plotly_figure(chart)
-    (note,) = figure.layout.annotations
-    assert max(map(len, note.text.split("<br>"))) <= 45
-    assert figure.layout.xaxis.visible is False

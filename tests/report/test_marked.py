@@ -72,11 +72,6 @@ def test_marks_of_several_names_say_each() -> None:
     ]
 
 
-def test_of_many_spans_at_one_place_some_are_named() -> None:
-    marked = marked_text("0123", [["a", 0, 4]], [[name, 0, 4] for name in "bcdefg"], named=True)
-    assert pieces(marked) == [("mixed", "−a +b +c +d +3 more", "0123")]
-
-
 def test_a_text_is_text_wherever_a_span_cuts_it() -> None:
     text = "<b onclick=x>&amp;</b>\n"
     for end in range(1, len(text)):

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from browser import page_that_fits, without_plotly
 from command_line import hpo_command, ok
-from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of, with_values
+from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
 from tiny import write_study
 
 from hpo.errors import RunError
@@ -133,17 +133,6 @@ def test_a_report_of_little_says_so(outcomes: list[str], said: str, charts: set[
     text = page_text(write_report(record, tmp_path))
     assert said in text
     assert set(re.findall(r'<div id="([a-z_]+)" class="plotly', text)) == charts
-
-
-def test_several_objectives_show_the_front(tmp_path: Path) -> None:
-    trials = [with_values(n, values) for n, values in enumerate([(0.5, 2**30), (0.6, 2**31), (0.4, 2**31)])]
-    metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
-    record = record_of(trials, metric_names=metrics, directions=directions)
-    text = page_text(write_report(record, tmp_path))
-    assert "2 of 3 complete trials are on the Pareto front" in text
-    assert "<td>2 GiB</td>" in text
-    assert "Configuration of trial 1" in text
-    assert "Configuration of trial 2" not in text
 
 
 def test_a_second_report_replaces_the_first_and_leaves_other_files(tmp_path: Path) -> None:

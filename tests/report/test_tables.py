@@ -151,11 +151,6 @@ def test_an_empty_study_gives_empty_tables() -> None:
     assert "best_score" in tables.by_precision
 
 
-def test_reasons_of_every_trial_that_is_not_complete() -> None:
-    table = fake_tables().not_complete.set_index("number")[["outcome", "reason"]]
-    assert {number: tuple(row) for number, row in table.iterrows()} == ENDINGS
-
-
 def test_evaluations_and_task_metrics() -> None:
     record = fake_record()
     table = StudyTables(record).evaluations
