@@ -9,8 +9,6 @@ from command_line import hpo_command, ok
 from planted_int8 import write_mood_study
 from postgres import PASSWORD
 
-pytestmark = pytest.mark.usefixtures("onnx_exports")
-
 
 @pytest.mark.postgres
 def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(

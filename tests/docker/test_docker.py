@@ -1,10 +1,9 @@
-"""What docker/ says, as far as it can be told without an engine, and a build where podman can."""
+"""What docker/ says, as far as it can be told without an engine: `docker/build-and-run` needs one."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -155,24 +154,3 @@ def test_the_role_of_the_workers_is_no_superuser() -> None:
             assert is_superuser == "off"
         finally:
             control("-m", "immediate", "stop")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_image_is_built_and_runs_the_smoke_study() -> None:
-    """HPO_IMAGE_OPTIONS: more options of the build, for a machine with an index of packages of its own."""
-    (base,) = re.findall(r"^ARG \w+=(\S+)$", DOCKERFILE.partition("\nFROM ")[0], re.MULTILINE)
-    if not shutil.which("podman"):
-        pytest.skip("podman is not installed")
-    if subprocess.run(["podman", "image", "exists", base]).returncode:
-        pytest.skip(f"podman has no image {base}, and tests download none")
-    options = ["--pull=never", *shlex.split(os.environ.get("HPO_IMAGE_OPTIONS", ""))]
-    environment = os.environ | {"ENGINE": "podman", "TAG": "localhost/hpo-test:cpu"}
-    try:
-        done = subprocess.run(
-            [DOCKER / "build-and-run", *options], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        assert "the smoke study ran in it" in done.stdout
-    finally:
-        subprocess.run(["podman", "rmi", "--force", environment["TAG"]], capture_output=True)

@@ -8,28 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Finished, finish, hpo_command, ok, start_hpo, stored, wait_until
-from tiny import write_study
+from command_line import Finished, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from tiny import write_long_study
 
 NUM_STEPS = 200
-
-
-def write(folder: Path, every_seconds: float, n_trials: int = 1, max_steps: int = NUM_STEPS) -> None:
-    """A study whose trials are evaluated at their end only."""
-    training = {"max_steps": max_steps, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"}
-    write_study(
-        folder,
-        n_trials=n_trials,
-        training=training,
-        evaluation={"per_trial": 1},
-        checkpoint={"top_k": 9, "every_seconds": every_seconds},
-    )
-
-
-def saved_steps(folder: Path, trial: int = 0) -> list[int]:
-    """The steps of the checkpoints that a trial can go on from."""
-    paths = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial:05d}/step-*")
-    return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
 
 def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
@@ -51,7 +33,7 @@ def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
 )
 def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -> None:
     """The trial is checkpointed where it is, and goes on there."""
-    write(tmp_path, every_seconds=0.1)
+    write_long_study(tmp_path, 0.1, n_trials=1, max_steps=NUM_STEPS)
     process = start_hpo(tmp_path, "run", "tiny.yaml")
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
     for number in numbers:
@@ -63,7 +45,7 @@ def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -
     assert ("Ctrl-C again ends at once" in left.err) == (numbers == [signal.SIGINT])
     step = saved_steps(tmp_path)[-1]
 
-    write(tmp_path, every_seconds=600)
+    write_long_study(tmp_path, 600, n_trials=1, max_steps=NUM_STEPS)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     (trial,) = stored(tmp_path).trials
     assert trial.outcome == "complete"
@@ -73,7 +55,7 @@ def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -
 
 def test_end_of_the_job(tmp_path: Path) -> None:
     """A worker begins a trial however late it is, as nothing is known, and writes its checkpoint in time."""
-    write(tmp_path, every_seconds=600, max_steps=10**7)
+    write_long_study(tmp_path, 600, n_trials=1, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     end = int(time.time()) + 25
     left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
@@ -85,7 +67,7 @@ def test_end_of_the_job(tmp_path: Path) -> None:
 
 
 def test_supervisor_of_all_studies_starts_a_killed_worker_again_and_passes_signals_on(tmp_path: Path) -> None:
-    write(tmp_path, every_seconds=0.1, n_trials=2, max_steps=10**7)
+    write_long_study(tmp_path, 0.1, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     process = start_hpo(tmp_path, "worker", "--workers", "2")
     wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, hpo_command, ok
+from command_line import ROOT, hpo_command, ok, saved_steps
 from postgres import PostgresServer
 from slurm import SlurmCluster
-from tiny import write_study
+from tiny import write_long_study
 
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.study.reading.reader import read_study
@@ -21,36 +21,18 @@ pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
 
 
 def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
-    """Submit one worker to the partition `low` with a study of one trial; return the job's number."""
-    write(folder, seconds)
+    """Submit one worker to the partition `low` with a study of one trial; return the job's number.
+
+    The trial takes so many seconds, on a fast machine too: what is to befall it takes Slurm some seconds.
+    """
+    write_long_study(folder, 0.1, n_trials=1, per_trial=4, max_seconds=seconds)
     submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
     return str(ok(submitted).json["job"])
-
-
-def write(folder: Path, seconds: float) -> None:
-    """A trial of so many seconds, on a fast machine too: what is to befall it takes Slurm some seconds."""
-    write_study(
-        folder,
-        n_trials=1,
-        training={"max_seconds": seconds, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"},
-        evaluation={"per_trial": 4},
-        checkpoint={"every_seconds": 0.1},
-    )
 
 
 def read(url: str) -> StudyRecord:
     with open_storage(url) as storage:
         return read_study(storage, "tiny")
-
-
-def last_step(folder: Path) -> int:
-    """Of the newest checkpoint; -1: there is none."""
-    found = folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*")
-    return max((int(path.name.removeprefix("step-")) for path in found), default=-1)
-
-
-def has_checkpoint(folder: Path) -> bool:
-    return last_step(folder) >= 0
 
 
 def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
@@ -86,8 +68,10 @@ def check_requeued(
     befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, job: str, folder: Path
 ) -> None:
     """Let something happen to the job once its trial is further on than before; Slurm requeues it."""
-    before = last_step(folder)
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and last_step(folder) > before, 120)
+    before = saved_steps(folder)[-1:]
+    slurm.wait(
+        lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and saved_steps(folder)[-1:] > before, 120
+    )
     befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
     slurm.start_missing_nodes()
@@ -113,7 +97,7 @@ def test_a_job_that_comes_to_its_time_limit(slurm: SlurmCluster, postgres_url: s
 def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
     """SIGTERM: the worker leaves in time and is not requeued; the next job goes on with its trial."""
     job = submit(tmp_path, postgres_url, seconds=6)
-    slurm.wait(lambda: has_checkpoint(tmp_path))
+    slurm.wait(lambda: bool(saved_steps(tmp_path)))
     slurm.run(f"scancel {job}")
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     record = read(postgres_url)
@@ -129,7 +113,7 @@ def test_a_job_that_is_warned_while_the_database_is_away(
 
     Its worker serves all studies.
     """
-    write(tmp_path, seconds=6)
+    write_long_study(tmp_path, 0.1, n_trials=1, per_trial=4, max_seconds=6)
     script = tmp_path / "job.sh"
     with own_server.database() as url:
         ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
@@ -140,7 +124,7 @@ def test_a_job_that_is_warned_while_the_database_is_away(
         )
         options = f"--parsable --requeue --chdir={tmp_path} --output={tmp_path}/%j.log"
         job = slurm.run(f"sbatch {options}", str(script)).strip()
-        slurm.wait(lambda: has_checkpoint(tmp_path))
+        slurm.wait(lambda: bool(saved_steps(tmp_path)))
         own_server.stop(immediate=True)
         try:
             slurm.run(f"scancel --signal=USR1 --batch {job}")
@@ -157,7 +141,7 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
 ) -> None:
     """The job is started again elsewhere, and two workers live: one of them has the trial."""
     job = submit(tmp_path, postgres_url, seconds=80)
-    slurm.wait(lambda: has_checkpoint(tmp_path))
+    slurm.wait(lambda: bool(saved_steps(tmp_path)))
     lost = node_of(slurm, job)
     slurm.kill_slurmd(lost)
     slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2, 90)

@@ -84,20 +84,6 @@ def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tm
     assert len(kept(tmp_path)) == 1
 
 
-def test_several_objectives(tmp_path: Path) -> None:
-    objective = [
-        {"metric": "score", "direction": "maximize"},
-        {"metric": "peak_memory_bytes", "direction": "minimize"},
-    ]
-    write_study(tmp_path, n_trials=3, objective=objective, checkpoint={"top_k": 1})
-    text = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out
-    assert re.search(r"^trial +0  complete +0\.\d+, [\d.]+ [MG]iB  learning_rate=", text, re.MULTILINE)
-    found = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json")).json
-    front = found["trials"]
-    assert front[0]["values"]["score"] == max(trial["values"]["score"] for trial in front)
-    assert kept(tmp_path) == [front[0]["number"]] == [found["evaluation"]["trial"]]
-
-
 def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_path: Path) -> None:
     write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 9})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
@@ -137,15 +123,6 @@ def test_a_study_without_any_complete_trial_has_failed(
 # What this device cannot run
 
 
-def test_a_precision_that_no_trial_can_have_here(tmp_path: Path) -> None:
-    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
-    for command in (("run",), ("run", "--workers", "2"), ("worker",)):
-        refused = hpo_command(tmp_path, *command, "tiny.yaml")
-        assert (refused.exit_code, refused.out) == (2, "")
-        assert "it runs none of tf32. `tf32` needs CUDA" in refused.err
-    assert "No trial can run on this machine: " in ok(hpo_command(tmp_path, "init", "tiny.yaml")).err
-
-
 @pytest.mark.usefixtures("idle_workers")
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
@@ -160,19 +137,16 @@ def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     assert "`tf32` needs CUDA" in found["left_out"]["tf32"]
 
 
-def test_what_is_left_for_another_device_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage_url: str
-) -> None:
+def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def others_are_left(*_: Any, **__: Any) -> RunSummary:
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
     monkeypatch.setattr("hpo.study.running.run.run_study", others_are_left)
     for command in ("run", "worker"):
-        text = ok(hpo_command(tmp_path, command, "tiny.yaml", "--storage", storage_url)).out
+        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
         assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
-        assert f"To go on there: hpo {command} tiny.yaml --storage " in text
-        assert (":***@" in text.splitlines()[-1]) == storage_url.startswith("postgresql")
+        assert f"To go on there: hpo {command} tiny.yaml\n" in text
 
 
 @pytest.mark.usefixtures("idle_workers")
