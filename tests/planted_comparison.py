@@ -17,6 +17,7 @@ from hpo.compare.companion import Request, comparison_study, open_comparison, pl
 from hpo.compare.race import judge_race
 from hpo.compare.results import Result, judge_precisions, look_by_look
 from hpo.compare.runs import Runs
+from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
@@ -59,6 +60,22 @@ def search_config(**changes: Any) -> StudyConfig:
         "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
     }
     return study(6, **{"search_space": space, "sampler": {"name": "grid", "seed": 3}, **changes})
+
+
+def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
+    """A look of bf16 against fp32 in one configuration, with so many seeds."""
+    return ComparisonConfig(
+        study="tiny",
+        study_token="token",
+        precisions=("fp32", "bf16"),
+        configurations=(ComparedConfiguration(trial=0, params={}, precisions=("fp32", "bf16")),),
+        top=1,
+        first_seed=100,
+        seeds=seeds,
+        num_seeds={"fp32": seeds, "bf16": seeds},
+        max_seeds=max_seeds or seeds,
+        margin=0.5,
+    )
 
 
 def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how: Any) -> dict[str, Any]:

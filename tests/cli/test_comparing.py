@@ -10,7 +10,6 @@ from typing import Any
 import planted_encoder
 import pytest
 from command_line import finish, hpo_command, ok, start_hpo
-from jsonl_sets import write_set
 from planted_encoder import planted, write_planted_study
 from tiny import write_study
 
@@ -26,7 +25,6 @@ SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
-ONE_RATE = {"fp_precision": SPACE["fp_precision"]}
 KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 KEYS |= {"memory_ratio", "conditions", "collapse_share", "sentence"}
 OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
@@ -102,28 +100,6 @@ def test_an_encoder_with_a_planted_loss(planted_folder: Path) -> None:
     check_verdict(row, -2, "worse", planted_folder)
 
 
-def test_noise_hides_the_answer_and_the_number_of_seeds_that_is_named_decides(planted_folder: Path) -> None:
-    with planted("noisy"):
-        found = ok(
-            hpo_command(planted_folder, *PLANTED, "--margin", "1.5", "--max-seeds", "3", "--json")
-        ).json
-        row = found["verdicts"][0]
-        assert (row["verdict"], row["num_seeds"]) == ("undecided", 3)
-        needed = row["price"]["seeds"]
-        command = f"compare planted --max-seeds {needed}"
-        assert found["recommendation"].endswith(
-            f" {needed} seeds should decide, if what was seen goes on: hpo {command}"
-        )
-        before = compared_trials(planted_folder)
-
-        more = ok(hpo_command(planted_folder, *command.split(), "--json")).json["verdicts"][0]
-        assert more["verdict"] == "as_good"
-        assert 3 < more["num_seeds"] <= needed
-        after = compared_trials(planted_folder)
-        assert after[: len(before)] == before, "none of them ran again"
-        assert len(after) == 2 * more["num_seeds"]
-
-
 def test_killed_comparisons_go_on_to_the_same_verdicts(planted_folder: Path, tmp_path: Path) -> None:
     """Killed while a trial trains, and again between a look and what it leads to. No trial is lost."""
     undisturbed = shutil.copytree(planted_folder, tmp_path / "undisturbed")
@@ -174,10 +150,6 @@ def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(planted_folder
     [
         (["--precisions", "bf17"], "--precisions: no precision is called 'bf17'. Did you mean `bf16`?"),
         (["--margin", "0"], "Invalid value for '--margin'"),
-        (["--seeds", "2"], "Invalid value for '--seeds'"),
-        (["--until", "2020-01-01T00:00"], "--until must lie ahead"),
-        (["--configurations", "--margin", "1"], "--configurations takes neither --precisions nor --margin"),
-        ([], "needs complete trials, but the study `tiny` has none yet"),
     ],
 )
 def test_bad_input(options: list[str], message: str, tmp_path: Path) -> None:
@@ -188,27 +160,6 @@ def test_bad_input(options: list[str], message: str, tmp_path: Path) -> None:
     assert message in refused.err
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
-
-
-def test_a_test_split_without_labels(tmp_path: Path) -> None:
-    """As in a shared task whose truth is held back: the scores are of the validation split."""
-    rows: dict[str, Any] = {
-        split: [
-            {"id": f"{split} {index}", "text": f"{label} {index}", "labels": {"topic": label}}
-            for index, label in enumerate("ab" * 8)
-        ]
-        for split in ("train", "validation")
-    }
-    rows["test"] = [{"id": "unknown", "text": "x"}]
-    write_set(tmp_path / "data", {"topic": {"kind": "single_label", "classes": ["a", "b"]}}, **rows)
-    of_file = {"source": "jsonl", "path": "data"}
-    write_study(tmp_path, data=of_file, n_trials=2, sampler={"name": "grid"}, search_space=ONE_RATE)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    compared = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *OPTIONS, "--json"))
-    assert compared.json["has_ended"]
-    assert compared.json["split"] == "validation"
-    said = "Scores are of the validation split: the test split has no labels of `topic`."
-    assert said in compared.err
 
 
 def test_a_precision_that_this_device_lacks(folder: Path) -> None:

@@ -121,20 +121,6 @@ def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> N
     assert all(trial.distributions["fp_precision"] == everything for trial in trials)
 
 
-def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str) -> None:
-    """More trials than combinations are no error: the study ends when all were tried."""
-    config = study(20, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
-    both = [Worker(config, device) for device in (AMX, VOLTA) * 3]
-    run_all(sqlite_url, both)
-    for worker in both:
-        assert set(worker.drawn) <= RUNS[worker.device.name]
-    with open_storage(sqlite_url) as storage:
-        record = read_study(storage, "tiny")
-        assert record.slots == {"open": 0, "running": 0, "done": 12}
-    points = Counter((trial.params["fp_precision"], trial.params["weight_decay"]) for trial in record.trials)
-    assert len(points) == points.total() == 12
-
-
 @pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (PRECISION, 4)])
 def test_points_for_another_device_are_left_and_not_waited_for(
     sqlite_url: str, space: dict[str, Any], num_workers: int

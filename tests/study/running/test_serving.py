@@ -9,43 +9,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planted_comparison import plan_of
 from serving_process import GatedExecutor
-from worker_process import result, study, wait_for
+from worker_process import run_trials, study, wait_for
 
 from hpo.compare.companion import comparison_study, grown
-from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
-from hpo.config.search_space import suggest
 from hpo.study.running import serving
 from hpo.study.running.run import OpenOptions, OpenStudy
 from hpo.study.running.serving import Server
 from hpo.study.running.stopping import Stop
-from hpo.study.running.worker import RunSummary, run_worker
+from hpo.study.running.worker import RunSummary
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
-PLAN = ComparisonConfig(
-    study="tiny",
-    study_token="token",
-    precisions=("fp32", "bf16"),
-    configurations=(ComparedConfiguration(trial=0, params={}, precisions=("fp32", "bf16")),),
-    top=1,
-    first_seed=100,
-    seeds=3,
-    num_seeds={"fp32": 3, "bf16": 3},
-    max_seeds=5,
-    margin=0.5,
-)
+PLAN = plan_of(3, 5)
 
 
 def test_a_database_that_is_made_later_is_served_and_a_comparison_look_by_look(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(opened: OpenStudy, *, stop: Stop, **_: Any) -> RunSummary:
-        def execute(trial: Any, _: Any) -> Any:
-            suggest(opened.config.search_space, trial)
-            return result("complete")
-
-        return run_worker(opened.config, opened.storage, execute, stop=stop)
+        return run_trials(opened.storage, opened.config, stop=stop)
 
     monkeypatch.setattr(serving, "run_study", run)
     monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=GatedExecutor))

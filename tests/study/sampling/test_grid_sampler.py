@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from optuna.storages import RDBStorage
+from planted_comparison import plan_of
 from sqlalchemy.exc import OperationalError
 from worker_process import begin, result, study
 
 from hpo.compare.companion import comparison_study
-from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.grid_sampler import POINT_ATTR, PlannedPoints
@@ -31,18 +31,7 @@ GRID = study(
 )
 
 
-PLAN = ComparisonConfig(
-    study="tiny",
-    study_token="token",
-    precisions=("fp32", "bf16"),
-    configurations=(ComparedConfiguration(trial=0, params={}, precisions=("fp32", "bf16")),),
-    top=1,
-    first_seed=100,
-    seeds=2,
-    num_seeds={"fp32": 2, "bf16": 2},
-    max_seeds=2,
-    margin=0.5,
-)
+PLAN = plan_of(2)
 COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
 
 
@@ -55,6 +44,7 @@ def config(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def worker(storage: Storage, config: Any) -> Any:
     opened = create_or_resume_study(storage, config)
+    storage.patience_seconds = 1.0  # it tries again the sooner
     if config is GRID:
         opened.sampler = build_sampler(config.sampler, config.search_space)
     else:

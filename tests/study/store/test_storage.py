@@ -167,13 +167,6 @@ def test_joining_worker_does_not_resize(storage: Storage) -> None:
 # A study that goes
 
 
-def test_a_study_of_another_definition_is_refused_and_stays(storage: Storage) -> None:
-    run_trials(storage, study(2), result("unsupported"))
-    with pytest.raises(StudyChangedError, match=r"another definition.*`hpo delete tiny` removes what"):
-        create_or_resume_study(storage, study(2, training={"epochs": 7}))
-    assert len(read_study(storage, "tiny").trials) == 1
-
-
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
     optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
     with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
@@ -323,13 +316,10 @@ def test_read_study(storage: Storage) -> None:
         trial = worker.open_trial(worker.claim())
         record = read_study(storage, "tiny")
         running = record.trials[trial.number]
-        assert (running.state, running.outcome) == ("RUNNING", "running")
-        assert (running.ended, running.seconds) == (None, None)
+        assert (running.outcome, running.ended, running.seconds) == ("running", None, None)
         assert [(w.id, w.trial_number) for w in record.workers if w.alive] == [(worker.id, 2)]
         assert running.attributes == {"retry_of": 1, "worker": worker.id}
     record = read_study(storage, "tiny")
-    assert not any(worker.alive for worker in record.workers)
-    assert record.slots == {"open": 2, "running": 0, "done": 1}
     complete, failed, preempted = record.trials
     assert preempted.outcome == "preempted"
     assert complete.values == (0.5,)
