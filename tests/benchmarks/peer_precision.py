@@ -20,8 +20,8 @@ from pathlib import Path
 
 import optuna
 import torch
-from peer_searches import CONTENDERS, DTYPES, WORKLOAD, Search, Trial, missing, run_apart
-from workload import write_workload
+from peer_searches import CONTENDERS, DTYPES, WORKLOAD, Search, Trial, missing, run_search
+from workload import run_apart, write_workload
 
 from hpo.device import probe_device
 
@@ -55,7 +55,7 @@ def print_sound(names: Sequence[str], folder: Path) -> None:
     print_row("contender", "recorded", "state", "what else is recorded", "linear layers gave", "autocast")
     print_row(*["---"] * 6)
     for name in names:
-        trials = run_apart(name, Search(folder))
+        trials = run_apart(run_search, name, Search(folder))
         for trial in sorted(trials, key=lambda one: list(DTYPES).index(one.asked)):
             ran = (" and ".join(sorted(kinds)) for kinds in (trial.seen.dtypes, trial.seen.autocast))
             print_row(name, trial.asked, trial.state, trial.noted, *ran)
@@ -67,7 +67,7 @@ def print_broken(names: Sequence[str], folder: Path, num_trials: int, num_seeds:
     print_row(*["---"] * (1 + len(COSTS)))
     for name in names:
         searches = [Search(folder, num_trials, seed, broken) for seed in range(num_seeds)]
-        of_seeds = [costs(run_apart(name, search), broken) for search in searches]
+        of_seeds = [costs(run_apart(run_search, name, search), broken) for search in searches]
         shown = (
             f"{statistics.median(each):g} ({', '.join(map(str, each))})"
             for each in zip(*of_seeds, strict=True)

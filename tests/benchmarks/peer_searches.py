@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -305,13 +302,6 @@ def run_search(name: str, search: Search) -> list[Trial]:
     watch = Watch()
     with watch.watching():
         return CONTENDERS[name](search, watch)
-
-
-def run_apart(name: str, search: Search) -> list[Trial]:
-    """The same in a new process: accelerate keeps the precision of a process's first Trainer."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=warnings.simplefilter, initargs=("ignore",)) as pool:
-        return pool.submit(run_search, name, search).result()
 
 
 def missing(name: str) -> str:

@@ -9,22 +9,19 @@ does nothing else.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
-from workload import WORKLOADS, write_workload
+from workload import WORKLOADS, run_apart, write_workload
 
 from hpo.device import probe_device
 from hpo.precision.table import support
@@ -94,19 +91,12 @@ def run_contender(name: str, folder: Path, workload: str, precision: str) -> dic
         return dict(contenders[name](folder, WORKLOADS[workload], precision))
 
 
-def run_apart(*arguments: object) -> dict[str, float]:
-    """The same in a new process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=warnings.simplefilter, initargs=("ignore",)) as pool:
-        return pool.submit(run_contender, *arguments).result()
-
-
 def rounds(
     workload: str, precision: str, names: Sequence[str], folder: Path, num_rounds: int
 ) -> Iterator[dict[str, dict[str, float]]]:
     """{contender: measured} of each round but the first."""
     for number in range(num_rounds + 1):
-        results = {name: run_apart(name, folder, workload, precision) for name in names}
+        results = {name: run_apart(run_contender, name, folder, workload, precision) for name in names}
         print(f"{workload} {precision} round {number} of {num_rounds}", file=sys.stderr)
         if number:
             yield results

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from peer_precision import costs
-from peer_searches import DTYPES, NEEDS, WORKLOAD, Search, Trial, missing, run_apart, run_search
-from workload import write_workload
+from peer_searches import DTYPES, NEEDS, WORKLOAD, Search, Trial, missing, run_search
+from workload import run_apart, write_workload
 
 NUM_TRIALS, SEED = 4, 0
 NUM_STEPS = WORKLOAD.num_train // WORKLOAD.batch_size
@@ -62,6 +62,6 @@ def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(rows: Path) -
 def test_peers_record_what_they_do_not_run(rows: Path, name: str, ran: dict[str, str]) -> None:
     if missing(name):
         pytest.skip(f"{NEEDS[name]} is not installed: `make bench` does it")
-    trials = run_apart(name, Search(rows))
+    trials = run_apart(run_search, name, Search(rows))
     assert dtypes_of(trials) == {asked: {str(DTYPES[precision])} for asked, precision in ran.items()}
     assert [trial.is_true for trial in trials] == [ran[trial.asked] == trial.asked for trial in trials]

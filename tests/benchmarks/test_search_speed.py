@@ -8,7 +8,7 @@ import optuna
 import pytest
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import RandomSampler
-from search_replay import OURS, RANDOM, Contender, of_study, replay
+from search_speed import OURS, RANDOM, Contender, of_study, replay
 from search_table import Table, configurations, load_table, table_names
 
 

@@ -10,6 +10,10 @@ that a peer needs no more than a linear layer on the mean of the tokens.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -101,3 +105,10 @@ def study_content(workload: Workload, folder: Path, precision: str) -> dict[str,
         "pruner": {"name": "none"},
         "n_trials": 1,
     }
+
+
+def run_apart(function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function in a new process: accelerate keeps the precision of a process's first Trainer."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=warnings.simplefilter, initargs=("ignore",)) as pool:
+        return pool.submit(function, *arguments).result()
