@@ -24,6 +24,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
         ├── OutOfMemory            one example does not fit
         ├── Pruned                 the pruner stopped the trial
         └── Preempted              told to stop; the checkpoint is written
+            └── Paused             a short start; the trial goes on if it is among the best
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ class Pruned(TrialEnd):
 
 class Preempted(TrialEnd):
     outcome = Outcome.PREEMPTED
+
+
+class Paused(Preempted):
+    outcome = Outcome.PRUNED
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

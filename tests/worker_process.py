@@ -140,9 +140,7 @@ def work(
 
     With `crash`, each trial in fp16 sends this signal to its own process.
     """
-    die = _Killer(kill_at)
-    if kill:
-        _PLACES[kill](die)
+    die = die_at(kill, kill_at)
     with open_storage(url) as storage:
         storage.lease_seconds = 3.0
 
@@ -253,6 +251,14 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "outcome stored": _after(WorkerLease, "record_outcome"),
 }
 PLACES = tuple(_PLACES)
+
+
+def die_at(place: str, time: int) -> Callable[[], None]:
+    """Kill this process when `place` happens for so many times; of `training`, when what is returned is
+    called. Empty: it lives."""
+    die = _Killer(time)
+    _PLACES[place](die) if place else None
+    return die
 
 
 def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collection[int] = ()) -> None:

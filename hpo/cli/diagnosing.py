@@ -50,9 +50,9 @@ def diagnose(
         config = config_of(study, record, trust_remote_code)
         if said := refusal(config.search_space, chosen.params):  # an encoder of whoever writes there, say
             raise InputError(f"--trial {trial}: {said}")
-        executor, folder = checkpoint_of(config, database, trial, kind="step")
+        executor, folder = checkpoint_of(config, database, chosen.origin, kind="step")
         params = decode(config.search_space, chosen.params)
-        key = f"{database.study_token(config.name)}/{trial}"
+        key = f"{database.study_token(config.name)}/{chosen.origin}"
         stored = StoredTrial(trial, chosen.outcome, params, chosen.telemetry, folder, key)
         diagnosis = find(executor, stored, lambda what: typer.echo(what, err=True))
     if as_json:

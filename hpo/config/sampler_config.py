@@ -78,6 +78,7 @@ class PrunerConfig(_Algorithm):
         "median": "MedianPruner",
         "percentile": "PercentilePruner",
         "patient": "PatientPruner",
+        "promote": "NopPruner",
         "none": "NopPruner",
     }
     OPTIONS: ClassVar[dict[str, dict[str, Any]]] = {
@@ -86,11 +87,12 @@ class PrunerConfig(_Algorithm):
         "median": {"n_startup_trials": None, "n_warmup_steps": None},
         "percentile": {"n_startup_trials": None, "n_warmup_steps": None, "percentile": 25.0},
         "patient": {"patience": 2},
+        "promote": {"starts": 0.1, "keep": 3},
     }
 
-    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = "none"
+    name: Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"] = "none"
     """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `none` with several
-    objectives."""
+    objectives. With `promote` every trial starts and pauses, and the best of them go on."""
     min_resource: Count | None = None
     """`hyperband`, `asha`: evaluations before the first rung."""
     reduction_factor: Annotated[Whole, Field(ge=2)] | None = None
@@ -103,3 +105,7 @@ class PrunerConfig(_Algorithm):
     """`percentile`: trials go on that are among so many percent; left out, 25."""
     patience: Annotated[Whole, Field(ge=0)] | None = None
     """`patient`: evaluations without getting better; left out, 2."""
+    starts: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """`promote`: trials pause at the first evaluation at or behind this share of a budget; left out 0.1."""
+    keep: Count | None = None
+    """`promote`: so many trials go on from there to the end; left out, 3."""

@@ -15,7 +15,7 @@ import torch
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import Utilization
-from hpo.errors import Incompatible, Preempted
+from hpo.errors import Incompatible, Paused, Preempted
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
@@ -186,6 +186,7 @@ class TrialRun:
             hooks,
         )
         try:
+            distributed.decide(lambda: self.callbacks.on_resume(self.state.num_evaluations))
             for evaluation in evaluations:
                 distributed.decide(partial(self._on_evaluation, evaluation))
         except Preempted:
@@ -222,7 +223,11 @@ class TrialRun:
         better = is_better(self.parts.study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
-        self.callbacks.on_evaluation(scored)
+        paused = None
+        try:
+            self.callbacks.on_evaluation(scored)
+        except Paused as told:
+            paused = told
         if better:
             # After the report: a trial never goes on from behind one that was not made.
             best = {
@@ -230,6 +235,8 @@ class TrialRun:
                 "best": asdict(scored),
             }
             self._save(best, at_end=evaluation.budget_used >= 1)
+        if paused:
+            raise paused
 
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {

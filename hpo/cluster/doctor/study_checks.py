@@ -111,9 +111,10 @@ def checkpoints(about: Examined) -> Iterator[Finding]:
             yield Finding("warning", what, "Removes it.", partial(shutil.rmtree, folder))
             continue
         of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
+        in_work = about.storage.trials_in_work(row.name)
         study = about.storage.load_study(row.name)
         trials = {trial.number for trial in study.get_trials(deepcopy=False)}
-        gone = without_checkpoints(study, configs[row.name].top_k)
+        gone = without_checkpoints(study, configs[row.name].top_k, in_work)
         for of_trial in of_trials:
             number = int(of_trial.name.removeprefix("trial-"))
             if number not in trials or number in gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from optuna.trial import TrialState
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
 from hpo.study.reading.study_record import loss_signs, pareto_front
+from hpo.study.sampling.promotion import origin_of
 
 if TYPE_CHECKING:
     from hpo.study.checkpoints.remote_store import RemoteStore
@@ -24,14 +26,18 @@ NUM_NONFINITE = 2
 """Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
 
 
-def without_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
-    """The numbers of the finished trials that keep none.
+def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = frozenset()) -> set[int]:
+    """The numbers of the finished trials that keep none; those of a trial that goes on are its origin's.
 
     The first `top_k` by the first objective keep theirs, those of the Pareto front before others; and the
     last that were not finite, from which `hpo diagnose` goes on. All is decided from one list of the trials:
     one that ends while this is decided is not in it, so it is neither finished nor among the best.
+
+    Args:
+        in_work: trials that may go on, though they have ended: as of before this call.
     """
-    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+    trials = study.get_trials(deepcopy=False)
+    ended = [trial for trial in trials if trial.state.is_finished()]
     directions = [direction.name.lower() for direction in study.directions]
     complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
     values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
@@ -39,17 +45,23 @@ def without_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
     best = sorted(range(len(complete)), key=lambda i: (not front[i], losses[i], i))[:top_k]
     nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
     last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
-    return {trial.number for trial in ended} - {complete[i].number for i in best} - {*last}
+    kept = {origin_of(complete[i]) for i in best} | {origin_of(trials[number]) for number in last}
+    kept |= {origin_of(trial) for trial in trials if not trial.state.is_finished()}
+    return {origin_of(trial) for trial in ended} - kept - in_work
 
 
 def keep_best_checkpoints(
-    study: optuna.Study, study_folder: Path, top_k: int, remote: RemoteStore | None = None
+    study: optuna.Study,
+    study_folder: Path,
+    top_k: int,
+    remote: RemoteStore | None = None,
+    in_work: Set[int] = frozenset(),
 ) -> None:
     """Remove the checkpoints of finished trials but the best, here and where they are uploaded to.
 
     With a store that is away they stay there until the next trial has ended.
     """
-    numbers = without_checkpoints(study, top_k)
+    numbers = without_checkpoints(study, top_k, in_work)
     for number in numbers:
         shutil.rmtree(study_folder / f"trial-{number:05d}", ignore_errors=True)
     if remote is not None:

@@ -183,7 +183,7 @@ class Lease:
             self._end_trial(self.trial, result)
         except UpdateFinishedTrialError as error:
             raise LeaseLostError(f"Trial {self.trial.number} was ended by somebody else.") from error
-        fresh = NO_PROGRESS if slot_state == "open" else {}
+        fresh = NO_PROGRESS if result.outcome == Outcome.FAILED and slot_state == "open" else {}
         with self.storage.engine.begin() as connection:
             self.hold(connection, mine, state=slot_state, **fresh)
 

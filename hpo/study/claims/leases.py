@@ -7,6 +7,8 @@ slot's last trial:
 
     there is none  -> take one that somebody enqueued, else make one
     RUNNING        -> it goes on, with its number, its parameters and its checkpoint
+    paused         -> make one that goes on from its checkpoint if it is among the best (`promotion`), else
+                      leave the slot open
     FAIL           -> make one with the same parameters, until the retries are used up; but only after an
                       unexpected exception, because a failure that was decided (no traceback) would be
                       decided again
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -43,8 +45,22 @@ from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
-from hpo.study.store.optuna_internals import make_trial, start_trial, study_id_of, trial_id_of
-from hpo.study.store.schema import NO_PROGRESS, evaluations, slots, studies, workers
+from hpo.study.sampling.promotion import ORIGIN_ATTR, Promotion, is_paused, origin_of
+from hpo.study.store.optuna_internals import (
+    copy_reports,
+    make_trial,
+    start_trial,
+    study_id_of,
+    trial_id_of,
+)
+from hpo.study.store.schema import (
+    NO_PROGRESS,
+    copy_evaluations,
+    evaluations,
+    slots,
+    studies,
+    workers,
+)
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -70,6 +86,11 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
     return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
 
 
+def _has_none_of(numbers: Collection[int]) -> sa.ColumnElement[bool]:
+    """The condition that the trial of a slot, if there is one, has another number."""
+    return sa.or_(slots.c.trial_number.is_(None), slots.c.trial_number.not_in(numbers))
+
+
 @dataclass(eq=False)
 class WorkerLease(Membership):
     """A worker that claims slots of a study and runs their trials.
@@ -85,6 +106,8 @@ class WorkerLease(Membership):
     not made yet; it leaves the others to other workers. None: it can run all."""
     refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
+    promotion: Promotion | None = None
+    """How trials pause and go on; None: they do not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,19 +128,22 @@ class WorkerLease(Membership):
         return self._lease
 
     def _claim(self) -> Lease | None:
-        runnable = self._runnable()
+        runnable, waiting = self._runnable(), self._paused_that_wait()
+        is_free = sa.and_(runnable, _has_none_of(waiting)) if waiting else runnable
         with self._storage.engine.begin() as connection:
             if slot := self._claimed_before(connection):
                 return self._lease_of(slot)
             self._may_have_slot = True
             looks = time.monotonic() >= self._looks_at
-            if not looks and (slot := self._open_slot(connection, runnable)):
+            if not looks and (slot := self._open_slot(connection, is_free)):
                 return self._lease_of(slot)
             if not self._look_whether_open(connection):
                 return None
             slot = self._take_over(connection, runnable)
             if slot is None and looks:
-                slot = self._open_slot(connection, runnable)
+                slot = self._open_slot(connection, is_free)
+            if slot is None and waiting:
+                self._close_paused(connection, waiting)
             return self._lease_of(slot) if slot else None
 
     def _lease_of(self, slot: sa.Row[Any]) -> Lease:
@@ -142,11 +168,11 @@ class WorkerLease(Membership):
         self._may_have_slot = slot is not None
         return slot
 
-    def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+    def _open_slot(self, connection: sa.Connection, is_free: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """Claim an open slot, first one with an unfinished trial; None: there is none, or the study is not
         open."""
         about = {"of_study": self._study.study_name, "by": self.id}
-        return connection.execute(_claim_open(runnable), about).one_or_none()
+        return connection.execute(_claim_open(is_free), about).one_or_none()
 
     def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """Claim the slot of a worker that is dead; None: there is none."""
@@ -170,9 +196,28 @@ class WorkerLease(Membership):
         if self.can_run is None:
             return sa.true()
         refused = [number for number, params in self.unfinished().items() if not self.can_run(params)]
-        no_trial = slots.c.trial_number.is_(None)
-        others = slots.c.trial_number.not_in([number for number in refused if number is not None])
-        return sa.and_(~no_trial, others) if None in refused else sa.or_(no_trial, others)
+        others = _has_none_of([number for number in refused if number is not None])
+        return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
+
+    def _paused_that_wait(self) -> list[int]:
+        """The numbers of the paused trials that do not go on, or not before all trials have begun."""
+        if self.promotion is None:
+            return []
+        unfinished, trials = self.unfinished(), self._study.get_trials(deepcopy=False)
+        goes_on = [] if None in unfinished else self.promotion.goes_on(trials)
+        return [
+            number
+            for number in unfinished
+            if number is not None and is_paused(trials[number]) and number not in goes_on
+        ]
+
+    def _close_paused(self, connection: sa.Connection, waiting: Sequence[int]) -> None:
+        """Close the slots of the paused trials that wait, if all others are done."""
+        unfinished = sa.select(slots.c.state, slots.c.trial_number)
+        rows = connection.execute(unfinished.where(self._of_study, slots.c.state != "done")).all()
+        if all(row.state == "open" and row.trial_number in waiting for row in rows):
+            left = (self._of_study, slots.c.state == "open", slots.c.trial_number.in_(waiting))
+            connection.execute(sa.update(slots).where(*left).values(state="done"))
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
@@ -221,14 +266,20 @@ class WorkerLease(Membership):
             last = None if lease.trial_number is None else self._trial(lease.trial_number)
             if last is not None and last.state == TrialState.RUNNING:
                 return optuna.trial.Trial(self._study, trial_id_of(last))
+            if last is not None and self.promotion is not None and is_paused(last):
+                if last.number in self._paused_that_wait():
+                    self.release(lease)
+                    return None
+                self._make_trial(lease, last, {ORIGIN_ATTR: origin_of(last)})
+                continue
             # Where no worker ended it as `failed`, somebody gave it up.
             failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
             if last is None or (last.state == TrialState.FAIL and not failed):
                 if not self._start_enqueued(lease):
-                    self._make_trial(lease, {}, {})
+                    self._make_trial(lease)
             elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs.get("traceback")):
-                # As `study.enqueue_trial` stores them.
-                self._make_trial(lease, {"fixed_params": last.params}, {"retry_of": last.number})
+                goes_on = {ORIGIN_ATTR: origin_of(last)} if ORIGIN_ATTR in last.user_attrs else {}
+                self._make_trial(lease, last, {"retry_of": last.number, **goes_on})
             else:
                 self._storage.write(lambda connection: lease.hold(connection, state="done"))
                 self._forget()
@@ -238,13 +289,22 @@ class WorkerLease(Membership):
         return self._study.get_trials(deepcopy=False)[number]
 
     def _make_trial(
-        self, lease: Lease, system_attrs: Mapping[str, Any], user_attrs: Mapping[str, Any]
+        self, lease: Lease, last: FrozenTrial | None = None, user_attrs: Mapping[str, Any] = {}
     ) -> None:
-        """Make a trial for the slot, unless it has got another one meanwhile."""
+        """Make a trial for the slot, unless it has got another one meanwhile.
+
+        It has the parameters of the `last` one, as `study.enqueue_trial` stores them, and where it goes on
+        from its checkpoint the evaluations too.
+        """
+        system_attrs = {} if last is None else {"fixed_params": last.params}
+        goes_on, study_id = ORIGIN_ATTR in user_attrs, study_id_of(self._study)
         with self._storage.engine.begin() as connection:
-            number = make_trial(connection, study_id_of(self._study), system_attrs, user_attrs)
-            if not self._note_trial(connection, lease, number):
+            number = make_trial(connection, study_id, system_attrs, user_attrs)
+            if not self._note_trial(connection, lease, number, saved_step=lease.saved_step if goes_on else 0):
                 connection.rollback()
+            elif last is not None and goes_on:
+                copy_reports(connection, study_id, last.number, number)
+                copy_evaluations(connection, self._study.study_name, last.number, number)
         self._reread(lease)
 
     def _start_enqueued(self, lease: Lease) -> bool:
@@ -266,11 +326,15 @@ class WorkerLease(Membership):
             return True
         return False
 
-    def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
-        """Note the number of the slot's new trial, which has no step yet; False: the slot has changed."""
-        lease.deaths, lease.saved_step, lease.progress = 0, 0, None
+    def _note_trial(
+        self, connection: sa.Connection, lease: Lease, number: int, *, saved_step: int = 0
+    ) -> bool:
+        """Note the number of the slot's new trial, and the step of its checkpoint; False: the slot has
+        changed."""
+        lease.deaths, lease.saved_step, lease.progress = 0, saved_step, None
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
-        return lease.update(connection, unchanged, trial_number=number, **NO_PROGRESS)
+        progress = NO_PROGRESS | {"saved_step": saved_step}
+        return lease.update(connection, unchanged, trial_number=number, **progress)
 
     def _reread(self, lease: Lease) -> None:
         """Look which trial the slot has now."""
@@ -316,7 +380,8 @@ class WorkerLease(Membership):
         def record() -> None:
             failed = result.outcome == Outcome.FAILED
             is_retried = failed and self._is_retried(trial, result.traceback)
-            lease.record(result, "open" if is_retried else "done")
+            pauses = result.outcome == Outcome.PRUNED and self.promotion is not None
+            lease.record(result, "open" if is_retried or pauses else "done")
 
         self._storage.persist(record)
         self._forget()

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
+from hpo.study.sampling.promotion import ORIGIN_ATTR
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -59,6 +60,11 @@ class TrialRecord:
     evaluations: list[EvaluationRow] = field(default_factory=list)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
+
+    @property
+    def origin(self) -> int:
+        """The number by which its checkpoints are known: that of the trial from which it goes on, if any."""
+        return int(self.attributes.get(ORIGIN_ATTR, self.number))
 
 
 @dataclass(frozen=True)

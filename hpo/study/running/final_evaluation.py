@@ -58,8 +58,8 @@ def evaluate_best(
             return
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
         if remote is not None:
-            remote.fetch_newest("best", folder(best.number))
-        document = _evaluate(executor, folder(best.number), best, split, stop)
+            remote.fetch_newest("best", folder(best.origin))
+        document = _evaluate(executor, folder(best.origin), best, split, stop)
         if not store_detailed_evaluation(storage, name, token, best.number, document):
             raise RunError(NOT_STORED)
         release_free_memory(executor.device)

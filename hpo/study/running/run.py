@@ -23,18 +23,21 @@ from hpo.memory import release_free_memory
 from hpo.precision.table import apply_preset, left_out
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
-from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.checkpoints.remote_store import RemoteStore, open_remote_store
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_memory
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
 
 if TYPE_CHECKING:
+    import optuna
+
     from hpo.trial.executor import Executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
@@ -273,7 +276,7 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
     options = WorkerOptions(
         deadline=stop.deadline,
         goes_on=goes_on,
-        after_trial=lambda: keep_best_checkpoints(stored, study_folder, config.checkpoint.top_k, remote),
+        after_trial=partial(_remove_checkpoints, study, stored, study_folder, remote),
     )
     device = WorkerDevice(
         executor.device.device_id,
@@ -286,3 +289,13 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
     if summary.ended in ("finished", "yielded") and config.comparison is None:
         evaluate_best(executor, storage, folder, stop, remote)
     return summary
+
+
+def _remove_checkpoints(
+    study: OpenStudy, stored: optuna.Study, folder: Path, remote: RemoteStore | None
+) -> None:
+    """Remove the checkpoints of trials that have ended, but those of the best and of those that may go on."""
+    config, in_work = study.config, study.storage.trials_in_work(study.config.name)
+    if promotion := promotion_of(config):
+        in_work -= promotion.hopeless(stored.get_trials(deepcopy=False))
+    keep_best_checkpoints(stored, folder, config.checkpoint.top_k, remote, in_work)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import optuna
 
 from hpo.config.search_space import suggest
-from hpo.errors import Pruned
+from hpo.errors import Paused, Pruned
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
@@ -17,6 +17,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -55,6 +56,7 @@ class TrialRunner:
         self._shared_device = shared_device
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
+        self._promotion = promotion_of(executor.study)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
@@ -67,17 +69,19 @@ class TrialRunner:
         executor, storage = self._executor, self._storage
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
-        folder = executor.trial_folder(self._token, trial.number)
+        origin = int(trial.user_attrs.get(ORIGIN_ATTR, trial.number))
+        folder = executor.trial_folder(self._token, origin)
         device = executor.device.device_id
         shared = self._shared_device or storage.has_other_workers_on(device)
         with self.pace.trial():
             result = executor.run(
                 params,
                 folder,
-                f"{self._token}/{trial.number}",
+                f"{self._token}/{origin}",
                 Callbacks(
                     partial(self._report, trial, lease),
                     partial(self._should_stop, lease),
+                    partial(self._pause_again, trial),
                     partial(self._note_progress, lease),
                 ),
                 shared_device=shared,
@@ -110,6 +114,16 @@ class TrialRunner:
             is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+        if self._promotion and self._promotion.pauses(trial.user_attrs, evaluation.budget_used):
+            # Before the checkpoint, so that whoever goes on from that knows.
+            self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, evaluation.index))
+            raise Paused(self._promotion.reason)
+
+    def _pause_again(self, trial: optuna.trial.Trial, num_evaluations: int) -> None:
+        """Raise Paused for a trial whose worker died when it was to pause, and had its checkpoint."""
+        paused_at = trial.user_attrs.get(PAUSED_ATTR)
+        if self._promotion and paused_at is not None and num_evaluations >= paused_at:
+            raise Paused(self._promotion.reason)
 
     def _should_stop(self, lease: Lease) -> bool:
         lease.check()

@@ -33,6 +33,7 @@ from hpo.precision.table import PRECISION
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
@@ -110,6 +111,7 @@ def run_worker(
         device=device.device_id,
         can_run=runnable if skipped else None,
         refusal=partial(refusal, config.search_space),
+        promotion=promotion_of(config),
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(

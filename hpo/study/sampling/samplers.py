@@ -84,9 +84,13 @@ def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) 
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
-    """Return Optuna's pruner of that name. Steps are evaluations."""
+    """Return Optuna's pruner of that name. Steps are evaluations.
+
+    That of `promote` stops none: trials pause by themselves (`hpo.study.sampling.promotion`).
+    """
     wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}
-    pruner: BasePruner = _build(optuna.pruners, config, config.options | wrapped)
+    options = {} if config.name == "promote" else config.options | wrapped
+    pruner: BasePruner = _build(optuna.pruners, config, options)
     return pruner
 
 

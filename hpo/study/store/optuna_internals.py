@@ -33,6 +33,7 @@ params = _named["trial_params"]
 values = _named["trial_values"]
 user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
+intermediate_values = _named["trial_intermediate_values"]
 
 
 # Objects
@@ -108,6 +109,22 @@ def make_trial(
         if rows:
             connection.execute(sa.insert(table), rows)
     return int(number_made)
+
+
+def copy_reports(connection: sa.Connection, study_id: int, from_number: int, to_number: int) -> None:
+    """Copy the intermediate values of one trial of a study to another."""
+    of_study = {
+        number: sa.select(trials.c.trial_id).where(trials.c.study_id == study_id, trials.c.number == number)
+        for number in (from_number, to_number)
+    }
+    copied = [
+        column for column in intermediate_values.c if not column.primary_key and column.name != "trial_id"
+    ]
+    rows = sa.select(of_study[to_number].scalar_subquery(), *copied).where(
+        intermediate_values.c.trial_id == of_study[from_number].scalar_subquery()
+    )
+    names = ["trial_id", *(column.name for column in copied)]
+    connection.execute(sa.insert(intermediate_values).from_select(names, rows))
 
 
 def start_trial(connection: sa.Connection, trial_id: int) -> bool:

@@ -102,6 +102,15 @@ compat = sa.Table(
 )
 
 
+def copy_evaluations(connection: sa.Connection, study: str, from_number: int, to_number: int) -> None:
+    """Copy the evaluations of one trial of a study to another."""
+    copied = [column for column in evaluations.c if column.name not in ("study", "trial_number")]
+    of_trial = (evaluations.c.study == study, evaluations.c.trial_number == from_number)
+    rows = sa.select(sa.literal(study), sa.literal(to_number), *copied).where(*of_trial)
+    names = ["study", "trial_number", *(column.name for column in copied)]
+    connection.execute(sa.insert(evaluations).from_select(names, rows))
+
+
 def delete_rows(connection: sa.Connection, study: str) -> None:
     """Remove all that our tables have of a study."""
     for table in metadata.sorted_tables:

@@ -261,6 +261,12 @@ class Storage:
         rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
         return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}
 
+    def trials_in_work(self, name: str) -> set[int]:
+        """Return the numbers of the trials of the study's unfinished slots; one that has paused has ended."""
+        query = sa.select(slots.c.trial_number).where(slots.c.study == name, slots.c.state != "done")
+        numbers = self.read(lambda connection: connection.execute(query).scalars().all())
+        return {number for number in numbers if number is not None}
+
     def has_other_workers_on(self, device: str) -> bool:
         """Whether another process works on any study of this database on this machine's `device`.
 

@@ -1,0 +1,76 @@
+"""Studies whose trials pause after a short start, with real training: what goes on, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import hpo_command, ok, stored
+from safetensors.torch import load_file
+from tiny import write_study
+
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
+PROMOTE = {"name": "promote", "starts": 0.2, "keep": 2}
+DROPOUT = {"max_steps": 10, "batch_size": 8, "max_length": 64, "dropout": 0.1}
+
+
+def run(folder: Path, **changes: Any) -> StudyRecord:
+    """The tiny study, run to its end; its trials have five evaluations."""
+    folder.mkdir(exist_ok=True)
+    content = {"n_trials": 4, "sampler": {"name": "grid"}, "search_space": RATES, "training": DROPOUT}
+    write_study(folder, **content, evaluation={"per_trial": 5}, checkpoint={"top_k": 4}, **changes)
+    ok(hpo_command(folder, "run", "tiny.yaml"))
+    return stored(folder)
+
+
+def weights(folder: Path, trial: TrialRecord) -> dict[str, list[float]]:
+    """Of the trial's best checkpoint."""
+    (file,) = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial.origin:05d}/best-*/model.safetensors")
+    return {name: weight.flatten().tolist() for name, weight in load_file(file).items()}
+
+
+def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
+    return {trial.params["learning_rate"]: trial for trial in trials}
+
+
+def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(tmp_path: Path) -> None:
+    whole, short = run(tmp_path / "whole"), run(tmp_path / "short", pruner=PROMOTE)
+    outcomes = [trial.outcome for trial in short.trials]
+    assert outcomes == ["pruned"] * 4 + ["complete"] * 2
+    assert {len(trial.evaluations) for trial in short.trials[:4]} == {1}
+    first = {rate: trial.evaluations[0].metrics["score"] for rate, trial in by_rate(whole.trials).items()}
+    later = by_rate(short.trials[4:])
+    assert set(later) == set(sorted(first, key=lambda rate: first[rate])[-2:])
+    for rate, trial in later.items():
+        undisturbed = by_rate(whole.trials)[rate]
+        assert trial.values == undisturbed.values
+        assert [row.metrics for row in trial.evaluations] == [row.metrics for row in undisturbed.evaluations]
+        assert trial.telemetry["resumed_from_step"] == 2
+        assert weights(tmp_path / "short", trial) == weights(tmp_path / "whole", undisturbed)
+    kept = {path.name for path in tmp_path.glob("short/runs/tiny/checkpoints-*/trial-*")}
+    assert kept == {f"trial-{trial.origin:05d}" for trial in later.values()}
+    exported = ok(hpo_command(tmp_path / "short", "best", "tiny.yaml", "--export", "model", "--json")).json
+    assert exported["trials"][0]["number"] in (4, 5)
+
+
+def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint was written, its end was not stored."""
+
+    def die(*_: Any) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerLease, "record_outcome", die)
+        write_study(tmp_path, pruner=PROMOTE, training=DROPOUT, evaluation={"per_trial": 5})
+        assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 9
+    assert [trial.state for trial in stored(tmp_path).trials] == ["RUNNING"]
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    first = stored(tmp_path).trials[0]
+    assert (first.outcome, [row.step for row in first.evaluations]) == ("pruned", [2])
+    assert first.telemetry["resumed_from_step"] == 2
