@@ -1,0 +1,309 @@
+"""How good a configuration a search finds at the compute of so many whole runs, on tables of curves.
+
+    python tests/benchmarks/search_tables.py FOLDER [--seeds 100] [--policies NAME ...] [--json]
+
+A table is a `.npz` file: `hyperparameters` [N, K] with their `names` [K], and `valid_loss` [N, P + 1] after 0
+to P equal parts of training, not finite from where a run broke. A trial has ten evaluations, each after a
+tenth of the parts. It costs the parts that it trained, to where it was stopped or broke; one that goes on
+costs the rest. Each whole run counts 1.
+
+The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
+configuration that was not tried (each setting scaled to its range, on a log scale where all values are
+positive), and the sampler is shown that one's settings.
+
+The regret is (found - best) / (median - best) of the final losses of the runs that do not break; found is the
+least final loss of a run that has ended. Before the first has ended it is 1, as of a median configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.trial import Trial, TrialState
+
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.search_space import FloatDistribution, SearchSpace, suggest
+from hpo.config.study_config import StudyConfig
+from hpo.outcome import Outcome
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion
+from hpo.study.sampling.samplers import build_pruner, build_sampler
+
+COMPUTE = (5, 10, 20, 40)
+"""Whole runs."""
+NUM_EVALUATIONS = 10
+STUDY = {
+    "name": "table",
+    "objective": {"metric": "x/mae", "direction": "minimize"},
+    "n_trials": 1,
+    "data": {"source": "jsonl", "path": "x", "tasks": {"x": {"kind": "regression"}}},
+    "evaluation": {"per_trial": NUM_EVALUATIONS},
+    "search_space": {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3}},
+}
+"""Any that names neither sampler nor pruner."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A table."""
+
+    space: SearchSpace
+    settings_NK: np.ndarray
+    scaled_NK: np.ndarray
+    """From 0 to 1."""
+    losses_NE: np.ndarray
+    """At each evaluation; NaN where the run has broken."""
+    parts_N: np.ndarray
+    """How many tenths of the training a run lasts: fewer than ten where it breaks."""
+
+    @property
+    def finals_N(self) -> np.ndarray:
+        """NaN for a run that breaks."""
+        return self.losses_NE[:, -1]
+
+    def regret(self, loss: float | None) -> float:
+        best, median = np.nanmin(self.finals_N), np.nanmedian(self.finals_N)
+        return 1.0 if loss is None else float((loss - best) / (median - best))
+
+
+def load(path: Path) -> Curves:
+    with np.load(path) as table:
+        names, settings_NK = table["names"].tolist(), table["hyperparameters"].astype(float)
+        losses_NP = table["valid_loss"].astype(float)
+    num_parts = losses_NP.shape[1] - 1
+    is_finite_NP = np.isfinite(losses_NP).cumprod(axis=1).astype(bool)
+    every_tenth = np.linspace(0, num_parts, NUM_EVALUATIONS + 1).round().astype(int)[1:]
+    is_log_K = (settings_NK > 0).all(axis=0)
+    low_K, high_K = settings_NK.min(axis=0), settings_NK.max(axis=0)
+    space = {
+        name: FloatDistribution.model_validate(
+            {"type": "float", "low": low, "high": high, "log": bool(is_log)}
+        )
+        for name, low, high, is_log in zip(names, low_K, high_K, is_log_K, strict=True)
+    }
+    return Curves(
+        space,
+        settings_NK,
+        _scaled(settings_NK, space),
+        np.where(is_finite_NP, losses_NP, np.nan)[:, every_tenth],
+        # Until it broke: a run that is not finite after part p was trained so far.
+        np.minimum((~is_finite_NP).argmax(axis=1) + num_parts * is_finite_NP.all(axis=1), num_parts)
+        * (NUM_EVALUATIONS / num_parts),
+    )
+
+
+def _scaled(settings_NK: np.ndarray, space: SearchSpace) -> np.ndarray:
+    columns = []
+    for values_N, one in zip(settings_NK.T, space.values(), strict=True):
+        assert isinstance(one, FloatDistribution)
+        scale = np.log if one.log else np.asarray
+        columns.append((scale(values_N) - scale(one.low)) / (scale(one.high) - scale(one.low)))
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to search."""
+
+    sampler: Callable[[SearchSpace, int], BaseSampler]
+    pruner: Callable[[], BasePruner] = NopPruner
+    promotion: Promotion | None = None
+    """With it, a search of so much compute begins as many trials as leave enough for those that go on."""
+    is_ours: bool = False
+    """Whether a run that breaks is an infeasible one; else it FAILs."""
+
+
+def _ours(pruner: PrunerConfig) -> Policy:
+    def sampler(space: SearchSpace, seed: int) -> BaseSampler:
+        return build_sampler(SamplerConfig(seed=seed), space)
+
+    promotion = None
+    if pruner.name == "promote":
+        promotion = Promotion(pruner.options["starts"], pruner.options["keep"], maximize=False)
+    return Policy(sampler, partial(build_pruner, pruner), promotion, is_ours=True)
+
+
+def _plain(pruner: Callable[[], BasePruner]) -> Policy:
+    return Policy(lambda _, seed: TPESampler(seed=seed), pruner)
+
+
+POLICIES = {
+    "default": _ours(StudyConfig.model_validate(STUDY).pruner),
+    "promote": _ours(PrunerConfig(name="promote")),
+    "no pruner": _ours(PrunerConfig(name="none")),
+    "random, one tenth, then the best three": Policy(
+        lambda _, seed: RandomSampler(seed=seed), promotion=Promotion(0.1, 3, maximize=False)
+    ),
+    # `optuna.create_study` without a pruner has this one, as `Trainer.hyperparameter_search`.
+    "Optuna TPE, median": _plain(MedianPruner),
+    "Optuna TPE, Hyperband": _plain(partial(HyperbandPruner, max_resource=NUM_EVALUATIONS)),
+    "Optuna TPE, ASHA": _plain(SuccessiveHalvingPruner),
+    "random": Policy(lambda _, seed: RandomSampler(seed=seed)),
+}
+
+
+class Search:
+    """One search of a table."""
+
+    def __init__(self, policy: Policy, curves: Curves, seed: int) -> None:
+        self.policy, self.curves = policy, curves
+        self.study = optuna.create_study(
+            sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), direction="minimize"
+        )
+        self.left = np.ones(len(curves.settings_NK), dtype=bool)
+        self.spent = 0.0
+        self.ended: list[tuple[float, float]] = []
+        """When a run had ended, and its loss."""
+        self.row_of: dict[int, int] = {}
+
+    def regret_at(self, compute: float) -> float:
+        losses = [loss for spent, loss in self.ended if spent <= compute + 1e-9]
+        return self.curves.regret(min(losses, default=None))
+
+    def run(self, compute: float) -> None:
+        """Search until so many whole runs are paid for."""
+        promotion = self.policy.promotion
+        if promotion is None:
+            while self.spent < compute and self.left.any():
+                self._start(NUM_EVALUATIONS)
+            return
+        until = math.ceil(promotion.starts * NUM_EVALUATIONS)
+        for_starts = compute - promotion.keep * (1 - until / NUM_EVALUATIONS)
+        while self.spent + until / NUM_EVALUATIONS < for_starts + 1e-9 and self.left.any():
+            self._start(until)
+        while going_on := promotion.goes_on(self.study.get_trials(deepcopy=False)):
+            for number in going_on:
+                self._go_on(number)
+
+    def _start(self, until: int) -> None:
+        """Begin a trial and run it to its end, or to this evaluation."""
+        row = self._nearest(self._propose())
+        names = self.curves.space
+        self.study.enqueue_trial(dict(zip(names, self.curves.settings_NK[row].tolist(), strict=True)))
+        trial = self.study.ask()
+        suggest(self.curves.space, trial)
+        self.row_of[trial.number] = row
+        self._train(trial, 0, until)
+
+    def _go_on(self, number: int) -> None:
+        paused = self.study.trials[number]
+        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: number})
+        trial = self.study.ask()
+        suggest(self.curves.space, trial)
+        self.row_of[trial.number] = self.row_of[number]
+        self._train(trial, paused.user_attrs[PAUSED_ATTR], NUM_EVALUATIONS)
+
+    def _train(self, trial: Trial, begin: int, end: int) -> None:
+        row = self.row_of[trial.number]
+        before = self.spent
+        for index in range(begin + 1, end + 1):
+            loss = float(self.curves.losses_NE[row, index - 1])
+            if math.isnan(loss):
+                self.spent = before + (float(self.curves.parts_N[row]) - begin) / NUM_EVALUATIONS
+                self._end_broken(trial)
+                return
+            self.spent = before + (index - begin) / NUM_EVALUATIONS
+            trial.report(loss, index)
+            if trial.should_prune() and index < NUM_EVALUATIONS:
+                self._end(trial, Outcome.PRUNED)
+                return
+        if end < NUM_EVALUATIONS:
+            trial.set_user_attr(PAUSED_ATTR, end)
+            self._end(trial, Outcome.PRUNED)
+            return
+        self.ended.append((self.spent, loss))
+        self._end(trial, Outcome.COMPLETE, loss)
+
+    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
+        trial.set_user_attr("outcome", outcome)
+        self.study.tell(trial, loss, TrialState[outcome.optuna_state])
+
+    def _end_broken(self, trial: Trial) -> None:
+        if not self.policy.is_ours:
+            self._end(trial, Outcome.FAILED)
+            return
+        trial.set_constraint("feasible", 1.0)
+        self._end(trial, Outcome.NONFINITE)
+
+    def _propose(self) -> dict[str, Any]:
+        """What the sampler would try; the trial that asks it FAILs, which no sampler sees."""
+        trial = self.study.ask()
+        params = suggest(self.curves.space, trial)
+        self.study.tell(trial, state=TrialState.FAIL)
+        return params
+
+    def _nearest(self, params: dict[str, Any]) -> int:
+        point_1K = np.array([[params[name] for name in self.curves.space]])
+        distance_N = ((self.curves.scaled_NK - _scaled(point_1K, self.curves.space)) ** 2).sum(axis=1)
+        row = int(np.where(self.left, distance_N, np.inf).argmin())
+        self.left[row] = False
+        return row
+
+
+def regrets(name: str, path: Path, seed: int) -> dict[int, float]:
+    """The regret of a policy on a table at each of `COMPUTE`, with one seed."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore")
+    policy, curves = POLICIES[name], load(path)
+    if policy.promotion is None:
+        search = Search(policy, curves, seed)
+        search.run(max(COMPUTE))
+        return {compute: search.regret_at(compute) for compute in COMPUTE}
+    found = {}
+    for compute in COMPUTE:
+        search = Search(policy, curves, seed)
+        search.run(compute)
+        found[compute] = search.regret_at(math.inf)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--json", action="store_true", help="print {policy: {table: {compute: median}}}")
+    arguments = parser.parse_args()
+    tables = sorted(arguments.folder.glob("*.npz"))
+    if not tables:
+        parser.error(f"there is no table (*.npz) in {arguments.folder}")
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    with ProcessPoolExecutor() as pool:
+        for name in arguments.policies:
+            result[name] = {}
+            for path in tables:
+                of_seeds = list(pool.map(partial(regrets, name, path), range(arguments.seeds)))
+                medians = {str(c): statistics.median(one[c] for one in of_seeds) for c in COMPUTE}
+                result[name][path.stem] = medians
+            if not arguments.json:
+                print(_line(name, result[name]), flush=True)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+
+
+def _line(name: str, of_tables: dict[str, dict[str, float]]) -> str:
+    """Median and worst table at each compute."""
+    cells = []
+    for compute in map(str, COMPUTE):
+        found: Sequence[float] = [medians[compute] for medians in of_tables.values()]
+        cells.append(f"{statistics.median(found):.2f} {max(found):.2f}")
+    return f"{name:40}" + "   ".join(cells)
+
+
+if __name__ == "__main__":
+    main()
