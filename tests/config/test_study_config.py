@@ -141,7 +141,8 @@ def test_every_sampler_and_pruner_is_one_of_optunas_and_takes_its_options(config
     assert set(config.CLASSES) == set(get_args(config.model_fields["name"].annotation))
     for name, of_optuna in config.CLASSES.items():
         arguments = inspect.signature(getattr(module, of_optuna)).parameters
-        assert config.OPTIONS.get(name, {}).keys() <= arguments.keys()
+        # Trials of `promote` pause by themselves, so Optuna's pruner gets none of its options.
+        assert name == "promote" or config.OPTIONS.get(name, {}).keys() <= arguments.keys()
         assert config.OPTIONS.get(name, {}).keys() <= config.model_fields.keys()
 
 

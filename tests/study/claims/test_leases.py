@@ -261,7 +261,7 @@ def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
         first = worker.claim()
         lease = worker.claim()
         assert lease.slot == first.slot
-        worker._make_trial(lease, {}, {})
+        worker._make_trial(lease)
         lease.trial_number = None
         assert worker.open_trial(lease).number == 0
         assert len(opened.trials) == 1
