@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.sampling.feasible_sampler import is_infeasible
+from hpo.study.sampling.promotion import ORIGIN_ATTR, origin_of
 from hpo.study.store.optuna_internals import StudyView
 
 
@@ -23,7 +24,8 @@ class PrunedAwareSampler(WrapperSampler):
     """Shows its sampler PRUNED trials as COMPLETE.
 
     One that the pruner stopped has the value of its best evaluation. An infeasible one has the worst of these
-    values and those of the COMPLETE trials.
+    values and those of the COMPLETE trials. One that paused and went on is shown as of where it paused, so
+    that all are compared at the same length, unless it turned out to be infeasible.
     """
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -41,7 +43,9 @@ class PrunedAwareSampler(WrapperSampler):
 
 def _with_pruned(study: Study) -> list[FrozenTrial]:
     trials = study.get_trials(deepcopy=False)
-    values_of = {t.number: _values(study, t) for t in trials if not is_infeasible(t)}
+    infeasible = {origin_of(t) for t in trials if is_infeasible(t)}
+    trials = [t for t in trials if ORIGIN_ATTR not in t.user_attrs]
+    values_of = {t.number: _values(study, t) for t in trials if t.number not in infeasible}
     known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)

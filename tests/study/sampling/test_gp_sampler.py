@@ -66,3 +66,15 @@ def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_com
     run_trial(current, [0.0], "nonfinite")
     *others, infeasible = [trial.values[0] for trial in ask_gp(current)]
     assert infeasible == (min if direction == "maximize" else max)(others)
+
+
+def test_gp_sees_one_that_went_on_as_of_where_it_paused() -> None:
+    """And one that then broke as infeasible."""
+    current = scripted()
+    for score in (0.3, 0.2, 0.1):
+        run_trial(current, [score], "pruned")
+    for origin, ended in ((0, "complete"), (1, "nonfinite")):
+        trial, _ = current.ask()
+        trial.set_user_attr("origin", origin)
+        current.end(trial, 0.9 if ended == "complete" else ended)
+    assert [trial.value for trial in ask_gp(current)] == [0.3, 0.1, 0.1]
