@@ -63,6 +63,10 @@ NumTrialsOption = Annotated[
     int | None,
     typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
 ]
+ParamOption = Annotated[
+    list[str],
+    typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
+]
 UntilOption = Annotated[
     str | None,
     typer.Option(

@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from hpo.cli.options import (
     WORK_OPTIONS,
     JsonOption,
     NumTrialsOption,
+    ParamOption,
     StorageOption,
     StudyArgument,
     answer,
@@ -103,10 +104,7 @@ def init(
 @app.command()
 def train(
     study: StudyArgument,
-    param: Annotated[
-        list[str] | None,
-        typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
-    ] = None,
+    param: ParamOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
@@ -114,7 +112,7 @@ def train(
     from hpo.study.claims.lease import trial_attributes
     from hpo.trial.callbacks import Callbacks
 
-    params = parse_params(param or [])
+    params = parse_params(param)
     config = load_to_run(study)
     metrics = [objective.metric for objective in config.objective]
 

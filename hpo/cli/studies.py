@@ -10,6 +10,7 @@ import typer
 from hpo.cli.options import (
     RUNS,
     JsonOption,
+    ParamOption,
     StorageOption,
     StoredStudyArgument,
     answer,
@@ -67,6 +68,43 @@ def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: J
 def cancel(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Stop a study for good: as pause, and its unfinished trials end."""
     _close(study, "cancelled", storage, as_json=as_json)
+
+
+@app.command()
+def enqueue(
+    study: StoredStudyArgument,
+    param: ParamOption,
+    storage: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have the next trial of a study try a configuration; what is left out the sampler draws.
+
+    It takes one of the trials that the study has left.
+    """
+    from hpo.config.search_space import encode
+    from hpo.config.study_config import stored_study
+    from hpo.config.trial_config import parse_params
+    from hpo.study.running.worker import refusal
+
+    params = {name: encode(value) for name, value in parse_params(param).items()}
+    with existing_database(storage) as database:
+        config = stored_study(study, database.read_definition(study))
+        if said := refusal(config.search_space, params):
+            raise InputError(f"--param: no trial of `{study}` can be so: {said}")
+        for name in params:
+            for parent, values in config.search_space[name].when.items():
+                if params.get(parent) not in values:
+                    needed = " or ".join(f"{parent}={value}" for value in values)
+                    raise InputError(f"--param {name}: it is drawn with {needed} alone. Give that, too.")
+        slots = database.slot_counts(study)
+        if not slots["open"]:
+            raise InputError(
+                f"The study `{study}` must have a trial left to begin, but {_progress(slots)}. Raise "
+                "--n-trials of `hpo run`."
+            )
+        database.persist(lambda: database.load_study(study).enqueue_trial(params))
+    told = f"The next trial of {study} to begin has {', '.join(param)}."
+    answer({"study": study, "enqueued": params}, told, as_json=as_json)
 
 
 @app.command()

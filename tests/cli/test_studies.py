@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,33 @@ def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> 
         finished = hpo_command(made, *command)
         assert where in finished.out, finished.err
         assert "\x1b" not in finished.out + finished.err, command
+
+
+def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
+    space = {
+        "learning_rate": {"type": "float", "low": 1e-4, "high": 1e-2, "log": True},
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]},
+        "init_scale": {"type": "categorical", "choices": [8.0, 64.0], "when": {"fp_precision": "fp16"}},
+    }
+    ok(hpo_command(tmp_path, "init", str(write_study(tmp_path, search_space=space, n_trials=1))))
+    for params, message in (
+        (["learning_rate=1"], r"that is not searched: The value 1\.0 .* is out of the range"),
+        (["warmup_ratio=0.1"], "which is not searched"),
+        (["init_scale=8"], r"--param init_scale: it is drawn with fp_precision=fp16 alone. Give that, too."),
+        (["nonsense"], "must be written as name=value"),
+    ):
+        options = [part for one in params for part in ("--param", one)]
+        refused = hpo_command(tmp_path, "enqueue", "tiny", *options)
+        assert refused.exit_code == 2
+        assert re.search(message, " ".join(refused.err.split())), refused.err
+    given = ("--param", "fp_precision=16-mixed", "--param", "init_scale=8")
+    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json
+    assert told == {"study": "tiny", "enqueued": {"fp_precision": "fp16", "init_scale": 8.0}}
+    ok(hpo_command(tmp_path, "worker", "tiny"))
+    [trial] = stored(tmp_path).trials
+    assert told["enqueued"].items() <= trial.params.items()
+    refused = hpo_command(tmp_path, "enqueue", "tiny", *given)
+    assert (refused.exit_code, "must have a trial left to begin, but 1 of 1 trials done" in refused.err) == (
+        2,
+        True,
+    )
