@@ -2,7 +2,7 @@
 
 The training of a `nonfinite` trial is run again from its newest checkpoint to its first bad step, that step
 once more with every operator watched, and then the steps around it with one remedy after the other, until
-one heals. Of an `incompatible` trial the compatibility check is made again. Nothing of the study is written.
+one heals. Nothing of the study is written. What broke an `incompatible` trial is in its own record.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 from hpo.config.trial_config import SCALER_SETTINGS
 from hpo.errors import InputError, ModelError, TrialEnd
 from hpo.outcome import Outcome
-from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISION, PRECISIONS, AmpConfig
-from hpo.trial.compat import judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.replay import NUM_UPDATES, Replay, stored_state
 from hpo.trial.trial_parts import TrialParts, build_trial
@@ -44,10 +42,10 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class Broken:
-    """How a training or a check ended badly."""
+    """How a training ended badly."""
 
     what: str
-    """What was not finite: `loss`, `gradients` or `logits`; empty where all was."""
+    """What was not finite: `loss`, `gradients` or `logits`."""
     text: str
     operator: str | None = None
     """That made the first such number, with its module; None where that is not known."""
@@ -82,8 +80,11 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
     Raises InputError for a trial that cannot be diagnosed.
     """
     must = f"trial {trial.number} must have"
-    if trial.outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE):
-        raise InputError(f"{must} ended as nonfinite or incompatible, but it is {trial.outcome}.")
+    if trial.outcome != Outcome.NONFINITE:
+        raise InputError(
+            f"{must} ended as nonfinite, but it is {trial.outcome}. Why a precision is incompatible is the "
+            "trial's reason; `hpo verify STUDY` compares them."
+        )
     here, ran_on = executor.device.type, trial.telemetry["device"]["type"]
     if ran_on != here:
         raise InputError(f"{must} run on a device of type {here}, but it ran on {ran_on}. Diagnose it there.")
@@ -96,10 +97,6 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
         raise InputError(f"trial {trial.number} cannot be run again here: {error}") from error
     remedies: list[Remedy] = []
     if broken is not None:
-        if not broken.what:
-            raise InputError(
-                f"trial {trial.number} was finite: {broken.text} `hpo verify STUDY` compares the precisions."
-            )
         say(f"after {time.perf_counter() - began:.0f} s: {broken.text}")
         for remedy in _try_remedies(case, say):
             remedies.append(remedy)
@@ -118,24 +115,17 @@ class _Case:
         self.params = {**trial.params, PRECISION: self.precision}
         if rows := trial.telemetry.get("micro_batch_size"):  # halved where memory ran out
             self.params["micro_batch_size"] = rows
-        self.is_training = trial.outcome == Outcome.NONFINITE
-        self.attempt = self._train if self.is_training else self._check
-        """Runs with other settings than the trial's; None: all was finite."""
-        parts = self.parts({})
+        parts, last = self.parts({}), int(trial.telemetry["num_steps"])
         self.config = parts.config
-        self.plan = f"making the compatibility check of trial {trial.number} again, then once for each remedy"
-        if self.is_training:
-            last = int(trial.telemetry["num_steps"])
-            key = checkpoint_key(trial.resume_key, parts)
-            self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
-            begun = self.start["progress"]["step"] if self.start else 0
-            seconds = float(trial.telemetry["train_seconds"]) / max(last, 1)
-            num_steps, around = self.until - begun, 2 * NUM_UPDATES + 2
-            self.plan = (
-                f"running trial {trial.number} again from step {begun + 1}: at most {num_steps} steps, about "
-                f"{num_steps * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) for each "
-                "remedy"
-            )
+        key = checkpoint_key(trial.resume_key, parts)
+        self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
+        begun = self.start["progress"]["step"] if self.start else 0
+        seconds = float(trial.telemetry["train_seconds"]) / max(last, 1)
+        num_steps, around = self.until - begun, 2 * NUM_UPDATES + 2
+        self.plan = (
+            f"running trial {trial.number} again from step {begun + 1}: at most {num_steps} steps, about "
+            f"{num_steps * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) a remedy"
+        )
 
     def parts(self, settings: Mapping[str, Any]) -> TrialParts:
         """The trial's with other settings. Raises TrialEnd where it cannot run here."""
@@ -145,7 +135,8 @@ class _Case:
         study = study.model_copy(update={"amp": amp})
         return build_trial(study, self.executor.device, params, self.executor.loader)
 
-    def _train(self, settings: Mapping[str, Any]) -> Broken | None:
+    def attempt(self, settings: Mapping[str, Any]) -> Broken | None:
+        """Run with other settings than the trial's; None: all was finite."""
         replay = Replay(self.parts(settings), self.start)
         if scale := settings.get("init_scale"):  # and not that of the state
             replay.mixed_precision.update_amp_config(init_scale=scale)
@@ -154,20 +145,11 @@ class _Case:
             step, what = bad
             if not settings:  # the trial itself
                 self.start, self.until = replay.snapshots[0], step + NUM_UPDATES
-            return Broken(what, f"{what} not finite at step {step}", replay.origin(what)["first_nonfinite"])
+            return Broken(what, f"{what} not finite at step {step}", replay.origin(what))
         num_steps, num_updates = replay.state.step - before, replay.mixed_precision.num_updates
         if num_updates >= min(NUM_UPDATES, num_steps):
             return None
         return Broken("gradients", f"the scaler skipped {num_steps - num_updates} of {num_steps} steps")
-
-    def _check(self, settings: Mapping[str, Any]) -> Broken | None:
-        parts = self.parts(settings)
-        with backend_flags(parts.resolution.precision, parts.config.amp):
-            check = judge(measure_parts(parts), parts.study.compat)
-        if check.verdict != "incompatible":
-            return None
-        measurement = check.measurement
-        return Broken(measurement.nonfinite or "", " ".join(check.reasons), measurement.first_nonfinite)
 
 
 def _try_remedies(case: _Case, say: Say) -> Iterator[Remedy]:
@@ -189,12 +171,10 @@ def _try_remedies(case: _Case, say: Say) -> Iterator[Remedy]:
             yield tried({MIN_SCALE if name == "min_scale" else name: default[name] for name in default})
     if is_reduced and case.precision != "bf16":
         yield tried({PRECISION: "bf16"})
-    if case.is_training:
-        yield tried({"max_grad_norm": config.max_grad_norm / CLIP_FACTOR if config.max_grad_norm else 1.0})
+    yield tried({"max_grad_norm": config.max_grad_norm / CLIP_FACTOR if config.max_grad_norm else 1.0})
     if is_reduced:
         yield tried({PRECISION: "fp32"})
-    if case.is_training:
-        yield tried({"learning_rate": config.learning_rate / RATE_FACTOR})
+    yield tried({"learning_rate": config.learning_rate / RATE_FACTOR})
 
 
 def shown(settings: Mapping[str, Any]) -> str:

@@ -121,8 +121,8 @@ class Replay:
             "precision": self.parts.resolution.effective,
         }
 
-    def origin(self, what: str) -> Mapping[str, str | None]:
-        """As `FirstNonfinite.facts`, of the step at which `run` has stopped; it is run once more."""
+    def origin(self, what: str) -> str | None:
+        """The operator that broke the step at which `run` has stopped, which is run once more."""
         parts, args, amp = self.parts, self.args, self.mixed_precision
         with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
             if what == "logits":
@@ -134,7 +134,7 @@ class Replay:
                 batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)
                 batch = collate(split, batches[self.state.batch], tasks, parts.data.pad_id)
                 accumulate_gradients(self.learner, batch, args.seed, self.state)
-        return watched.facts()
+        return watched.operator
 
 
 def stored_state(folder: Path, resume_key: str, precision: str, before: int) -> State | None:
