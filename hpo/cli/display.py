@@ -192,8 +192,7 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
         rows.append(row)
     console.print(dataframe_table(pd.DataFrame(rows).fillna("")))
     console.print(
-        "Speed and memory against fp32, forward and backward of the check's batch. In brackets the range "
-        "over the repeats, timed in turn: where it holds 1.00, no difference shows.",
+        "Speed and memory against fp32, forward and backward of the check's batch, of the fastest repeats.",
         style="dim",
     )
     for check in checks:
@@ -203,14 +202,12 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
 
 
 def _measured(measured: Measurement) -> dict[str, str]:
-    """The largest error of logits, the cosine of gradients, the speed with its noise, the memory."""
+    """The largest error of logits, the cosine of gradients, the speed, the memory."""
     error = max(measured.logits_relative_error.values(), default=None)
-    low, high = measured.speed_ratio_low, measured.speed_ratio_high
-    noise = "" if low is None or high is None else f"\n({low:.2f}-{high:.2f})"
     return {
         "logits\nerror": "" if error is None else f"{error:.1e}",
         "gradient\ncosine": "" if measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
-        "speed": "" if measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x{noise}",
+        "speed": "" if measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x",
         "memory": "" if measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
     }
 

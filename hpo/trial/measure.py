@@ -33,7 +33,7 @@ from hpo.training.losses import MultitaskLoss
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 8
+MEASUREMENT_VERSION = 9
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
@@ -64,9 +64,6 @@ class Measurement:
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     speed_ratio: float | None = None
     """fp32's seconds over this precision's, of the fastest timing each: above 1 is faster than fp32."""
-    speed_ratio_low: float | None = None
-    """The smallest of the ratios of one timing each, made in turn; with `speed_ratio_high` the noise."""
-    speed_ratio_high: float | None = None
     memory_ratio: float | None = None
     """This precision's peak memory of one pass over fp32's; None where it is too small to be seen."""
     seconds: float | None = None
@@ -290,12 +287,9 @@ def _costs(side: Side, fp32: Side, repeats: int) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         return {}  # fp32 fits alone, but not beside the copy of the model that the precision needs
-    ratios = [reference / own for reference, own in passes]
     reference, own = map(min, zip(*passes, strict=True))
     return {
         "speed_ratio": reference / own,
-        "speed_ratio_low": min(ratios),
-        "speed_ratio_high": max(ratios),
         "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
         "seconds": own,
     }
