@@ -19,9 +19,8 @@ from tiny import write_study
 import hpo
 from hpo.cli.options import stop_signals
 from hpo.errors import DataError
-from hpo.precision.table import PRECISION_NAMES, Support
+from hpo.precision.table import PRECISION_NAMES
 from hpo.study.store.storage import open_storage
-from hpo.trial.verify import PrecisionCheck
 
 
 def slow_modules_after(code: str) -> set[str]:
@@ -77,22 +76,6 @@ def test_run_of_a_finished_study_runs_nothing(ran: Path) -> None:
     assert "trial   " not in text
     assert "best trial" in text
     assert hpo_command(ran, "status", "tiny.yaml", "--json").json == status
-
-
-def test_status(ran: Path) -> None:
-    """What it prints for people is in test_display.py and test_what_is_shown.py."""
-    found = ok(hpo_command(ran, "status", "tiny.yaml", "--json")).json
-    assert found["study"] == "tiny"
-    assert found["n_trials"] == 2
-    assert found["trials"] == {"open": 0, "running": 0, "done": 2}
-    assert found["states"] == {"COMPLETE": 2}
-    assert found["outcomes"] == {"complete": 2}
-    (best,) = found["best"]
-    assert best["values"].keys() == {"score"}
-    assert best["params"].keys() == {"learning_rate"}
-    assert found["workers"] == []
-    assert found["trials_per_hour"] > 0
-    assert found["estimated_end"] is None
 
 
 def test_init(tmp_path: Path) -> None:
@@ -195,16 +178,6 @@ def test_verify(tmp_path: Path) -> None:
     assert bf16["compatibility"]["measurement"]["speed_ratio"] > 0
 
 
-def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_study(tmp_path)
-    check = PrecisionCheck("fp32", Support("native"), None, "a note on it")
-    monkeypatch.setattr("hpo.trial.verify.verify", lambda *_, **__: [check])
-    text = ok(hpo_command(tmp_path, "verify", "tiny.yaml")).out
-    assert re.search(r"^ *fp32 +native", text, re.MULTILINE)
-    assert re.search(r"^fp32: a note on it", text, re.MULTILINE)
-    assert "No precision works natively with this model here" in text
-
-
 # Options
 
 
@@ -218,14 +191,11 @@ def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (("worker", "tiny.yaml", "--timeout", "0"), "must be a number of seconds > 0, but got 0"),
         (("run", "tiny.yaml", "--until", "2020-01-01T00:00"), "Error: --until must lie ahead, but got 2020"),
         (("run", "tiny.yaml", "--n-trials", "0"), "'--n-trials'"),
-        (("run", "tiny.yaml", "--workers", "0"), "'--workers'"),
-        (("run", "tiny.yaml", "--workers-per-device", "0"), "'--workers-per-device'"),
         (
             ("run", "tiny.yaml", "--workers", "1", "--workers-per-device", "2"),
             "Error: --workers 1 counts all processes of this machine and --workers-per-device 2 those of",
         ),
-        (("verify", "tiny.yaml", "--repeats", "0"), "'--repeats'"),
-        (("dashboard", "tiny.yaml", "--port", "99999"), "'--port'"),
+        (("best", "tiny.yaml", "--evaluate", "tset"), "'tset' is not one of 'train', 'validation', 'test'"),
         # More of what `--param` may get wrong is in test_trial_config.py.
         (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `learning_rate`?"),
         (("train", "tiny.yaml", "-p", "learning_rate=nan"), "must be a number, but got `nan`"),

@@ -14,7 +14,7 @@ from detailed_documents import document, every_kind, nothing_known, task_documen
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
-from study_records import fake_record, fake_trial, record_of, with_values
+from study_records import fake_record, fake_trial, record_of
 from tiny import tiny_study
 
 from hpo.cli import display, progress
@@ -167,40 +167,12 @@ def test_summary_fits_the_terminal(screen: Screen) -> None:
     assert "   hpo best fake\n" in screen.text
 
 
-def test_summary_without_an_ended_trial(screen: Screen) -> None:
-    display.print_summary(record_of([fake_trial(0, "fp32", "running")]))
-    assert screen.text == "No complete trial of 1.\n"
-
-
-def test_status(screen: Screen) -> None:
-    record = fake_record()
-    display.print_status(record, study_status(record))
-    assert "fake: 38 of 40 trials done, 0 running, 2 to come" in screen.text, "the one's worker is gone"
-    for outcome in ("complete", "nonfinite", "incompatible", "unsupported", "oom", "failed", "preempted"):
-        assert re.search(rf"^ +{outcome} +\d+$", "\n".join(screen.lines), re.MULTILINE)
-    assert "Unfinished, with no worker: 2. The next worker goes on with them." in screen.text
-    assert max(map(len, screen.lines)) <= screen.console.width
-
-
 def test_status_shows_who_runs_what_where(screen: Screen) -> None:
     now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
     worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
     display.print_status(record, study_status(record))
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-def test_pareto_front_begins_with_the_best_of_the_first_objective(screen: Screen) -> None:
-    record = record_of(
-        [with_values(0, (0.5, 2e9)), with_values(1, (0.75, 4e9)), with_values(2, (0.25, 3e9))],
-        metric_names=("score", "peak_memory_bytes"),
-        directions=("maximize", "minimize"),
-    )
-    display.print_best(record)
-    assert re.findall(r"best trial (\d): (.*)", screen.text) == [
-        ("1", "score 0.75, peak_memory_bytes 3.73 GiB"),
-        ("0", "score 0.5, peak_memory_bytes 1.86 GiB"),
-    ]
 
 
 def test_verification(screen: Screen) -> None:
@@ -224,13 +196,6 @@ def test_verification(screen: Screen) -> None:
     assert " ".join(screen.text.split()).count(LONG) == 2
     assert screen.lines[-1] == "Use fp32."
     assert max(map(len, screen.lines)) <= screen.console.width
-
-
-def test_names_with_brackets_are_shown_as_they_are(screen: Screen) -> None:
-    table = pd.DataFrame([{"task": "topics[0]", "value [unit]": "0.5"}])
-    screen.console.print(dataframe_table(table, "Trial 0 on [test]"))
-    for part in ("topics[0]", "value [unit]", "on [test]"):
-        assert part in screen.text
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -66,24 +66,9 @@ def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", study_file, "--n-trials", "2"))
 
 
-# Storage: more of it is in test_bad_storage.py.
-
-
-@pytest.mark.parametrize("command", ["run", "status"])
-def test_storage_url(tmp_path: Path, command: str) -> None:
-    write_study(tmp_path)
-    url = "postgresql://me:secret@host.invalid/db"
-    finished = hpo_command(tmp_path, command, "tiny.yaml", "--storage", url)
-    check_refused(tmp_path, finished, "the host cannot be found")
-    assert "secret" not in finished.err
-
-
 def test_reading_needs_no_right_to_write(tmp_path: Path) -> None:
     write_study(tmp_path)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     url = f"sqlite:///file:{tmp_path}/runs/hpo.db?mode=ro&uri=true"
     status = ok(hpo_command(tmp_path, "status", "tiny.yaml", "--storage", url, "--json")).json
     assert status["trials"]["open"] == 2
-
-
-# An encoder of the hub, which is out of reach
