@@ -6,20 +6,11 @@ import pytest
 from detailed_documents import every_kind
 
 from hpo.errors import DataError
-from hpo.evaluation.record import VERSION, DetailedEvaluation, read_document
+from hpo.evaluation.record import VERSION, read_document
 
 
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in every_kind().items() if name != key}
-
-
-def test_what_is_whole_is_read_as_it_is() -> None:
-    document = every_kind()
-    for task in document["tasks"].values():
-        if task["calibration"]:
-            task["calibration"]["bins"] = [one for one in task["calibration"]["bins"] if one["count"]]
-    assert read_document(document) == document
-    assert DetailedEvaluation.from_json(document).as_json() == document
 
 
 @pytest.mark.parametrize(

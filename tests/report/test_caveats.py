@@ -68,13 +68,6 @@ def test_cut_texts_and_lost_spans_are_said(data: list[dict[str, Any]], said: str
     assert advice in notice.advice
 
 
-def test_cut_texts_in_a_study_without_spans_say_nothing_of_spans() -> None:
-    assert cut_notices({}, cut(0, {})) == []
-    (notice,) = cut_notices(cut(3, {}, 10))
-    assert "3 of 10 texts cut." in notice.text
-    assert "span" not in notice.text + notice.advice
-
-
 def test_low_utilisation_says_what_to_raise() -> None:
     (advice,) = [notice.advice for notice in caveats(fake_tables()) if "busy" in notice.text]
     assert re.search("batch_size.*workers per device", advice)

@@ -22,9 +22,7 @@ from hpo.report.charts import (
     precision_metric,
     timeline,
 )
-from hpo.report.figures import plotly_figure
 from hpo.report.tables import OUTCOMES, StudyTables
-from hpo.study.reading.study_record import TrialRecord
 
 
 def points(chart: Chart) -> int:
@@ -42,12 +40,6 @@ def test_every_precision_has_a_look_of_its_own_and_every_outcome_a_colour() -> N
         assert one_color != other_color
         assert one_markers != other_markers
     assert set(OUTCOME_COLORS) == set(OUTCOMES)
-
-
-def test_a_precision_looks_the_same_in_every_chart() -> None:
-    looks = {(one.name, one.color) for chart in all_charts(fake_tables()) for one in chart.series}
-    expected = {(name, PRECISION_STYLES[name][0]) for name in ("fp32", "bf16", "fp16")}
-    assert {look for look in looks if look[0] in PRECISION_NAMES} == expected
 
 
 @pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
@@ -76,16 +68,6 @@ def test_throughput_front_is_what_no_other_trial_beats() -> None:
         assert not [1 for other_x, other_y in shown if other_x > x and other_y > y]
     assert "3 left out" in chart.caption
     assert len(shown) == 24
-
-
-def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slower() -> None:
-    slow, fast = fake_trial(0, "fp16"), fake_trial(1, "fp32")
-    slow.telemetry["throughput"]["train_examples_per_second"] = 1.0
-    fast.telemetry["throughput"]["train_examples_per_second"] = 25.0
-    (chart,) = metric_throughput(tables_of([slow, fast]))
-    assert chart.x_log
-    assert plotly_figure(chart).layout.xaxis.type == "log"
-    assert not metric_throughput(tables_of([fast]))[0].x_log
 
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
@@ -121,16 +103,6 @@ def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None
     assert keys[0] == "objectives"
     assert {"history", "history_2", "metric_throughput_2"} <= set(keys)
     assert len(keys) == len(set(keys))
-
-
-@pytest.mark.parametrize(
-    "trials",
-    [[], [fake_trial(0, "fp32", "unsupported")], [fake_trial(0, "fp32")]],
-    ids=["no trial", "none complete", "one trial"],
-)
-def test_a_chart_that_cannot_be_drawn_is_left_out(trials: list[TrialRecord]) -> None:
-    for chart in all_charts(tables_of(trials)):
-        assert chart.series
 
 
 @pytest.mark.parametrize(

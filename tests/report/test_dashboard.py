@@ -31,9 +31,9 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
 
 
 @contextmanager
-def serving(url: str, host: str = LOOPBACK) -> Iterator[int]:
+def serving(url: str) -> Iterator[int]:
     """The port of a dashboard that answers."""
-    server = dashboard_server(url, 0, host)
+    server = dashboard_server(url, 0, LOOPBACK)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -96,9 +96,7 @@ def test_names_in_the_note_are_text() -> None:
     [
         ("127.0.0.1:8080", True),
         ("localhost:8080", True),
-        ("LOCALHOST", True),
         ("[::1]:8080", True),
-        ("[::1]", True),
         ("10.0.0.5:8080", True),
         ("evil.example:8080", False),
         ("127.0.0.1.evil.example", False),
@@ -154,15 +152,6 @@ def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
             match=rf"listen on 127.0.0.1:{port}, but: Address already in use. Choose another --port",
         ):
             dashboard_server(sqlite_url, port)
-
-
-@pytest.mark.usefixtures("study")
-def test_a_server_listens_on_another_address_when_told_to(sqlite_url: str) -> None:
-    with serving(sqlite_url, "127.0.0.2") as port:
-        with urllib.request.urlopen(f"http://127.0.0.2:{port}/api/studies") as answer:
-            assert b"fake" in answer.read()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])

@@ -14,7 +14,7 @@ from hpo.deploy.net_loss import TextChanges
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
 from hpo.evaluation.intervals import Interval
-from hpo.report.deployed import latency_charts, loading, sentences, verdict
+from hpo.report.deployed import loading, verdict
 from hpo.report.deployment_page import deployment_html
 
 
@@ -95,17 +95,3 @@ def test_the_sentence_says_what_test_has_found() -> None:
     assert verdict(content).endswith("points, and is not known to be as good: the drop may be beyond.")
     assert verdict(found(test=None)).endswith("points; no rows that did not choose it were scored.")
     assert verdict(found("fp32")).endswith("(median). Nothing faster is known to be as good.")
-
-
-def test_what_is_no_smaller_is_said() -> None:
-    assert sentences(found())[0] == "bf16 and fp16: the weights are stored in fp32, which they compute from."
-    content = found()
-    content["artifacts"] = content["artifacts"][:1]
-    assert sentences(content) == []
-
-
-@pytest.mark.parametrize(("objective", "corner"), [("score", "Upper left"), ("price/mae", "Lower left")])
-def test_the_better_corner_of_the_chart(objective: str, corner: str) -> None:
-    captions = [chart.caption for chart in latency_charts(found(objective=objective))]
-    assert all(caption.endswith(f"{corner} is better.") for caption in captions)
-    assert len(captions) == 2

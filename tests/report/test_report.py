@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from browser import page_that_fits, without_plotly
+from browser import without_plotly
 from command_line import hpo_command, ok
 from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
 from tiny import write_study
@@ -29,20 +29,15 @@ def full_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(fake_record(), tmp_path_factory.mktemp("report") / "out")
 
 
-def page_text(path: Path) -> str:
-    """The report without plotly.js."""
-    return without_plotly(path)
-
-
 def printed_commands(path: Path) -> list[list[str]]:
     """The words of the commands that train a trial again, as a shell would take them."""
-    found = re.findall("<pre>(.*?)</pre>", page_text(path), re.DOTALL)
+    found = re.findall("<pre>(.*?)</pre>", without_plotly(path), re.DOTALL)
     return [shlex.split(html.unescape(re.sub("</?span>", "", text))) for text in found]
 
 
 def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     assert full_report.name == "report.html"
-    drawn = set(re.findall(r'<div id="([a-z_]+)"', page_text(full_report)))
+    drawn = set(re.findall(r'<div id="([a-z_]+)"', without_plotly(full_report)))
     curves = {"learning_curves_epochs", "learning_curves_seconds"}
     charts = {"history", "precision_metric", "metric_throughput", "importances", "numerics", "timeline"}
     assert drawn >= charts | curves
@@ -58,7 +53,7 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
 
 def test_the_page_says_what_matters_first(full_report: Path) -> None:
     record = fake_record()
-    text = page_text(full_report)
+    text = without_plotly(full_report)
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
     assert "40 trials, 27 complete. Objective: maximize score." in text
     assert "Planned: 40, of which 38 are done." in text
@@ -84,7 +79,7 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
 
 
 def test_the_page_refers_to_nothing_outside(full_report: Path) -> None:
-    text = page_text(full_report)
+    text = without_plotly(full_report)
     assert full_report.stat().st_size < 3e6, "small enough for a message"
     assert not re.findall(r"(?:src|href|action)\s*=\s*[\"']?(?!#)[^\s>]+|url\(|@import", text)
     assert "default-src 'none'" in text
@@ -105,7 +100,7 @@ def hostile_record() -> StudyRecord:
 
 
 def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
-    text = page_text(write_report(hostile_record(), tmp_path))
+    text = without_plotly(write_report(hostile_record(), tmp_path))
     assert not re.search("<script>window|<img", text)
     assert "&lt;script&gt;window.hacked=1&lt;/script&gt;" in text
 
@@ -130,7 +125,7 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
 )
 def test_a_report_of_little_says_so(outcomes: list[str], said: str, charts: set[str], tmp_path: Path) -> None:
     record = record_of([fake_trial(number, "fp32", outcome) for number, outcome in enumerate(outcomes)])
-    text = page_text(write_report(record, tmp_path))
+    text = without_plotly(write_report(record, tmp_path))
     assert said in text
     assert set(re.findall(r'<div id="([a-z_]+)" class="plotly', text)) == charts
 
@@ -140,7 +135,7 @@ def test_a_second_report_replaces_the_first_and_leaves_other_files(tmp_path: Pat
     (tmp_path / "tables" / "notes.csv").write_text("kept")
     write_report(record_of([]), tmp_path)
     assert (tmp_path / "tables" / "notes.csv").read_text() == "kept"
-    assert "There is no trial yet." in page_text(tmp_path / "report.html")
+    assert "There is no trial yet." in without_plotly(tmp_path / "report.html")
 
 
 def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,24 +154,6 @@ def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: py
     assert not [file for file in tmp_path.rglob(".*") if file.is_file()]
     with pytest.raises(RunError, match=r"could not be written to .*ordinary: Not a directory"):
         write_report(record_of([]), tmp_path / "ordinary")
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [1200, 400])
-def test_the_page_opens_offline_and_fits(width: int, chromium: Any, full_report: Path) -> None:
-    with page_that_fits(chromium, full_report, width, num_plots=18) as page:
-        first = page.locator("#history").bounding_box()
-        assert first["y"] < (600 if width == 1200 else 1000), "on the first screen, or the second"
-        for summary in page.locator("summary").all():
-            summary.click()
-        sizes = page.evaluate(
-            "[...document.querySelectorAll('.js-plotly-plot')].map(e => "
-            "[e.getBoundingClientRect().width, e.querySelector('.main-svg').getBoundingClientRect().width])"
-        )
-        assert all(place == pytest.approx(drawn, abs=2) for place, drawn in sizes)
-        assert page.evaluate(
-            "[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)"
-        )
 
 
 def test_the_printed_command_runs(tmp_path: Path) -> None:

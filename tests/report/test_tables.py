@@ -208,15 +208,6 @@ def test_choices_that_no_trial_drew_are_in_the_table() -> None:
     assert tables_of([], definition=definition).undrawn == {}
 
 
-def test_the_brief_summary_fits_a_terminal() -> None:
-    brief = brief_summary(fake_tables())
-    assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
-    assert brief.loc[1, "outcomes"] == "3 unsupported"
-    assert brief.loc[1, "score, best"] == "–"
-    widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
-    assert sum(widths) + 2 * len(widths) <= 90
-
-
 def test_what_a_trial_stores_tells_what_its_device_can_run(tmp_path: Path) -> None:
     write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
     stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
