@@ -180,6 +180,12 @@ def test_a_span_over_a_window_s_edge_is_clipped_in_both() -> None:
     assert split.num_lost_spans == {"names": 1}
 
 
+def test_the_windows_of_a_text_share_it() -> None:
+    rows = [example("a b c d e f g h"), example("a", 1)]
+    assert windows_of(rows, (), max_length=64).example_share_W.tolist() == [1, 1]
+    assert windows_of(rows, (), max_length=6, **WINDOWED).example_share_W.tolist() == [0.5, 0.5, 1]
+
+
 def test_an_answer_is_in_the_windows_that_hold_it_whole() -> None:
     rows = [
         example("a b c d e f g h", spans={"x": [(6, 9)]}),  # d e

@@ -98,16 +98,6 @@ def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> N
     assert stored["artifacts"][2]["timings"]["32"]["speed_up"].keys() == {"ratio", "low", "high"}
 
 
-def test_a_model_that_int8_ruins_is_refused(
-    mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path
-) -> None:
-    fp32, int8 = deployed(mood[0], ruined, tmp_path, "onnx_int8_static").artifacts
-    assert (fp32.judged.score.value, fp32.judged.verdict) == (1.0, "as_good"), "the same function"
-    assert (int8.judged.verdict, int8.judged.drop.value) == ("worse", pytest.approx(50))
-    assert (int8.judged.changes.worse, int8.judged.changes.better) == (20, 0)
-    assert f"is beyond --max-drop {MAX_DROP:g}" in int8.judged.reason
-
-
 def test_what_is_scored_is_chosen_from_when_the_time_is_over(
     mood: tuple[Executor, Candidate], tmp_path: Path
 ) -> None:

@@ -33,14 +33,6 @@ def test_an_interval_decides_by_the_margin(low: float, high: float, verdict: str
         assert verdict_on(Interval(-(low + high) / 2, -high, -low), ENOUGH, 1.0, "points")[0] == verdict
 
 
-def test_what_would_decide_is_said() -> None:
-    assert verdict_on(Interval(0.5, -0.5, 1.5), ENOUGH, 1.0, "points")[1] == (
-        "the drop of +0.50 [-0.50, +1.50] points may be beyond --max-drop 1; 1.6 would allow it."
-    )
-    assert verdict_on(Interval(0.2, 0.1, 0.3), ENOUGH, 1.0, "points") == ("as_good", "")
-    assert verdict_on(Interval(0.2, 0.1, 0.3), None, 1.0, "label units") == ("as_good", "")
-
-
 def test_the_exact_bound_is_a_floor() -> None:
     alike = Interval(0.0, 0.0, 0.0)
     assert verdict_on(alike, TextChanges(0, 0, 437), 1.0, "points") == ("as_good", "")

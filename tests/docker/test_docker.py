@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import stat
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 import yaml
 from command_line import COMMANDS, ROOT
 
-from hpo.cluster.postgres.postgres_server import free_port
-from hpo.cluster.postgres.programs import find_programs, server_user
 from hpo.study.store.database import parse_url
 
 DOCKER = ROOT / "docker"
@@ -101,56 +96,3 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
     assert again.returncode == 1
     assert "Remove both to begin anew" in again.stderr
     assert files == {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-
-
-@pytest.mark.postgres
-def test_the_role_of_the_workers_is_no_superuser() -> None:
-    """What the image of PostgreSQL does with the script: a server on a socket alone, then one for others.
-
-    With `hostssl` it is run in test_postgres_server.py.
-    """
-    with tempfile.TemporaryDirectory(prefix="hpo-test-") as made:
-        folder = Path(made)
-        folder.chmod(0o777)
-        programs, port = find_programs(server_user(folder)), free_port("127.0.0.1")
-        if not (programs.folder / "psql").exists():
-            pytest.skip("psql is not installed")
-
-        def control(*arguments: object) -> None:
-            done = programs.run("pg_ctl", "-D", folder / "data", "-w", *arguments)
-            assert done.returncode == 0, done.stderr + (folder / "log").read_text()
-
-        def start(addresses: str) -> None:
-            options = f"-p {port} -c listen_addresses={addresses} -c unix_socket_directories={folder}"
-            control("-l", folder / "log", "-o", options, "start")
-
-        def connect(user: str) -> psycopg.Connection:
-            return psycopg.connect(host="127.0.0.1", port=port, user=user, password="secret", dbname="hpo")
-
-        programs.run("initdb", "-D", folder / "data", "-U", "postgres", "-E", "UTF8", "--no-sync")
-        start("''")
-        variables = {"POSTGRES_USER": "postgres", "POSTGRES_PASSWORD": "secret"}
-        variables |= {"PGHOST": str(folder), "PGPORT": str(port), "PGDATA": str(folder / "data")}
-        variables |= {"HPO_CONNECTIONS": "host", "PATH": f"{programs.folder}:{os.environ['PATH']}"}
-        script = (ROOT / "hpo/cluster/postgres/database-role.sh").read_text()
-        done = subprocess.run(
-            ["bash", "-s"],
-            input=script,
-            env=variables,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            **programs.user,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        control("stop")
-        start("127.0.0.1")
-        try:
-            with pytest.raises(psycopg.OperationalError, match=r"no pg_hba\.conf entry"):
-                connect("postgres")
-            with connect("hpo") as connection:
-                (is_superuser,) = connection.execute("SHOW is_superuser").fetchone() or ()
-                connection.execute("CREATE TABLE mine ()")
-            assert is_superuser == "off"
-        finally:
-            control("-m", "immediate", "stop")

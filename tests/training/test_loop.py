@@ -32,7 +32,6 @@ from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
 
@@ -231,28 +230,6 @@ def test_the_last_evaluation_of_a_budget_of_seconds_is_at_its_end() -> None:
     budget = Budget(max_seconds=10.0)
     for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
         assert budget.evaluations_due(TrainState(train_seconds=seconds), 4) == due
-
-
-def test_the_train_loss_of_a_resumed_trial_is_that_of_an_uninterrupted_one(
-    executor: Executor, tmp_path: Path
-) -> None:
-    def losses_of(folder: Path, stop_after: int) -> list[float]:
-        losses: list[float] = []
-        asked: list[None] = []
-        executor.run(
-            {"learning_rate": 1e-3, "fp_precision": "fp32"},
-            folder,
-            "key",
-            Callbacks(
-                lambda scored: losses.append(scored.evaluation.train_loss),
-                lambda: asked.append(None) or len(asked) == stop_after,
-            ),
-        )
-        return losses
-
-    whole = losses_of(tmp_path / "whole", 0)
-    assert losses_of(tmp_path / "cut", 3) == []
-    assert losses_of(tmp_path / "cut", 0) == pytest.approx(whole, rel=1e-12)
 
 
 # Seeds and clocks

@@ -111,9 +111,6 @@ def test_tables_of_an_earlier_optuna_are_moved_up(either_storage: Storage, host:
     assert either_storage.load_study("tiny").study_name == "tiny"
 
 
-# The database and its place
-
-
 # Trials and checkpoints
 
 

@@ -32,14 +32,6 @@ def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
     return result("complete")
 
 
-def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) -> None:
-    first = run_worker(study(3), storage, complete)
-    assert (first.ended, first.outcomes, first.exit_code) == ("finished", {"complete": 3}, 0)
-    again = run_worker(study(3), storage, complete)
-    assert (again.ended, again.outcomes) == ("finished", {})
-    assert len(read_study(storage, "tiny").trials) == 3
-
-
 def test_pruner_is_that_of_the_study(storage: Storage) -> None:
     def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
         pruners.append(type(trial.study.pruner))
@@ -48,15 +40,6 @@ def test_pruner_is_that_of_the_study(storage: Storage) -> None:
     pruners: list[type] = []
     run_worker(study(1, pruner={"name": "median"}), storage, execute)
     assert pruners == [optuna.pruners.MedianPruner]
-
-
-def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
-    sizes = (2, 4, 6)
-    for n_trials in sizes:
-        create_or_resume_study(storage, study(n_trials))
-        run_worker(study(n_trials), storage, complete)
-    trials = read_study(storage, "tiny").trials
-    assert len({str(trial.params) for trial in trials}) == sizes[-1]
 
 
 @pytest.mark.parametrize(
