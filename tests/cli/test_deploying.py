@@ -99,10 +99,6 @@ def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (other / "mine.txt").write_text("mine")
     cases = [
         (("--artifacts", "onxn_fp32"), "there is no 'onxn_fp32'. Did you mean `onnx_fp32`?"),
-        (
-            ("--artifacts", "onnx_int8_static_per_channel"),
-            "there is no 'onnx_int8_static_per_channel'. Did you mean `onnx_int8_static`?",
-        ),
         (("--batch", "5"), "--batch must be 1 or 32, but got 5."),
         (("--out", str(other)), "this one holds other files"),
         (("--max-drop", "0"), "Invalid value for '--max-drop'"),

@@ -18,7 +18,7 @@ from readme import README
 
 import hpo
 from hpo.config.study_config import load_study
-from hpo.data.dataset import DataSet, load_data
+from hpo.data.dataset import load_data
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +26,10 @@ def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the study that was run, the export `model` of its best trial, and `test.jsonl`."""
     folder = Path(shutil.copytree(ran, tmp_path_factory.mktemp("exported") / "it"))
     ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
-    rows = [{"id": example.id, "text": example.text} for example in data_of(folder).splits["test"]]
+    examples = load_data(load_study(folder / "tiny.yaml").data).splits["test"]
+    rows = [{"id": example.id, "text": example.text} for example in examples]
     (folder / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
-
-
-def data_of(folder: Path) -> DataSet:
-    return load_data(load_study(folder / "tiny.yaml").data)
 
 
 def rows_of(text: str) -> list[dict[str, Any]]:

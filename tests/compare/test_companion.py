@@ -188,7 +188,6 @@ def test_two_commands_take_nothing_from_each_other(storage: Storage, config: Stu
         ("precisions", {"precisions": ("fp32",)}, "needs another precision than fp32, but"),
         ("precisions", {"seeds": 9, "max_seeds": 8}, "--seeds must be <= --max-seeds, but got 9 and 8"),
         ("configurations", {"margin": 0.5}, "--configurations takes neither --precisions nor --margin"),
-        ("configurations", {"precisions": ("fp32", "bf16")}, "takes neither --precisions nor --margin"),
     ],
 )
 def test_requests_that_are_refused(

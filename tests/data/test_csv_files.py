@@ -69,12 +69,6 @@ def test_what_a_german_excel_writes_is_read(
     assert told == ([f"{tmp_path / split}.csv: {said}" for split in ("train", "validation")] if said else [])
 
 
-def test_plain_csv_is_read_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="hpo.data")
-    load(tmp_path, excel(ROWS, ",").replace("2,5", "2.5").encode())
-    assert [message for message in caplog.messages if "reading" not in message] == []
-
-
 @pytest.mark.parametrize(("empty", "tags"), [("none", []), ("unlabelled", None)])
 def test_what_an_empty_cell_means(empty: str, tags: list[str] | None, tmp_path: Path) -> None:
     dataset = load(tmp_path, excel(ROWS).encode(), empty=empty)

@@ -68,7 +68,3 @@ def test_what_is_sure_and_wrong_has_the_error_1() -> None:
     (last,) = found.bins
     assert (last.confidence, last.frequency, last.count, last.high) == (1, 0, 7, 1)
     assert calibration_of(np.zeros(3), np.ones(3, bool)).bins[0].low == 0
-
-
-def test_without_an_annotated_row_there_is_none() -> None:
-    assert calibration(Task("t", "multi_label", LABELS), np.zeros((0, 3)), []) is None

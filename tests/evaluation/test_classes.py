@@ -90,11 +90,3 @@ def test_answers_count_by_what_is_accepted() -> None:
     (figures,) = class_figures(row_statistics(task, found, [row, none, row, none]))
     assert (figures.precision, figures.recall, figures.f1) == pytest.approx((1 / 3, 1 / 2, 2 / 5))
     assert (figures.support, figures.num_predicted) == (2, 3)
-
-
-def test_no_annotated_row_has_no_figures() -> None:
-    missing = Example("", "x", {}, {})
-    statistics = row_statistics(Task("t", "multi_label", NAMES), [["a"]], [missing])
-    assert class_figures(statistics) == ()
-    assert confusion(statistics) is None
-    assert statistics.scores() == {}

@@ -12,13 +12,9 @@ import pytest
 from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import Example, RowChecker
-from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tasks import parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
-from hpo.evaluation.detailed import (
-    SplitPredictions,
-    evaluate_predictions,
-    predict_split,
-)
+from hpo.evaluation.detailed import evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
 from hpo.training.decoding import DecodingThresholds, decode_tasks
 from hpo.training.metrics import primary_mean, score
@@ -142,14 +138,3 @@ def test_one_row_and_no_annotated_row() -> None:
         assert (of.num_rows, of.metrics, of.classes, of.worst) == (0, {}, (), ())
         assert of.confusion is None
         assert of.calibration is None
-
-
-def test_a_regression_that_is_not_finite_has_no_metric_and_no_nan() -> None:
-    task = Task("t", "regression")
-    rows = [Example(str(i), "x", {"t": float(i)}, {}, annotated=frozenset("t")) for i in range(3)]
-    values = [0.5, float("nan"), float("inf")]
-    broken = SplitPredictions((task,), rows, {"t": DecodingThresholds()}, {"t": values}, {})
-    found = evaluate_predictions(broken, split_name="test", num_resamples=20)
-    assert found.tasks["t"].metrics == {}
-    assert [one.id for one in found.tasks["t"].worst] == ["0"]
-    as_text(found)

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_encoders import KIND_TASKS, make_model
 
-from hpo.config.data_config import ColumnsConfig
 from hpo.data.examples import Example, RowChecker
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError, InputError
@@ -242,7 +241,6 @@ def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     examples, bad = read_examples(path, trained(("q", "c")))
     assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
     assert "`segments` must have `q`" in bad[0]
-    assert ColumnsConfig().text == "text"
 
 
 def test_pairs_come_in_jsonl_alone(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
 
 
 def executor_of(folder: Path, **changes: Any) -> Executor:
-    executor = tiny_executor(folder, **changes)
+    model = {"encoder": ENCODER | {"num_hidden_layers": 1}}
+    executor = tiny_executor(folder, model=model, compat={"enabled": False}, **changes)
     executor.loader.apply_compile = compile_layers_alone
     return executor
 
@@ -68,12 +69,10 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
     monkeypatch.setattr(CompileClock, "start", start_with_an_hour)
     executor = executor_of(
         tmp_path,
-        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
         # One batch of the epoch has 4 rows, and the evaluation 6.
         data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 6, "max_sentences": 4}},
         training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"}
         | {"fp_precision": "bf16"},
-        compat={"enabled": False},
     )
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert result.outcome == "complete", result.traceback
@@ -101,11 +100,9 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
     monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
     executor = executor_of(
         tmp_path,
-        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
         data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
         training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 4, "max_length": 16}
         | {"compile": "default"},
-        compat={"enabled": False},
     )
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.reason) == ("complete", ""), result.traceback
@@ -120,11 +117,9 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) ->
     executor = executor_of(
         tmp_path,
         objective={"metric": "train_tokens_per_second"},
-        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
         data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
         training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 3, "max_length": 16}
         | {"compile": "default"},
-        compat={"enabled": False},
     )
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)

@@ -191,6 +191,3 @@ def test_an_export_whose_parts_do_not_fit_is_refused(folder: Path) -> None:
     (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
     with pytest.raises(ModelError, match="must be a whole folder"):
         load_exported(folder)
-    (folder / "hpo.json").write_text(json.dumps({**metadata, "format": 99}))
-    with pytest.raises(ModelError, match=r"must have the format .* but it has 99 \(torch\)"):
-        load_exported(folder)

@@ -89,6 +89,7 @@ def test_the_section_says_what_is_stored(tmp_path: Path) -> None:
 
 def test_without_an_evaluation_the_command_that_makes_one_is_named(tmp_path: Path) -> None:
     trial = fake_trial(0, "fp32")
+    assert HEADING not in write_report(record_of([]), tmp_path).read_text(), "of no best trial"
     path = write_report(record_of([trial]), tmp_path)
     assert "<code>hpo best fake --evaluate validation</code>" in section(path)
     splits = {"train": 9, "validation": 9, "test": 9}
@@ -103,10 +104,6 @@ def test_a_study_without_checkpoints_is_not_told_to_evaluate_one(tmp_path: Path)
     text = section(write_report(dataclasses.replace(record, definition=definition), tmp_path))
     assert "--evaluate" not in text
     assert "keeps no checkpoint" in text
-
-
-def test_without_a_best_trial_there_is_no_section(tmp_path: Path) -> None:
-    assert HEADING not in write_report(record_of([]), tmp_path).read_text()
 
 
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:

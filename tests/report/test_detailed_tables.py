@@ -5,7 +5,7 @@ import json
 
 import pandas as pd
 import pytest
-from detailed_documents import class_row, document, every_kind, nothing_known, task_document
+from detailed_documents import class_row, document, every_kind, task_document
 from study_records import fake_trial, tables_of, with_values
 
 from hpo.report.detailed_charts import intervals_chart
@@ -95,12 +95,6 @@ def test_the_headline_is_the_score_or_the_first_metric_of_each_task() -> None:
     two = {name: tasks[name] for name in ("tags", "stars")}
     told = headline(Detailed(6, "test", document(two, score=None, num_examples=1))).replace("\u00a0", " ")
     assert told == "test, 1 row: tags f1_macro 0.520 [0.490, 0.550], stars r2 0.410 [0.380, 0.440]"
-
-
-def test_what_is_not_known_is_a_dash() -> None:
-    one = Detailed(6, "test", nothing_known())
-    assert metrics_text(one).to_numpy().tolist() == [["empty", "f1_macro", "–"], ["number", "r2", "–"]]
-    assert headline(one) == "test, 500 rows: empty f1_macro –, number r2 –"
 
 
 def test_a_value_without_known_bounds() -> None:
