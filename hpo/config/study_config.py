@@ -135,20 +135,13 @@ class EvaluationConfig(Section):
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
     """The pruner of a study that names none, by its validated keys.
 
-    The first evaluation of a trial says too little of its end to stop it there, and the second less than the
-    third. Trials of different budgets are not at the same point of it at the same evaluation.
+    Trials of different budgets are not at the same point of it when they pause.
     """
-    objectives, training = study["objective"], study["training"]
-    if (
-        len(objectives) != 1
-        or objectives[0].metric in MEASURED_METRICS
-        or study["search_space"].keys() & BUDGETS
-    ):
+    objectives = study["objective"]
+    tells_nothing_early = len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS
+    if tells_nothing_early or study["search_space"].keys() & BUDGETS:
         return PrunerConfig(name="none")
-    has_other_budget = training.max_steps is not None or training.max_seconds is not None
-    epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
-    min_resource = 3 if study["evaluation"].count(epochs) > 4 else 2
-    return PrunerConfig.model_validate({"name": "asha", "min_resource": min_resource, "reduction_factor": 2})
+    return PrunerConfig(name="promote")
 
 
 class StudyConfig(CheckedSection):
@@ -197,9 +190,8 @@ class StudyConfig(CheckedSection):
     search_space: dict[str, Distribution] = Field(default_factory=dict, validate_default=True)
     """Settings that are searched, each with its distribution."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
-    """When a trial stops early. Left out: `asha` with `reduction_factor: 2` and `min_resource: 2`, or 3 where
-    a trial has more than four evaluations; `none` where there are several objectives, the objective is no
-    metric of the model, or the trials' budget is searched."""
+    """When a trial stops early. Left out: `promote`; `none` where there are several objectives, the objective
+    is no metric of the model, or the trials' budget is searched."""
 
     @property
     def space_hash(self) -> str:

@@ -44,7 +44,7 @@ def test_the_definition_has_all_keys_and_names_those_of_the_file() -> None:
     assert not set(definition["data"]) & {"path", "files", "hub", "columns"}, "another source reads these"
     assert definition["training"]["epochs"] == 3.0
     assert (definition["sampler"]["name"], definition["sampler"]["seed"]) == ("tpe", 42)
-    assert (definition["pruner"]["name"], definition["pruner"]["min_resource"]) == ("asha", 2)
+    assert definition["pruner"]["name"] == "promote"
     assert definition["given"] == [
         "amp.preset",
         "data.source",
@@ -152,7 +152,7 @@ def test_what_differs_in_two_search_spaces_is_listed() -> None:
 @pytest.mark.parametrize(
     ("key", "was", "now", "options"),
     [
-        ("pruner", {"name": "none"}, {}, {"min_resource": 2, "reduction_factor": 2}),
+        ("pruner", {"name": "none"}, {}, {"starts": 0.1, "keep": 3}),
         ("pruner", {"name": "median", "n_warmup_steps": 3}, {"name": "median"}, {}),
         ("pruner", {"name": "none"}, {"name": "percentile"}, {"percentile": 25.0}),
         ("sampler", {"name": "nsga2", "seed": 1}, {"name": "random"}, {}),
