@@ -142,7 +142,7 @@ def _plain(pruner: Callable[[], BasePruner]) -> Policy:
 
 POLICIES = {
     "default": _ours(StudyConfig.model_validate(STUDY).pruner),
-    "promote": _ours(PrunerConfig(name="promote")),
+    "asha": _ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
     "no pruner": _ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
         lambda _, seed: RandomSampler(seed=seed), promotion=Promotion(0.1, 3, maximize=False)
