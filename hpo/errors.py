@@ -23,8 +23,8 @@ code 2, a run that could not go on with 1; neither prints a traceback.
         ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
         ├── OutOfMemory            one example does not fit
         ├── Pruned                 the pruner stopped the trial
+        ├── Paused                 a short start; the trial goes on if it is among the best
         └── Preempted              told to stop; the checkpoint is written
-            └── Paused             a short start; the trial goes on if it is among the best
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ class Pruned(TrialEnd):
     outcome = Outcome.PRUNED
 
 
+class Paused(TrialEnd):
+    outcome = Outcome.PRUNED
+
+
 class Preempted(TrialEnd):
     outcome = Outcome.PREEMPTED
-
-
-class Paused(Preempted):
-    outcome = Outcome.PRUNED
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

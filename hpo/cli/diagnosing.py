@@ -38,8 +38,7 @@ def diagnose(
     """
     from dataclasses import asdict
 
-    from hpo.config.search_space import decode
-    from hpo.study.running.worker import refusal
+    from hpo.config.search_space import decode, refusal
     from hpo.trial.diagnosis import StoredTrial
     from hpo.trial.diagnosis import diagnose as find
 

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hpo.cli.options import trials_done
 from hpo.cli.progress import OUTCOME_STYLES
 from hpo.errors import printable
 from hpo.report.deployed import (
@@ -139,11 +140,11 @@ def print_trial(record: Mapping[str, Any]) -> None:
 def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     """Trials by outcome, live workers, rate and estimated end, and the best so far."""
     console = Console(highlight=False)
-    done, total = status["trials"]["done"], status["n_trials"]
+    done, paused, total = status["trials"]["done"], status["trials"].get("paused", 0), status["n_trials"]
     in_hand = {worker["trial"] for worker in status["workers"]} - {None}
     console.print(
-        f"[bold]{escape(record.name)}[/bold]: {done} of {total} trials done, "
-        f"{len(in_hand)} running, {total - done - len(in_hand)} to come"
+        f"[bold]{escape(record.name)}[/bold]: {trials_done(status['trials'])}, "
+        f"{len(in_hand)} running, {total - done - len(in_hand) - paused} to come"
     )
     if record.state != "open":
         console.print(f"It is {record.state}; `hpo resume {record.name}` opens it again.", markup=False)

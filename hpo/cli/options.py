@@ -127,6 +127,12 @@ def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], 
     return decorate
 
 
+def trials_done(slots: Mapping[str, int]) -> str:
+    """How far a study is, by its slots."""
+    paused = f", {slots['paused']} paused" if slots.get("paused") else ""
+    return f"{slots['done']} of {sum(slots.values())} trials done{paused}"
+
+
 def print_json(value: Any) -> None:
     """Print `value` as the only output of a command with `--json`."""
     from hpo.json_safe import json_safe

@@ -65,6 +65,7 @@ class StudyDisplay(Progress):
             expand=True,
         )
         name = f"[bold]{escape(config.name)}"
+        self._num_trials = config.n_trials
         self._bar = self.add_task(name, total=config.n_trials, done="", facts="")
         self.show(Look(num_done=num_done))
 
@@ -78,8 +79,10 @@ class StudyDisplay(Progress):
             said = ((values, "bold"), describe_params(trial.params), (reason, "dim"))
             self._print_line(trial, (f"{outcome:<12}", style), *said)
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
-        done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
-        self.update(self._bar, completed=look.num_done + used, done=done, facts=self._state(look))
+        num_done, total = look.work or (look.num_done, self._num_trials)
+        done = f"{num_done:.3g}/{total:.3g} {'whole ' if look.work else ''}trials"
+        completed = min(num_done + used, total)
+        self.update(self._bar, completed=completed, total=total, done=done, facts=self._state(look))
         is_due = time.monotonic() - self._printed_at >= _LINE_SECONDS
         for trial, progress in look.running:
             is_first = bool(progress) and trial.number not in self._begun

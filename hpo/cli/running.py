@@ -28,6 +28,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
     stop_signals,
+    trials_done,
     with_options,
     worker_processes,
 )
@@ -217,10 +218,10 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
     from hpo.study.store.database import place
 
     stored, storage, config = opened.stored, opened.storage, opened.config
-    done, total = stored.slots["done"], config.n_trials
-    state = "finished" if done == total else "resumed" if done or stored.has_trained else "new"
+    done = stored.slots["done"]
+    state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
     typer.echo(
-        f"Study {config.name} ({state}): {done} of {total} trials done, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {trials_done(stored.slots)}, in {place(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:
@@ -242,8 +243,8 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     slots = record.slots
     if summary.ended == "closed":
         typer.echo(
-            f"The study {record.name} is {record.state}: {slots['done']} of {sum(slots.values())} trials "
-            f"done. To open it again: hpo resume {record.name}"
+            f"The study {record.name} is {record.state}: {trials_done(slots)}. To open it again: "
+            f"hpo resume {record.name}"
         )
         return
     why = {
@@ -253,8 +254,7 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     }[summary.ended]
     where = " there" if summary.ended == "elsewhere" else ""
     command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
-    done = f"{slots['done']} of {sum(slots.values())} trials done"
-    typer.echo(f"{why}: {done}. To go on{where}: {command}")
+    typer.echo(f"{why}: {trials_done(slots)}. To go on{where}: {command}")
 
 
 def _why_no_result(record: StudyRecord) -> str:

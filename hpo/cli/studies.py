@@ -17,6 +17,7 @@ from hpo.cli.options import (
     app,
     existing_database,
     print_json,
+    trials_done,
 )
 from hpo.errors import InputError, RunError
 
@@ -59,7 +60,7 @@ def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: J
     again = "is open already" if before == "open" else f"was {before} and is open again"
     answer(
         {"study": study, "state": "open", "before": before, "trials": slots},
-        f"The study {study} {again}: {_progress(slots)}. To go on: hpo worker {study}",
+        f"The study {study} {again}: {trials_done(slots)}. To go on: hpo worker {study}",
         as_json=as_json,
     )
 
@@ -77,18 +78,20 @@ def enqueue(
     storage: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have the next trial of a study try a configuration; what is left out the sampler draws.
+    """Have a trial of a study try a configuration; what is left out the sampler draws.
 
-    It takes one of the trials that the study has left.
+    It takes one of the trials that the study has left to begin, after those that were enqueued before.
     """
-    from hpo.config.search_space import encode
+    from hpo.config.search_space import encode, refusal
     from hpo.config.study_config import stored_study
     from hpo.config.trial_config import parse_params
-    from hpo.study.running.worker import refusal
+    from hpo.study.store.lifecycle import enqueued
 
     params = {name: encode(value) for name, value in parse_params(param).items()}
     with existing_database(storage) as database:
         config = stored_study(study, database.read_definition(study))
+        if config.comparison is not None:
+            raise InputError(f"`{study}` is a comparison, which has planned trials alone.")
         if said := refusal(config.search_space, params):
             raise InputError(f"--param: no trial of `{study}` can be so: {said}")
         for name in params:
@@ -96,15 +99,15 @@ def enqueue(
                 if params.get(parent) not in values:
                     needed = " or ".join(f"{parent}={value}" for value in values)
                     raise InputError(f"--param {name}: it is drawn with {needed} alone. Give that, too.")
-        slots = database.slot_counts(study)
-        if not slots["open"]:
+        ahead, to_begin = database.read(lambda connection: enqueued(connection, study))
+        if ahead >= to_begin:
             raise InputError(
-                f"The study `{study}` must have a trial left to begin, but {_progress(slots)}. Raise "
-                "--n-trials of `hpo run`."
+                f"The study `{study}` must have a trial left to begin, but has {to_begin}, and {ahead} are "
+                "enqueued. Raise --n-trials of `hpo run`."
             )
         database.persist(lambda: database.load_study(study).enqueue_trial(params))
-    told = f"The next trial of {study} to begin has {', '.join(param)}."
-    answer({"study": study, "enqueued": params}, told, as_json=as_json)
+    told = f"A trial of {study} will have {', '.join(param)}; {ahead} are enqueued before it."
+    answer({"study": study, "enqueued": params, "ahead": ahead}, told, as_json=as_json)
 
 
 @app.command()
@@ -156,13 +159,9 @@ def _close(study: str, state: StudyState, storage: str | None, *, as_json: bool)
     ends = f", {ended} unfinished ended" if ended else ""
     answer(
         {"study": study, "state": state, "before": before, "trials": slots, "ended": ended},
-        f"The study {study} is {state}: {_progress(slots)}{ends}. To open it again: hpo resume {study}",
+        f"The study {study} is {state}: {trials_done(slots)}{ends}. To open it again: hpo resume {study}",
         as_json=as_json,
     )
-
-
-def _progress(slots: dict[str, int]) -> str:
-    return f"{slots['done']} of {sum(slots.values())} trials done"
 
 
 def _wait(database: Storage, study: str, state: str) -> None:

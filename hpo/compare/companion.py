@@ -29,14 +29,15 @@ from hpo.config.search_space import decode, encode
 from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
+from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import complete_trials, loss_signs
 from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
-    from hpo.device import DeviceInfo
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.store.storage import Storage
 
@@ -118,6 +119,11 @@ def open_comparison(
             f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
         )
     _refuse_changes(name, plan, request)
+    if not plan.device:  # of an earlier version, whose trials say it
+        facts = [trial.telemetry.get("device") for trial in read_study(storage, name).trials]
+        kinds = {DeviceInfo.from_facts(of_trial).kind for of_trial in facts if of_trial}
+        if len(kinds) == 1:
+            plan = plan.model_copy(update={"device": kinds.pop()})
     if request.max_seeds is not None:
         plan = plan.model_copy(update={"max_seeds": request.max_seeds})
     if storage.slot_counts(name)["done"] < stored.num_slots:

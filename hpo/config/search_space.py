@@ -8,6 +8,7 @@ fresh encoder) is kept there as its JSON text.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -175,6 +176,23 @@ def is_finite(space: SearchSpace) -> bool:
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
     """All values of each setting, for Optuna's GridSampler."""
     return {name: [encode(value) for value in distribution.grid()] for name, distribution in space.items()}
+
+
+def refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
+    """Why no trial can have the `params` that it is stored with, which Optuna takes as they are; empty: one
+    can."""
+    from optuna.trial import FixedTrial  # which reading a study does without
+
+    trial = FixedTrial(dict(params))
+    for name in params:
+        if name not in space:
+            return f"it has `{name}`, which is not searched.{did_you_mean(name, list(space))}"
+        try:
+            with warnings.catch_warnings(action="error"):  # of a value that is out of range
+                space[name].suggest(name, trial)
+        except (UserWarning, ValueError, TypeError) as error:
+            return f"it has a `{name}` that is not searched: {error}"
+    return ""
 
 
 def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]]:

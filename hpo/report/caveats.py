@@ -163,7 +163,9 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
             f"The precision table compares different configurations (settings: {', '.join(settings)}).",
             "It shows what the search found under each precision, not the effect of precision alone.",
         )
-    pruned = tables.trials[tables.trials["outcome"].eq(Outcome.PRUNED)]["precision"].value_counts()
+    went_on = [trial.origin for trial in tables.record.trials if trial.origin != trial.number]
+    stopped = tables.trials["outcome"].eq(Outcome.PRUNED) & ~tables.trials["number"].isin(went_on)
+    pruned = tables.trials[stopped]["precision"].value_counts()
     if len(pruned) and counted["precision"].nunique() > 1:
         names = sorted(pruned.index, key=precision_order)
         by_precision = ", ".join(f"{name} {pruned[name]}" for name in names)

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from hpo.config.sampler_config import PrunerConfig
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, lost_weights
+from hpo.study.sampling.promotion import Promotion, promotion_of
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -15,7 +17,11 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
     Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
     """
-    remaining = record.slots["open"] + record.slots["running"]
+    remaining: float = sum(record.slots.values()) - record.slots["done"]
+    if remaining and (promotion := _promotion(record)):
+        went_on = [trial.origin != trial.number for trial in record.trials if trial.ended]
+        done, total = promotion.work(sum(record.slots.values()), went_on)
+        remaining = (total - done) * len(went_on) / done if done else remaining
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None
@@ -55,12 +61,23 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     }
 
 
+def _promotion(record: StudyRecord) -> Promotion | None:
+    pruner = PrunerConfig.model_validate(record.definition.get("pruner", {}))
+    return promotion_of(pruner, record.directions[0])
+
+
 def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial; of one that was interrupted, without the time that it waited."""
+    """Seconds of work in the trial; of one that was interrupted, without the time that it waited.
+
+    Of one that goes on from where another paused, without that one's.
+    """
     if trial.telemetry.get("resumed_from_step") is None:
         return trial.seconds
     parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
-    return sum(parts) or trial.seconds
+    worked = sum(parts) or trial.seconds
+    return (
+        worked if trial.origin == trial.number else min(filter(None, (worked, trial.seconds)), default=None)
+    )
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:

@@ -192,6 +192,11 @@ class CheckpointStore:
         self._sync(is_last=True)
         return is_there
 
+    def share(self) -> None:
+        """Wait until other workers can go on from what was saved, or that has failed."""
+        self.wait()
+        self._sync(is_last=True)
+
     def _sync(self, *, is_last: bool = False) -> None:
         if self._mirror is not None:
             kept = [*self._of_key("best"), *self._of_key("step")]

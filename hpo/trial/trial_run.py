@@ -189,8 +189,10 @@ class TrialRun:
             distributed.decide(lambda: self.callbacks.on_resume(self.state.num_evaluations))
             for evaluation in evaluations:
                 distributed.decide(partial(self._on_evaluation, evaluation))
-        except Preempted:
+        except (Preempted, Paused) as end:
             self._save()
+            if isinstance(end, Paused):
+                self.store.share()
             raise
 
     def _stop_if_told(self) -> None:

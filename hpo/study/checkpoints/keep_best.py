@@ -34,7 +34,7 @@ def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = fro
     one that ends while this is decided is not in it, so it is neither finished nor among the best.
 
     Args:
-        in_work: trials that may go on, though they have ended: as of before this call.
+        in_work: trials that may go on, or be tried again, though they have ended: as of before this call.
     """
     trials = study.get_trials(deepcopy=False)
     ended = [trial for trial in trials if trial.state.is_finished()]
@@ -45,9 +45,10 @@ def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = fro
     best = sorted(range(len(complete)), key=lambda i: (not front[i], losses[i], i))[:top_k]
     nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
     last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
-    kept = {origin_of(complete[i]) for i in best} | {origin_of(trials[number]) for number in last}
-    kept |= {origin_of(trial) for trial in trials if not trial.state.is_finished()}
-    return {origin_of(trial) for trial in ended} - kept - in_work
+    origins = [origin_of(trial.number, trial.user_attrs) for trial in trials]
+    kept = {*(complete[i].number for i in best), *last, *in_work}
+    kept |= {trial.number for trial in trials if not trial.state.is_finished()}
+    return {origins[trial.number] for trial in ended} - {origins[number] for number in kept}
 
 
 def keep_best_checkpoints(

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
+from hpo.study.sampling.promotion import ORIGIN_ATTR
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
 from hpo.study.store.storage import Storage
@@ -183,7 +184,8 @@ class Lease:
             self._end_trial(self.trial, result)
         except UpdateFinishedTrialError as error:
             raise LeaseLostError(f"Trial {self.trial.number} was ended by somebody else.") from error
-        fresh = NO_PROGRESS if result.outcome == Outcome.FAILED and slot_state == "open" else {}
+        is_begun_anew = slot_state == "open" and ORIGIN_ATTR not in self.trial.user_attrs
+        fresh = NO_PROGRESS if is_begun_anew else {}
         with self.storage.engine.begin() as connection:
             self.hold(connection, mine, state=slot_state, **fresh)
 

@@ -7,8 +7,8 @@ slot's last trial:
 
     there is none  -> take one that somebody enqueued, else make one
     RUNNING        -> it goes on, with its number, its parameters and its checkpoint
-    paused         -> make one that goes on from its checkpoint if it is among the best (`promotion`), else
-                      leave the slot open
+    paused         -> in an open slot it is among the best (`promotion`): make one that goes on from its
+                      checkpoint; else the slot is paused
     FAIL           -> make one with the same parameters, until the retries are used up; but only after an
                       unexpected exception, because a failure that was decided (no traceback) would be
                       decided again
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
-from hpo.study.sampling.promotion import ORIGIN_ATTR, Promotion, is_paused, origin_of
+from hpo.study.sampling.promotion import ORIGIN_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
     copy_reports,
     make_trial,
@@ -128,22 +128,21 @@ class WorkerLease(Membership):
         return self._lease
 
     def _claim(self) -> Lease | None:
-        runnable, waiting = self._runnable(), self._paused_that_wait()
-        is_free = sa.and_(runnable, _has_none_of(waiting)) if waiting else runnable
+        runnable = self._runnable()
         with self._storage.engine.begin() as connection:
             if slot := self._claimed_before(connection):
                 return self._lease_of(slot)
             self._may_have_slot = True
             looks = time.monotonic() >= self._looks_at
-            if not looks and (slot := self._open_slot(connection, is_free)):
+            if not looks and (slot := self._open_slot(connection, runnable)):
                 return self._lease_of(slot)
             if not self._look_whether_open(connection):
                 return None
             slot = self._take_over(connection, runnable)
             if slot is None and looks:
-                slot = self._open_slot(connection, is_free)
-            if slot is None and waiting:
-                self._close_paused(connection, waiting)
+                slot = self._open_slot(connection, runnable)
+            if slot is None and self._let_go_on(connection):
+                slot = self._open_slot(connection, runnable)
             return self._lease_of(slot) if slot else None
 
     def _lease_of(self, slot: sa.Row[Any]) -> Lease:
@@ -168,11 +167,11 @@ class WorkerLease(Membership):
         self._may_have_slot = slot is not None
         return slot
 
-    def _open_slot(self, connection: sa.Connection, is_free: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+    def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """Claim an open slot, first one with an unfinished trial; None: there is none, or the study is not
         open."""
         about = {"of_study": self._study.study_name, "by": self.id}
-        return connection.execute(_claim_open(is_free), about).one_or_none()
+        return connection.execute(_claim_open(runnable), about).one_or_none()
 
     def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """Claim the slot of a worker that is dead; None: there is none."""
@@ -185,9 +184,23 @@ class WorkerLease(Membership):
         return None
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
-        """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
-        query = sa.select(slots.c.trial_number).where(self._of_study, slots.c.state != "done").distinct()
-        numbers = self._storage.read(lambda connection: connection.execute(query).scalars().all())
+        """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet.
+
+        Those that have paused are among them while a live worker runs one, whose end may let them go on.
+        """
+        query = sa.select(slots.c.state, slots.c.trial_number, slots.c.owner)
+
+        def read(connection: sa.Connection) -> set[int | None]:
+            rows = connection.execute(query.where(self._of_study, slots.c.state != "done")).all()
+            if any(row.state == "paused" for row in rows):
+                alive = self._storage.live_workers(connection, workers.c.study == self._study.study_name)
+                if not any(row.state == "running" and row.owner in alive for row in rows):
+                    rows = [row for row in rows if row.state != "paused"]
+            return {row.trial_number for row in rows}
+
+        return self._params_of(self._storage.read(read))
+
+    def _params_of(self, numbers: Iterable[int | None]) -> dict[int | None, Mapping[str, Any]]:
         trials = self._study.get_trials(deepcopy=False)
         return {number: {} if number is None else known_params(trials[number]) for number in numbers}
 
@@ -195,29 +208,43 @@ class WorkerLease(Membership):
         """The condition that this worker can run the trial of a slot, or begin one where there is none."""
         if self.can_run is None:
             return sa.true()
-        refused = [number for number, params in self.unfinished().items() if not self.can_run(params)]
+        unfinished = self._params_of(self._storage.read(self._unfinished_states))
+        refused = [number for number, params in unfinished.items() if not self.can_run(params)]
         others = _has_none_of([number for number in refused if number is not None])
         return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
 
-    def _paused_that_wait(self) -> list[int]:
-        """The numbers of the paused trials that do not go on, or not before all trials have begun."""
-        if self.promotion is None:
-            return []
-        unfinished, trials = self.unfinished(), self._study.get_trials(deepcopy=False)
-        goes_on = [] if None in unfinished else self.promotion.goes_on(trials)
-        return [
-            number
-            for number in unfinished
-            if number is not None and is_paused(trials[number]) and number not in goes_on
-        ]
+    def _let_go_on(self, connection: sa.Connection) -> bool:
+        """Open the slots of the paused trials that go on, once all trials have begun; whether there are any.
 
-    def _close_paused(self, connection: sa.Connection, waiting: Sequence[int]) -> None:
-        """Close the slots of the paused trials that wait, if all others are done."""
-        unfinished = sa.select(slots.c.state, slots.c.trial_number)
-        rows = connection.execute(unfinished.where(self._of_study, slots.c.state != "done")).all()
-        if all(row.state == "open" and row.trial_number in waiting for row in rows):
-            left = (self._of_study, slots.c.state == "open", slots.c.trial_number.in_(waiting))
-            connection.execute(sa.update(slots).where(*left).values(state="done"))
+        Those of which it is sure that they do not are closed.
+        """
+        if self.promotion is None:
+            return False
+        states = self._unfinished_states(connection)
+        if None in states or "paused" not in states.values():
+            return False
+        trials = self._study.get_trials(deepcopy=False)  # after the slots: all that these have is there
+        going_on = self.promotion.going_on(trials, states.keys())
+        over: Collection[int | None] = self.promotion.hopeless(trials, states.keys())
+        if not going_on and {*states.values()} == {"paused"}:
+            over = states.keys()
+        for numbers, state in ((going_on, "open"), (over, "done")):
+            paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
+            connection.execute(sa.update(slots).where(*paused).values(state=state))
+        return bool(going_on)
+
+    def _goes_on(self, paused: FrozenTrial) -> bool:
+        """Whether a trial that has paused goes on now, whatever the state of its slot is."""
+        states = self._storage.read(self._unfinished_states)
+        trials = self._study.get_trials(deepcopy=False)
+        going_on = self.promotion.going_on(trials, states.keys()) if self.promotion else ()
+        return None not in states and paused.number in going_on
+
+    def _unfinished_states(self, connection: sa.Connection) -> dict[int | None, str]:
+        """The states of the unfinished slots by the number of their trial; None: one has none yet."""
+        query = sa.select(slots.c.trial_number, slots.c.state)
+        rows = connection.execute(query.where(self._of_study, slots.c.state != "done"))
+        return {row.trial_number: row.state for row in rows}
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
@@ -267,10 +294,10 @@ class WorkerLease(Membership):
             if last is not None and last.state == TrialState.RUNNING:
                 return optuna.trial.Trial(self._study, trial_id_of(last))
             if last is not None and self.promotion is not None and is_paused(last):
-                if last.number in self._paused_that_wait():
-                    self.release(lease)
+                if not self._goes_on(last):  # its worker had not told the slot that it has paused, say
+                    self.release(lease, "paused")
                     return None
-                self._make_trial(lease, last, {ORIGIN_ATTR: origin_of(last)})
+                self._make_trial(lease, last, {ORIGIN_ATTR: last.number})
                 continue
             # Where no worker ended it as `failed`, somebody gave it up.
             failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
@@ -278,8 +305,8 @@ class WorkerLease(Membership):
                 if not self._start_enqueued(lease):
                     self._make_trial(lease)
             elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs.get("traceback")):
-                goes_on = {ORIGIN_ATTR: origin_of(last)} if ORIGIN_ATTR in last.user_attrs else {}
-                self._make_trial(lease, last, {"retry_of": last.number, **goes_on})
+                origin = {key: last.user_attrs[key] for key in (ORIGIN_ATTR,) if key in last.user_attrs}
+                self._make_trial(lease, last, {"retry_of": last.number, **origin})
             else:
                 self._storage.write(lambda connection: lease.hold(connection, state="done"))
                 self._forget()
@@ -355,9 +382,9 @@ class WorkerLease(Membership):
             num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
         return bool(traceback) and num_failures <= self.max_retries
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, state: str = "open") -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
-        self._storage.write(lambda connection: lease.hold(connection, state="open"))
+        self._storage.write(lambda connection: lease.hold(connection, state=state))
         self._forget()
 
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
@@ -379,9 +406,12 @@ class WorkerLease(Membership):
 
         def record() -> None:
             failed = result.outcome == Outcome.FAILED
-            is_retried = failed and self._is_retried(trial, result.traceback)
-            pauses = result.outcome == Outcome.PRUNED and self.promotion is not None
-            lease.record(result, "open" if is_retried or pauses else "done")
+            if failed and self._is_retried(trial, result.traceback):
+                lease.record(result, "open")
+            elif result.outcome == Outcome.PRUNED and self.promotion is not None:
+                lease.record(result, "paused")
+            else:
+                lease.record(result, "done")
 
         self._storage.persist(record)
         self._forget()

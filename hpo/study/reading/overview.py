@@ -53,6 +53,8 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
         overviews = []
         for row in rows:
             trials = counts[row.name]
+            if paused := trials.pop("paused", 0):  # a worker is needed where none can let one of them go on
+                trials["running" if trials["running"] else "open"] += paused
             unfinished = trials["open"] + trials["running"]
             try:
                 json.loads(row.definition)  # raises where the row is damaged

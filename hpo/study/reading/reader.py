@@ -7,7 +7,7 @@ thousands of trials. Here it is one query a table.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -75,7 +75,7 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
         definition=definition,
         trials=_read_trials(connection, study_id, name, slot_of_trial),
         workers=workers,
-        slots={state: states.count(state) for state in ("open", "running", "done")},
+        slots={"open": 0, "running": 0, "done": 0} | Counter(states),
         state=study.state,
         comparisons=_read_comparisons(connection, study_id),
     )

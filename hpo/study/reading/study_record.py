@@ -12,7 +12,7 @@ import numpy as np
 
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import ORIGIN_ATTR
+from hpo.study.sampling.promotion import origin_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -64,7 +64,7 @@ class TrialRecord:
     @property
     def origin(self) -> int:
         """The number by which its checkpoints are known: that of the trial from which it goes on, if any."""
-        return int(self.attributes.get(ORIGIN_ATTR, self.number))
+        return origin_of(self.number, self.attributes)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class StudyRecord:
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
     slots: dict[str, int]
-    """How many of the study's logical trials are `open`, `running` and `done`; together its `n_trials`.
+    """How many of the study's logical trials are `open`, `running`, `done`, and `paused` where any is;
+    together its `n_trials`.
 
     `open` are also those whose worker died: their trials are `preempted`.
     """

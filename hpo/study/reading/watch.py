@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
+from hpo.study.sampling.promotion import ORIGIN_ATTR, promotion_of
 from hpo.study.store.schema import slots, workers
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Look:
     """Value of the first objective and number of the best trial."""
     num_done: int = 0
     """Of the study's slots."""
+    work: tuple[float, float] | None = None
+    """How much is done and how much there is, in whole trials, where trials pause (`Promotion.work`)."""
 
 
 class StudyWatch:
@@ -54,6 +57,8 @@ class StudyWatch:
         self._own = own
         self._storage = storage
         self._study = storage.load_study(config.name)
+        self._num_trials = config.num_slots
+        self._promotion = promotion_of(config.pruner, config.objective[0].direction)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
         self._ended = {trial.number for trial in trials if trial.state.is_finished()}
@@ -69,8 +74,12 @@ class StudyWatch:
 
     def _read(self) -> Look:
         slot_of, num_done = self._read_slots()
-        running, ended, complete = [], [], []
-        for trial in self._study.get_trials(deepcopy=False):
+        running, ended, complete, work = [], [], [], None
+        trials = self._study.get_trials(deepcopy=False)
+        if self._promotion is not None:
+            went_on = [ORIGIN_ATTR in trial.user_attrs for trial in trials if trial.state.is_finished()]
+            work = self._promotion.work(self._num_trials, went_on)
+        for trial in trials:
             slot = slot_of.get(trial.number)
             if trial.state == TrialState.COMPLETE:
                 complete.append((trial.values[0], trial.number))
@@ -83,7 +92,7 @@ class StudyWatch:
                 if slot is not None or not self._own:
                     ended.append(trial)
         best = self._better(complete, key=lambda each: each[0], default=None)
-        return Look(running, ended, best, num_done)
+        return Look(running, ended, best, num_done, work)
 
     def _read_slots(self) -> tuple[dict[int | None, sa.Row[*tuple[Any, ...]]], int]:
         """The slots that are looked at by the number of their trial, and how many of all are done."""

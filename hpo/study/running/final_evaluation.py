@@ -49,7 +49,7 @@ def evaluate_best(
     name = executor.study.name
     with _logged(), _held(folder(0).parent / "evaluation.lock") as is_held:
         counts = storage.slot_counts(name)
-        if not is_held or counts["open"] or counts["running"]:
+        if not is_held or counts["done"] < sum(counts.values()):
             return
         split = "test" if "test" in executor.dataset.splits else "validation"
         token = storage.study_token(name)

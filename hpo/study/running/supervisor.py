@@ -240,7 +240,7 @@ def run_workers(
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     counts = storage.slot_counts(config.name)
-    if not counts["open"] and not counts["running"]:
+    if counts["done"] == sum(counts.values()):
         return RunSummary("finished", outcomes)
     if read_state(storage, config.name) != "open":
         return RunSummary("closed", outcomes)

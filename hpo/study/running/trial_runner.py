@@ -17,7 +17,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, promotion_of
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, origin_of, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -56,7 +56,8 @@ class TrialRunner:
         self._shared_device = shared_device
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
-        self._promotion = promotion_of(executor.study)
+        study = executor.study
+        self._promotion = promotion_of(study.pruner, study.objective[0].direction)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
@@ -69,7 +70,7 @@ class TrialRunner:
         executor, storage = self._executor, self._storage
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
-        origin = int(trial.user_attrs.get(ORIGIN_ATTR, trial.number))
+        origin = origin_of(trial.number, trial.user_attrs)
         folder = executor.trial_folder(self._token, origin)
         device = executor.device.device_id
         shared = self._shared_device or storage.has_other_workers_on(device)
@@ -117,13 +118,14 @@ class TrialRunner:
         if self._promotion and self._promotion.pauses(trial.user_attrs, evaluation.budget_used):
             # Before the checkpoint, so that whoever goes on from that knows.
             self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, evaluation.index))
-            raise Paused(self._promotion.reason)
+            used = f"{evaluation.budget_used:.0%}"
+            raise Paused(f"paused at {used} of its budget; the best of the study go on.")
 
     def _pause_again(self, trial: optuna.trial.Trial, num_evaluations: int) -> None:
         """Raise Paused for a trial whose worker died when it was to pause, and had its checkpoint."""
         paused_at = trial.user_attrs.get(PAUSED_ATTR)
-        if self._promotion and paused_at is not None and num_evaluations >= paused_at:
-            raise Paused(self._promotion.reason)
+        if ORIGIN_ATTR not in trial.user_attrs and paused_at is not None and num_evaluations >= paused_at:
+            raise Paused(f"paused at evaluation {paused_at}; the best of the study go on.")
 
     def _should_stop(self, lease: Lease) -> bool:
         lease.check()

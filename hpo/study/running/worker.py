@@ -15,7 +15,6 @@ import math
 import threading
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,8 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 
 from hpo.config.comparison import ComparisonConfig
-from hpo.errors import HpoError, LeaseLostError, did_you_mean
+from hpo.config.search_space import refusal
+from hpo.errors import HpoError, LeaseLostError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.claims.leases import Lease, WorkerLease
@@ -40,7 +40,6 @@ from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 if TYPE_CHECKING:
-    from hpo.config.search_space import SearchSpace
     from hpo.config.study_config import StudyConfig
     from hpo.trial.telemetry import TrialResult
 
@@ -110,8 +109,8 @@ def run_worker(
         max_retries=config.max_retries,
         device=device.device_id,
         can_run=runnable if skipped else None,
-        refusal=partial(refusal, config.search_space),
-        promotion=promotion_of(config),
+        refusal=partial(refusal, {} if plan else config.search_space),
+        promotion=promotion_of(config.pruner, config.objective[0].direction),
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(
@@ -226,7 +225,7 @@ class _Runnable:
         return not possible or not self.skipped.issuperset(possible)
 
     def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """What unfinished trials with these parameters need and the device lacks: precisions, or its name."""
+        """The precisions that unfinished trials with these parameters need and the device lacks."""
         needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
         return tuple(name for name in self.precisions if name in needed)
 
@@ -236,18 +235,3 @@ class _Runnable:
             return [params[PRECISION]]
         sampler = self.study.sampler
         return sampler.precisions_left(self.study) if isinstance(sampler, SharedGrid) else self.precisions
-
-
-def refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
-    """Why no trial can have the `params` that it is stored with, which Optuna takes as they are; empty: one
-    can."""
-    trial = optuna.trial.FixedTrial(dict(params))
-    for name in params:
-        if name not in space:
-            return f"it has `{name}`, which is not searched.{did_you_mean(name, list(space))}"
-        try:
-            with warnings.catch_warnings(action="error"):  # of a value that is out of range
-                space[name].suggest(name, trial)
-        except (UserWarning, ValueError, TypeError) as error:
-            return f"it has a `{name}` that is not searched: {error}"
-    return ""

@@ -43,7 +43,7 @@ class PrunedAwareSampler(WrapperSampler):
 
 def _with_pruned(study: Study) -> list[FrozenTrial]:
     trials = study.get_trials(deepcopy=False)
-    infeasible = {origin_of(t) for t in trials if is_infeasible(t)}
+    infeasible = {origin_of(t.number, t.user_attrs) for t in trials if is_infeasible(t)}
     trials = [t for t in trials if ORIGIN_ATTR not in t.user_attrs]
     values_of = {t.number: _values(study, t) for t in trials if t.number not in infeasible}
     known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]

@@ -2,7 +2,7 @@
 
 A trial *pauses* at its first evaluation at or behind `starts` of its budget. To Optuna it has ended there,
 as PRUNED with that value, so that plain Optuna and the dashboard show what is known of it, and a sampler
-compares it with trials of the same length. Its checkpoint stays, and its slot is open again. When every trial
+compares it with trials of the same length. Its checkpoint stays, and its slot is `paused`. When every trial
 of the study has begun, the best `keep` of the paused ones *go on*: each as a trial of its own, with the
 parameters and the evaluations so far, from the checkpoint. The schedule knew the whole budget from the start,
 so the result is that of a trial which never paused. Nothing waits for a straggler: one that pauses late and
@@ -14,7 +14,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
+    from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
 """User attribute of a trial: the number of the evaluation at which it is to pause."""
@@ -44,20 +44,19 @@ class Promotion:
         """Whether a trial with these user attributes is to pause at an evaluation."""
         return ORIGIN_ATTR not in user_attrs and self.starts <= budget_used < 1
 
-    @property
-    def reason(self) -> str:
-        """Why a trial has paused."""
-        return f"paused at {self.starts:.0%} of its budget; the best {self.keep} of the study go on."
-
-    def goes_on(self, trials: Sequence[FrozenTrial]) -> list[int]:
-        """The numbers of the paused trials that go on now, the best first, where all trials have begun.
+    def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
+        """The numbers of the paused trials that go on now, where all trials have begun.
 
         One that went on and broke leaves its place to the next, down to the place `2 * keep`.
+
+        Args:
+            unfinished: the numbers of the trials that unfinished slots have: only these can go on, and one
+                that failed and is among them is tried again.
         """
-        later = {origin_of(trial): trial for trial in trials if ORIGIN_ATTR in trial.user_attrs}
+        later = _later(trials)
         chosen, num_kept = [], 0
-        for number in self._ranked(trials):
-            if number in later and _broke(later[number]):
+        for number in self._ranked(trials, unfinished):
+            if number in later and _broke(later[number], unfinished):
                 continue
             if num_kept == self.keep:
                 break
@@ -66,35 +65,53 @@ class Promotion:
                 chosen.append(number)
         return chosen
 
-    def hopeless(self, trials: Sequence[FrozenTrial]) -> set[int]:
+    def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
         """The numbers of the paused trials that will never go on: there are better ones."""
-        return {trial.number for trial in trials if is_paused(trial)} - {*self._ranked(trials)}
+        return {trial.number for trial in trials if is_paused(trial)} - {*self._ranked(trials, unfinished)}
 
-    def _ranked(self, trials: Sequence[FrozenTrial]) -> list[int]:
-        sign = -1.0 if self.maximize else 1.0
-        paused = [(sign * trial.values[0], trial.number) for trial in trials if is_paused(trial)]
-        return [number for _, number in sorted(paused)[: 2 * self.keep]]
+    def work(self, num_trials: int, went_on: Iterable[bool]) -> tuple[float, float]:
+        """How much of a study is done, and how much there is, in whole trials.
+
+        Args:
+            went_on: of each trial that has ended, whether it had paused before.
+        """
+        later = 1 - self.starts
+        total = num_trials * self.starts + min(num_trials, self.keep) * later
+        return min(total, sum(later if each else self.starts for each in went_on)), total
+
+    def _ranked(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
+        sign, later = -1.0 if self.maximize else 1.0, _later(trials)
+        paused = [trial for trial in trials if is_paused(trial)]
+        # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
+        known = [trial for trial in paused if trial.number in unfinished or trial.number in later]
+        known.sort(key=lambda trial: (sign * trial.values[0], trial.number))
+        return [trial.number for trial in known[: 2 * self.keep]]
 
 
-def promotion_of(config: StudyConfig) -> Promotion | None:
-    """How the trials of a study pause; None: they do not."""
-    pruner = config.pruner
+def promotion_of(pruner: PrunerConfig, direction: str) -> Promotion | None:
+    """How the trials of a study with this pruner and direction pause; None: they do not."""
     if pruner.name != "promote":
         return None
-    options = pruner.options
-    return Promotion(options["starts"], options["keep"], config.objective[0].direction == "maximize")
+    return Promotion(pruner.options["starts"], pruner.options["keep"], direction == "maximize")
 
 
 def is_paused(trial: FrozenTrial) -> bool:
     """Whether the trial has paused; it may have gone on since, as another trial."""
-    is_pruned = trial.state == TrialState.PRUNED and bool(trial.values)
-    return is_pruned and PAUSED_ATTR in trial.user_attrs and trial.user_attrs["outcome"] == Outcome.PRUNED
+    is_pruned = trial.state == TrialState.PRUNED and trial.user_attrs.get("outcome") == Outcome.PRUNED
+    return is_pruned and bool(trial.values) and PAUSED_ATTR in trial.user_attrs
 
 
-def origin_of(trial: FrozenTrial) -> int:
-    """The number by which the trial's checkpoints are known."""
-    return int(trial.user_attrs.get(ORIGIN_ATTR, trial.number))
+def origin_of(number: int, user_attrs: Mapping[str, Any]) -> int:
+    """The number by which the checkpoints of a trial are known."""
+    return int(user_attrs.get(ORIGIN_ATTR, number))
 
 
-def _broke(trial: FrozenTrial) -> bool:
-    return trial.state.is_finished() and trial.state != TrialState.COMPLETE
+def _later(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
+    """The last trial that goes on from where another has paused, by the number of that one."""
+    return {trial.user_attrs[ORIGIN_ATTR]: trial for trial in trials if ORIGIN_ATTR in trial.user_attrs}
+
+
+def _broke(trial: FrozenTrial, unfinished: Collection[int | None]) -> bool:
+    """Whether a trial that went on has ended without a result, and is not to be tried again."""
+    is_over = trial.state.is_finished() and trial.number not in unfinished
+    return is_over and trial.state != TrialState.COMPLETE

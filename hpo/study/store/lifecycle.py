@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
+from optuna.trial import TrialState
 from pydantic import ValidationError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
@@ -22,6 +23,7 @@ from hpo.config.study_config import check_study_name
 from hpo.config.study_file import show
 from hpo.errors import RunError, StorageError, printable
 from hpo.outcome import Outcome
+from hpo.study.store import optuna_internals
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
 from hpo.study.store.schema import NO_PROGRESS, delete_rows, slots, studies, workers
@@ -48,6 +50,17 @@ def study_state(connection: sa.Connection, name: str) -> str | None:
 def read_state(storage: Storage, name: str) -> str | None:
     """As `study_state`, in a transaction of its own."""
     return storage.read(lambda connection: study_state(connection, name))
+
+
+def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
+    """How many trials of the study wait for a slot, and how many of its slots have had none yet."""
+    trials, made = optuna_internals.trials, optuna_internals.studies
+    waiting = sa.select(sa.func.count()).select_from(trials.join(made)).where(made.c.study_name == name)
+    waiting = waiting.where(trials.c.state == TrialState.WAITING)
+    fresh = sa.select(sa.func.count()).where(
+        slots.c.study == name, slots.c.state == "open", slots.c.trial_number.is_(None)
+    )
+    return int(connection.execute(waiting).scalar_one()), int(connection.execute(fresh).scalar_one())
 
 
 def is_in_work(storage: Storage, name: str) -> bool:
@@ -103,7 +116,8 @@ def end_unfinished(storage: Storage, name: str) -> int:
             return set()
         alive = storage.live_workers(connection, workers.c.study == name)
         has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
-        unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
+        is_unfinished = slots.c.state.in_(("open", "running"))  # one that has paused has ended, and may go on
+        unfinished = (slots.c.study == name, is_unfinished, slots.c.trial_number.is_not(None))
         query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
         numbers = set(connection.execute(query).scalars())
         connection.execute(sa.update(slots).where(*unfinished, has_no_worker).values(_FRESH))

@@ -26,7 +26,7 @@ slots = sa.Table(
     metadata,
     sa.Column("study", _NAME, primary_key=True),
     sa.Column("slot", sa.Integer, primary_key=True),
-    sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, done
+    sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, paused, done
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
     # How many workers of its trial died in a row, without progress, and the step from which it goes on then.

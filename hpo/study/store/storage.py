@@ -256,7 +256,8 @@ class Storage:
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
     def slot_counts(self, name: str) -> dict[str, int]:
-        """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`."""
+        """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`, and
+        if there are any `paused`."""
         query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
         rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
         return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -9,15 +10,22 @@ from typing import Any
 
 import optuna
 import pytest
-from worker_process import PLACES, die_at, evaluate, finish, note, notes, result, start_process, study
+import sqlalchemy as sa
+from worker_process import PLACES, begin, die_at, evaluate, finish, note, notes, result, start_process, study
 
 from hpo.config.search_space import suggest
-from hpo.study.claims.leases import Lease
+from hpo.config.study_config import StudyConfig
+from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, promotion_of
+from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 SPACE = {"batch_size": {"type": "categorical", "choices": list(range(1, 9))}}
 CONFIG = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "promote", "keep": 2})
@@ -116,3 +124,83 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
     done = Counter((line["batch_size"], line["index"]) for line in notes(log))
     again = sum(count - 1 for count in done.values())
     assert again <= 10, "but for the trial in hand, which has no checkpoint here"
+
+
+def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> list[float]:
+    """Begin all trials of the study, and end when all have paused; their values by number."""
+    with worker_on(storage, config) as worker:
+        for _ in range(config.n_trials):
+            lease, trial = begin(worker)
+            train(storage, Path(os.devnull), trial, lease, None)
+            worker.record_outcome(lease, trial, result("pruned"))
+    return [trial.values[0] for trial in storage.load_study(config.name).trials]
+
+
+def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) -> WorkerLease:
+    study = create_or_resume_study(storage, config)
+    study.sampler = build_sampler(config.sampler, config.search_space)
+    study.pruner = build_pruner(config.pruner)
+    promotion = promotion_of(config.pruner, config.objective[0].direction)
+    return WorkerLease(storage, study, max_retries=1, promotion=promotion, **options)
+
+
+def test_a_cancelled_study_that_is_opened_again_lets_those_go_on_that_had_paused(
+    storage: Storage, tmp_path: Path
+) -> None:
+    pause_all(storage)
+    set_state(storage, CONFIG.name, "cancelled")
+    assert end_unfinished(storage, CONFIG.name) == 0
+    set_state(storage, CONFIG.name, "open")
+    work(storage.url, tmp_path / "log")
+    check(storage, {7, 8})
+
+
+def test_fewer_trials_than_have_begun_take_nothing_back(storage: Storage, tmp_path: Path) -> None:
+    pause_all(storage)
+    create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
+    work(storage.url, tmp_path / "log")
+    check(storage, {7, 8})
+
+
+def test_one_that_fails_goes_on_from_its_checkpoint_and_gives_its_place_to_nobody(storage: Storage) -> None:
+    pause_all(storage)
+    study = storage.load_study(CONFIG.name)
+    with worker_on(storage) as worker:
+        lease, trial = begin(worker)
+        lease.saved_step = 40
+        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        origin = trial.user_attrs[ORIGIN_ATTR]
+        assert origin not in without_checkpoints(study, 0, storage.trials_in_work(CONFIG.name))
+        seen = {origin}
+        while lease := worker.claim():
+            trial = worker.open_trial(lease)
+            assert lease.saved_step == (40 if trial.user_attrs[ORIGIN_ATTR] == origin else 0)
+            seen.add(trial.user_attrs[ORIGIN_ATTR])
+            worker.record_outcome(lease, trial, result("complete"))
+    assert len(seen) == 2, "no third one took the place of the one that was tried again"
+    assert set(study.trials[origin].params) == {"batch_size"}
+
+
+def test_what_another_device_must_go_on_with_is_left_to_it(storage: Storage) -> None:
+    """All have begun, and the best two cannot run here: nothing is left for this worker."""
+    pause_all(storage)
+    with worker_on(storage, can_run=lambda params: params.get("batch_size", 1) < 7) as worker:
+        assert worker.claim() is None
+        assert sorted(params["batch_size"] for params in worker.unfinished().values()) == [7, 8]
+    with worker_on(storage) as other:
+        begin(other)
+        with worker_on(storage, can_run=lambda params: params.get("batch_size", 1) < 7) as worker:
+            assert worker.claim() is None
+            batch_sizes = {params["batch_size"] for params in worker.unfinished().values()}
+            assert {5, 6, 7, 8} <= batch_sizes, "if the one that runs breaks, the next goes on"
+
+
+def test_a_slot_whose_worker_died_before_it_told_of_the_pause(storage: Storage, tmp_path: Path) -> None:
+    """The trial is PRUNED, and the slot runs: it is not taken for one that goes on."""
+    values = pause_all(storage)
+    worst = values.index(min(values))
+    with storage.engine.begin() as connection:
+        of_trial = sa.update(slots).where(slots.c.trial_number == worst)
+        connection.execute(of_trial.values(state="running", owner="gone"))
+    work(storage.url, tmp_path / "log")
+    check(storage, {7, 8})
