@@ -84,7 +84,7 @@ def say_damaged(name: str, reason: str) -> None:
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
     """How many slots of each study are `open`, `running` and `done`."""
-    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: Counter({"open": 0, "running": 0, "done": 0}))
     kind = (slots.c.study, slots.c.state, slots.c.owner)
     for study, state, owner, count in connection.execute(sa.select(*kind, sa.func.count()).group_by(*kind)):
         # One whose worker died waits for the next one, as an open slot does.

@@ -17,6 +17,7 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
@@ -204,3 +205,16 @@ def test_a_slot_whose_worker_died_before_it_told_of_the_pause(storage: Storage, 
         connection.execute(of_trial.values(state="running", owner="gone"))
     work(storage.url, tmp_path / "log")
     check(storage, {7, 8})
+
+
+def test_paused_trials_need_a_worker_where_none_runs(storage: Storage) -> None:
+    """A worker that serves all studies comes to let them go on, and to none that wait for another's."""
+    pause_all(storage)
+    assert [study.trials for study in list_studies(storage)] == [
+        {"open": 8, "running": 0, "done": 0, "total": 8}
+    ]
+    with worker_on(storage) as worker:
+        begin(worker)
+        [study] = list_studies(storage)
+    assert study.trials["open"] == 1, "the other of the best two"
+    assert study.trials["running"] + study.trials["done"] == 7
