@@ -226,7 +226,7 @@ def _use_best(
     used: dict[str, Any] = {}
     trial = best_trials(record)[0]
     number = trial.number
-    executor, folder = checkpoint_of(config, database, trial.origin)
+    executor, folder = checkpoint_of(config, database, trial)
     if evaluate:
         used = _evaluate_checkpoint(database, executor, folder, trial, evaluate)
         record = with_evaluation(record, number, used["evaluation"]["detailed"])

@@ -188,7 +188,7 @@ def _deploy(
 
     name = options["device"] or "cpu"
     device = probe_device(name)
-    executor, checkpoint = checkpoint_of(*study, trial.origin, device=name)
+    executor, checkpoint = checkpoint_of(*study, trial, device=name)
     request = _request(study[0], executor.dataset, options, stop)
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options["threads"] or torch.get_num_threads())

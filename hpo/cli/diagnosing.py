@@ -38,7 +38,7 @@ def diagnose(
     """
     from dataclasses import asdict
 
-    from hpo.config.search_space import decode, refusal
+    from hpo.config.search_space import decode
     from hpo.trial.diagnosis import StoredTrial
     from hpo.trial.diagnosis import diagnose as find
 
@@ -47,9 +47,7 @@ def diagnose(
         if chosen is None:
             raise InputError(f"--trial {trial}: {record.name} has {len(record.trials)}, numbered from 0.")
         config = config_of(study, record, trust_remote_code)
-        if said := refusal(config.search_space, chosen.params):  # an encoder of whoever writes there, say
-            raise InputError(f"--trial {trial}: {said}")
-        executor, folder = checkpoint_of(config, database, chosen.origin, kind="step")
+        executor, folder = checkpoint_of(config, database, chosen, kind="step")
         params = decode(config.search_space, chosen.params)
         key = f"{database.study_token(config.name)}/{chosen.origin}"
         stored = StoredTrial(trial, chosen.outcome, params, chosen.telemetry, folder, key)

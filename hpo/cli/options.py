@@ -18,7 +18,7 @@ from hpo.errors import InputError, printable
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.running.stopping import Stop
     from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.storage import Storage
@@ -362,22 +362,29 @@ def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> Study
 def checkpoint_of(
     config: StudyConfig,
     database: Storage,
-    number: int,
+    trial: TrialRecord,
     *,
     device: str | None = None,
     kind: Literal["best", "step"] = "best",
 ) -> tuple[Executor, Path]:
     """An executor of the study, on `device` in place of the study's, and the folder with the newest
-    checkpoint of that kind of one of its trials, brought here."""
+    checkpoint of that kind of one of its trials, brought here.
+
+    Raises InputError where the trial has parameters that are not of the study, such as the encoder of whoever
+    writes to the database.
+    """
+    from hpo.config.search_space import refusal
     from hpo.device import probe_device
     from hpo.study.checkpoints.remote_store import open_remote_store
     from hpo.study.store.studies import check_data
     from hpo.trial.executor import Executor
 
+    if said := refusal(config.search_space, trial.params):
+        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
     make_runs_folder(config.name)
     executor = Executor(config, probe_device(device or config.device), RUNS)
     check_data(database, config.name, executor.dataset.fingerprint)
-    folder = executor.trial_folder(database.study_token(config.name), number)
+    folder = executor.trial_folder(database.study_token(config.name), trial.origin)
     if (remote := open_remote_store(config.checkpoint)) is not None:
         remote.fetch_newest(kind, folder)
     return executor, folder

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import hpo
-from hpo.config.search_space import refusal
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.errors import DataError, InputError, RunError, did_you_mean
+from hpo.errors import DataError, RunError, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.encoder import MINILM_HUB_ID, attention_on
@@ -125,8 +124,6 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
-    if said := refusal(executor.study.search_space, params):  # an encoder of whoever writes to the database
-        raise InputError(f"the trial's parameters cannot be of this study: {said}")
     precision = PRECISIONS[best.state["precision"]]
     config = build_trial_config(executor.study, params, precision.name, executor.amp)
     runnable = attention_on(executor.device.type, config.attention)

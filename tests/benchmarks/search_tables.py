@@ -168,6 +168,7 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
+        self.paused: set[int] = set()
 
     def regret_at(self, compute: float) -> float:
         losses = [loss for spent, loss in self.ended if spent <= compute + 1e-9]
@@ -184,7 +185,7 @@ class Search:
         for_starts = compute - promotion.keep * (1 - until / NUM_EVALUATIONS)
         while self.spent + until / NUM_EVALUATIONS < for_starts + 1e-9 and self.left.any():
             self._start(until)
-        while going_on := promotion.goes_on(self.study.get_trials(deepcopy=False)):
+        while going_on := promotion.going_on(self.study.get_trials(deepcopy=False), self.paused):
             for number in going_on:
                 self._go_on(number)
 
@@ -200,6 +201,7 @@ class Search:
 
     def _go_on(self, number: int) -> None:
         paused = self.study.trials[number]
+        self.paused.remove(number)
         self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: number})
         trial = self.study.ask()
         suggest(self.curves.space, trial)
@@ -222,6 +224,7 @@ class Search:
                 return
         if end < NUM_EVALUATIONS:
             trial.set_user_attr(PAUSED_ATTR, end)
+            self.paused.add(trial.number)
             self._end(trial, Outcome.PRUNED)
             return
         self.ended.append((self.spent, loss))

@@ -84,4 +84,4 @@ def test_a_trial_whose_parameters_the_study_does_not_search_is_refused(
         connection.execute(sa.insert(optuna_internals.params).values(row))
     finished = diagnose(folder)
     assert finished.exit_code == 2
-    assert "--trial 0: it has `encoder`, which is not searched." in " ".join(finished.err.split())
+    assert ": it has `encoder`, which is not searched." in " ".join(finished.err.split())

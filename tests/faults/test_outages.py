@@ -176,7 +176,7 @@ def wait_for_steps(folder: Path, more: int) -> None:
 
 
 def test_postgres_stopped_three_times(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    config = study(12)
+    config = study(12, pruner={"name": "none"})
     workers = start_workers(url, config, tmp_path, 3.0, 0.02)
     for _ in range(3):
         wait_for_start(tmp_path)
@@ -192,7 +192,7 @@ def test_postgres_stopped_three_times(postgres_server: PostgresServer, url: str,
 
 def test_network_silent_and_back(url: str, proxy: Proxy, tmp_path: Path) -> None:
     """The connections of before stay half-open for good."""
-    config, through = study(6), through_proxy(url, proxy)
+    config, through = study(6, pruner={"name": "none"}), through_proxy(url, proxy)
     workers = start_workers(through, config, tmp_path, 4.0)
     wait_for_steps(tmp_path, 50)
     proxy.silence(True)
@@ -209,7 +209,7 @@ def through_proxy(url: str, proxy: Proxy) -> str:
 
 def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
     """Its trial waits at an evaluation that is not stored, and goes on from the checkpoint before it."""
-    config = study(1)
+    config = study(1, pruner={"name": "none"})
     [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
     wait_for_steps(tmp_path, 30)
     postgres_server.stop(immediate=True)
@@ -227,7 +227,7 @@ def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path
 
 def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
     """Another worker has ended its trial meanwhile, or has it: what it then writes is refused."""
-    config = study(1)
+    config = study(1, pruner={"name": "none"})
     [stopped] = start_workers(url, config, tmp_path, 2.0, count=1)
     wait_for_steps(tmp_path, 30)
     os.kill(stopped.pid, signal.SIGSTOP)

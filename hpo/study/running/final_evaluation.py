@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpo.config.search_space import refusal
 from hpo.errors import HpoError, Preempted, RunError
 from hpo.memory import release_free_memory
 from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
@@ -56,6 +57,8 @@ def evaluate_best(
         best = next(iter(best_trials(read_study(storage, name))), None)
         if best is None or split in best.detailed or stop.is_set():
             return
+        if said := refusal(executor.study.search_space, best.params):  # of whoever writes to the database
+            raise RunError(said)
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
         if remote is not None:
             remote.fetch_newest("best", folder(best.origin))

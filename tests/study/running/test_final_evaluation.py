@@ -49,7 +49,7 @@ class Evaluating:
 
     def run(self) -> None:
         executor: Any = SimpleNamespace(
-            study=SimpleNamespace(name="tiny"),
+            study=study(),
             dataset=SimpleNamespace(splits=dict.fromkeys(self.splits)),
             device=CPU,
         )
