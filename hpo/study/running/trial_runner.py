@@ -14,7 +14,7 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
 from hpo.study.claims.leases import Lease
-from hpo.study.reading.study_record import EvaluationRow
+from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
 from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, origin_of, promotion_of
@@ -115,7 +115,8 @@ class TrialRunner:
             is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        if self._promotion and self._promotion.pauses(trial.user_attrs, evaluation.budget_used):
+        pauses = self._promotion and self._promotion.pauses(trial.user_attrs, evaluation.budget_used)
+        if pauses and is_number(scored.values[0]):  # without a value it could never go on
             # Before the checkpoint, so that whoever goes on from that knows.
             self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, evaluation.index))
             used = f"{evaluation.budget_used:.0%}"
