@@ -25,7 +25,6 @@ from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.lifecycle import checkpoint_config
-from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage
 
 
@@ -73,9 +72,7 @@ def lost_trials(about: Examined) -> Iterator[Finding]:
         study = about.storage.load_study(row.name)
         before = {trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
         # A slot is closed after its trial has ended, so one that still runs was in none.
-        of_slots = sa.select(slots.c.trial_number).where(slots.c.study == row.name, slots.c.state != "done")
-        with about.storage.engine.connect() as connection:
-            lost = before.difference(connection.execute(of_slots).scalars())
+        lost = before - about.storage.trials_in_work(row.name)
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if lost else ():
             if trial.number in lost:
                 reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."

@@ -218,27 +218,21 @@ class WorkerLease(Membership):
 
         Those of which it is sure that they do not are closed.
         """
-        if self.promotion is None:
-            return False
         states = self._unfinished_states(connection)
         if None in states or "paused" not in states.values():
             return False
         trials = self._study.get_trials(deepcopy=False)  # after the slots: all that these have is there
-        going_on = self.promotion.going_on(trials, states.keys())
-        over: Collection[int | None] = self.promotion.hopeless(trials, states.keys())
+        going_on: Collection[int | None] = ()
+        over: Collection[int | None] = ()
+        if self.promotion is not None:  # else the study has another pruner by now
+            going_on = self.promotion.going_on(trials, states.keys())
+            over = self.promotion.hopeless(trials, states.keys())
         if not going_on and {*states.values()} == {"paused"}:
             over = states.keys()
         for numbers, state in ((going_on, "open"), (over, "done")):
             paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
             connection.execute(sa.update(slots).where(*paused).values(state=state))
         return bool(going_on)
-
-    def _goes_on(self, paused: FrozenTrial) -> bool:
-        """Whether a trial that has paused goes on now, whatever the state of its slot is."""
-        states = self._storage.read(self._unfinished_states)
-        trials = self._study.get_trials(deepcopy=False)
-        going_on = self.promotion.going_on(trials, states.keys()) if self.promotion else ()
-        return None not in states and paused.number in going_on
 
     def _unfinished_states(self, connection: sa.Connection) -> dict[int | None, str]:
         """The states of the unfinished slots by the number of their trial; None: one has none yet."""
@@ -294,8 +288,10 @@ class WorkerLease(Membership):
             if last is not None and last.state == TrialState.RUNNING:
                 return optuna.trial.Trial(self._study, trial_id_of(last))
             if last is not None and self.promotion is not None and is_paused(last):
-                if not self._goes_on(last):  # its worker had not told the slot that it has paused, say
-                    self.release(lease, "paused")
+                unfinished = self._storage.read(self._unfinished_states).keys()
+                trials = self._study.get_trials(deepcopy=False)
+                if last.number not in self.promotion.going_on(trials, unfinished):
+                    self.release(lease, "paused")  # its worker had not told the slot that it has paused, say
                     return None
                 self._make_trial(lease, last, {ORIGIN_ATTR: last.number})
                 continue

@@ -17,7 +17,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, origin_of, promotion_of
+from hpo.study.sampling.promotion import PAUSED_ATTR, origin_of, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -80,9 +80,9 @@ class TrialRunner:
                 folder,
                 f"{self._token}/{origin}",
                 Callbacks(
-                    partial(self._report, trial, lease),
+                    partial(self._report, trial, lease, origin),
                     partial(self._should_stop, lease),
-                    partial(self._pause_again, trial),
+                    partial(self._pause_again, trial, origin),
                     partial(self._note_progress, lease),
                 ),
                 shared_device=shared,
@@ -98,8 +98,8 @@ class TrialRunner:
             result = replace(result, telemetry={**result.telemetry, "device": facts})
         return result
 
-    def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
-        """Store an evaluation. Raises Pruned where the pruner stops the trial."""
+    def _report(self, trial: optuna.trial.Trial, lease: Lease, origin: int, scored: ScoredEvaluation) -> None:
+        """Store an evaluation. Raises Pruned where the pruner stops the trial, Paused where it pauses."""
         evaluation = scored.evaluation
         row = EvaluationRow(
             step=evaluation.step,
@@ -115,17 +115,20 @@ class TrialRunner:
             is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        pauses = self._promotion and self._promotion.pauses(trial.user_attrs, evaluation.budget_used)
-        if pauses and is_number(scored.values[0]):  # without a value it could never go on
+        if origin != trial.number or self._promotion is None:
+            return
+        if self._promotion.pauses(evaluation.budget_used) and is_number(scored.values[0]):  # to be ranked by
             # Before the checkpoint, so that whoever goes on from that knows.
             self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, evaluation.index))
             used = f"{evaluation.budget_used:.0%}"
             raise Paused(f"paused at {used} of its budget; the best of the study go on.")
 
-    def _pause_again(self, trial: optuna.trial.Trial, num_evaluations: int) -> None:
+    def _pause_again(self, trial: optuna.trial.Trial, origin: int, num_evaluations: int) -> None:
         """Raise Paused for a trial whose worker died when it was to pause, and had its checkpoint."""
+        if origin != trial.number or not num_evaluations:
+            return
         paused_at = trial.user_attrs.get(PAUSED_ATTR)
-        if ORIGIN_ATTR not in trial.user_attrs and paused_at is not None and num_evaluations >= paused_at:
+        if paused_at is not None and num_evaluations >= paused_at:
             raise Paused(f"paused at evaluation {paused_at}; the best of the study go on.")
 
     def _should_stop(self, lease: Lease) -> bool:

@@ -40,19 +40,21 @@ class Promotion:
     keep: int
     maximize: bool
 
-    def pauses(self, user_attrs: Mapping[str, Any], budget_used: float) -> bool:
-        """Whether a trial with these user attributes is to pause at an evaluation."""
-        return ORIGIN_ATTR not in user_attrs and self.starts <= budget_used < 1
+    def pauses(self, budget_used: float) -> bool:
+        """Whether a trial that has not paused yet is to do so at an evaluation."""
+        return self.starts <= budget_used < 1
 
     def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
-        """The numbers of the paused trials that go on now, where all trials have begun.
+        """The numbers of the paused trials that go on now; none before all trials have begun.
 
         One that went on and broke leaves its place to the next, down to the place `2 * keep`.
 
         Args:
-            unfinished: the numbers of the trials that unfinished slots have: only these can go on, and one
-                that failed and is among them is tried again.
+            unfinished: the numbers of the trials that unfinished slots have, with None where one has not
+                begun: only these can go on, and one that failed and is among them is tried again.
         """
+        if None in unfinished:
+            return []
         later = _later(trials)
         chosen, num_kept = [], 0
         for number in self._ranked(trials, unfinished):

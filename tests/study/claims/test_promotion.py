@@ -218,3 +218,11 @@ def test_paused_trials_need_a_worker_where_none_runs(storage: Storage) -> None:
         [study] = list_studies(storage)
     assert study.trials["open"] == 1, "the other of the best two"
     assert study.trials["running"] + study.trials["done"] == 7
+
+
+def test_with_another_pruner_none_goes_on_and_the_study_ends(storage: Storage) -> None:
+    pause_all(storage)
+    config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
+    summary = run_worker(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
+    assert (summary.ended, summary.outcomes) == ("finished", {})
+    assert storage.slot_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
