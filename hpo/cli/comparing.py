@@ -12,7 +12,6 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
-    UntilOption,
     WorkersOption,
     app,
     config_of,
@@ -95,7 +94,6 @@ def compare(
         ),
     ] = False,
     workers: WorkersOption = None,
-    until: UntilOption = None,
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
@@ -114,7 +112,7 @@ def compare(
     request = Request("configurations" if configurations else "precisions", **options)
     with (
         progress_shown(quiet=as_json),
-        stop_signals(until) as stop,
+        stop_signals() as stop,
         existing_study(study, storage) as (database, record),
     ):
         config = config_of(study, record, trust_remote_code=False)

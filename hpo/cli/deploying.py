@@ -105,7 +105,7 @@ def deploy(
 
     with (
         progress_shown(quiet=as_json),
-        stop_signals(timeout=options["timeout"] or TIMEOUT_SECONDS) as stop,
+        stop_signals(options["timeout"] or TIMEOUT_SECONDS) as stop,
         existing_study(study, storage) as (database, record),
     ):
         trial = _best(record)

@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -263,13 +263,11 @@ def serve_with_workers(
     return "stopped" if supervisor.were_stopped() else "idle"
 
 
-def worker_command(study: str | None, timeout: float, until: float | None) -> list[str]:
+def worker_command(study: str | None, timeout: float) -> list[str]:
     """Return the command line of one worker process; without a `study` it serves all."""
     command = [sys.executable, "-m", "hpo", "worker", *([] if study is None else [study])]
     if math.isfinite(timeout):
         command += ["--timeout", str(max(1e-3, timeout))]
-    if until is not None:
-        command += ["--until", datetime.fromtimestamp(until, UTC).isoformat()]
     return command
 
 
@@ -319,7 +317,7 @@ class _Supervisor:
 
     def _command(self) -> list[str]:
         left = self.deadline - time.monotonic()
-        return [*worker_command(self.study, left, self.stop.until), *self.processes.arguments]
+        return [*worker_command(self.study, left), *self.processes.arguments]
 
     def _supervise(self, is_over: Callable[[], bool]) -> None:
         """Wait until all workers have ended, and start those again that die."""
