@@ -82,7 +82,8 @@ def enqueue(
 
     It takes one of the trials that the study has left to begin, after those that were enqueued before.
     """
-    from hpo.config.search_space import encode, refusal
+    from hpo.config.known import fixed_problems
+    from hpo.config.search_space import encode
     from hpo.config.study_config import stored_study
     from hpo.config.trial_config import parse_params
     from hpo.study.store.lifecycle import enqueued
@@ -92,13 +93,8 @@ def enqueue(
         config = stored_study(study, database.read_definition(study))
         if config.comparison is not None:
             raise InputError(f"`{study}` is a comparison, which has planned trials alone.")
-        if said := refusal(config.search_space, params):
-            raise InputError(f"--param: no trial of `{study}` can be so: {said}")
-        for name in params:
-            for parent, values in config.search_space[name].when.items():
-                if params.get(parent) not in values:
-                    needed = " or ".join(f"{parent}={value}" for value in values)
-                    raise InputError(f"--param {name}: it is drawn with {needed} alone. Give that, too.")
+        if problems := [f"--param {problem}" for problem in fixed_problems(config.search_space, params)]:
+            raise InputError("\n".join(problems))
         ahead, to_begin = database.read(lambda connection: enqueued(connection, study))
         if ahead >= to_begin:
             raise InputError(

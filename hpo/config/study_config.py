@@ -28,6 +28,7 @@ from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
+from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     Distribution,
@@ -189,6 +190,8 @@ class StudyConfig(CheckedSection):
     """What is kept of a trial."""
     search_space: dict[str, Distribution] = Field(default_factory=dict, validate_default=True)
     """Settings that are searched, each with its distribution."""
+    first: tuple[dict[str, Any], ...] | EarlierResults = ()
+    """Configurations that are tried before the sampler draws any, when the study is made."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
     """When a trial stops early. Left out: `promote`; `none` where there are several objectives, the objective
     is no metric of the model, or the trials' budget is searched."""
@@ -298,6 +301,11 @@ class StudyConfig(CheckedSection):
             problems += _sampler_problems(space, info.data["sampler"].name)
         refuse(*problems)
         return space
+
+    @field_validator("first", mode="before")
+    @classmethod
+    def _check_first(cls, raw: Any, info: ValidationInfo) -> First:
+        return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
         searched = self.search_space.get("max_length")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -100,15 +100,39 @@ def make_trial(
         connection.execute(lock)
     last = sa.select(sa.func.max(trials.c.number)).where(trials.c.study_id == study_id)
     number = sa.func.coalesce(last.scalar_subquery() + 1, 0)
-    new = sa.insert(trials).values(
-        study_id=study_id, number=number, state=TrialState.RUNNING, datetime_start=_now()
-    )
+    values = {"number": number, "state": TrialState.RUNNING, "datetime_start": _now()}
+    return _insert_trial(connection, study_id, values, system_attrs, user_attrs)
+
+
+def _insert_trial(
+    connection: sa.Connection,
+    study_id: int,
+    values: Mapping[str, Any],
+    system_attrs: Mapping[str, Any],
+    user_attrs: Mapping[str, Any],
+) -> int:
+    new = sa.insert(trials).values(study_id=study_id, **values)
     trial_id, number_made = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
     for table, given in ((system_attributes, system_attrs), (user_attributes, user_attrs)):
         rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
         if rows:
             connection.execute(sa.insert(table), rows)
     return int(number_made)
+
+
+def enqueue_trials(connection: sa.Connection, study_id: int, enqueued: Iterable[tuple[Any, Any]]) -> None:
+    """Enqueue the first trials of a study, each with its parameters and its user attributes."""
+    for number, (fixed_params, user_attrs) in enumerate(enqueued):
+        values = {"number": number, "state": TrialState.WAITING}
+        _insert_trial(connection, study_id, values, {"fixed_params": fixed_params}, user_attrs)
+
+
+def set_study_attribute(connection: sa.Connection, study_id: int, key: str, value: Any) -> None:
+    """Set a system attribute of a study."""
+    of_study = (study_system_attributes.c.study_id == study_id, study_system_attributes.c.key == key)
+    connection.execute(sa.delete(study_system_attributes).where(*of_study))
+    new = {"study_id": study_id, "key": key, "value_json": json.dumps(value)}
+    connection.execute(sa.insert(study_system_attributes).values(new))
 
 
 def copy_reports(connection: sa.Connection, study_id: int, from_number: int, to_number: int) -> None:

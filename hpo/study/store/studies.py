@@ -15,8 +15,9 @@ import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
 from hpo.outcome import Outcome
+from hpo.study.sampling.earlier import tried_first
 from hpo.study.store.database import redact
-from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.optuna_internals import enqueue_trials, set_study_attribute, study_id_of
 from hpo.study.store.schema import delete_rows, evaluations, slots, studies, workers
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
@@ -43,6 +44,7 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
 
 def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
     """See `create_or_resume_study`; to be called under `exclusive`."""
+    enqueued = [] if storage.has_study(config.name) else tried_first(storage, config)
     study = optuna.create_study(
         study_name=config.name,
         storage=storage.optuna,
@@ -50,6 +52,14 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
         load_if_exists=True,
     )
     token = storage.optuna.get_study_system_attrs(study_id_of(study)).get(TOKEN_ATTR)
+    if token is None:
+        if study.get_trials(deepcopy=False):
+            raise StorageError(
+                f"The study `{config.name}` in {redact(storage.url)} was not made by hpo. "
+                "Give yours another `name`, or use another database."
+            )
+        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+            study.set_metric_names([objective.metric for objective in config.objective])
     with storage.engine.begin() as connection:
         row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
         if row is not None and row.token != token:
@@ -57,14 +67,13 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
             delete_rows(connection, config.name)
             row = None
         if row is None:
-            if token is None and study.get_trials(deepcopy=False):
-                raise StorageError(
-                    f"The study `{config.name}` in {redact(storage.url)} was not made by hpo. "
-                    "Give yours another `name`, or use another database."
-                )
-            token = uuid.uuid4().hex
-            values = {**_definition(config), "name": config.name, "token": token, "created": storage.now}
+            # All in one transaction: a study without its token is not made, and the next run makes it.
+            new_token, study_id = uuid.uuid4().hex, study_id_of(study)
+            values = {**_definition(config), "name": config.name, "token": new_token, "created": storage.now}
             connection.execute(sa.insert(studies).values(values))
+            if token is None:
+                enqueue_trials(connection, study_id, enqueued)
+            set_study_attribute(connection, study_id, TOKEN_ATTR, new_token)
         else:
             resumed = _definition(config.resumed(json.loads(row.definition)))
             values = resumed if resize else {"n_trials": row.n_trials}
@@ -72,11 +81,6 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
             connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
         live = storage.live_workers(connection, workers.c.study == config.name)
         dropped = _resize(connection, config.name, values["n_trials"], live)
-    if row is None:
-        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-            study.set_metric_names([objective.metric for objective in config.objective])
-        # Last: a study without its token was not made to the end, and the next run begins it anew.
-        storage.optuna.set_study_system_attr(study_id_of(study), TOKEN_ATTR, token)
     for trial in study.get_trials(deepcopy=False) if dropped else ():
         if trial.number in dropped and not trial.state.is_finished():
             reason = f"n_trials was lowered to {values['n_trials']}"

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from worker_process import finish, result, run_trials, start_process, study
+
+from hpo.config.study_config import StudyConfig
+from hpo.errors import StudyChangedError, StudyFileError
+from hpo.report.tables import StudyTables
+from hpo.study.reading.reader import read_study
+from hpo.study.store import studies
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+GIVEN = [{"learning_rate": 2e-5, "batch_size": 32}, {"fp_precision": "fp32"}, {"learning_rate": 5e-4}]
+
+
+def make(url: str, config: StudyConfig, kill: str = "") -> None:
+    """Make the study; with `kill`, this process dies when it has come so far."""
+    if kill:
+        module, name = {"create_study": (optuna, kill), "enqueue_trials": (studies, kill)}[kill]
+        function = getattr(module, name)
+
+        def called(*args: Any, **kwargs: Any) -> None:
+            function(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(module, name, called)
+    with open_storage(url) as storage:
+        create_or_resume_study(storage, config)
+
+
+def waiting(storage: Storage, name: str = "tiny") -> list[dict[str, Any]]:
+    trials = storage.load_study(name).get_trials(states=(TrialState.WAITING,))
+    return [trial.system_attrs["fixed_params"] for trial in trials]
+
+
+@pytest.mark.parametrize("kill", ["create_study", "enqueue_trials"])
+def test_configurations_are_enqueued_once_whoever_dies_and_however_many_make_it(
+    storage_url: str, kill: str
+) -> None:
+    config = study(6, first=GIVEN)
+    killed = start_process(make, storage_url, config, kill)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    finish(*(start_process(make, storage_url, config) for _ in range(3)))
+    with open_storage(storage_url) as storage:
+        assert waiting(storage) == GIVEN
+        run_trials(storage, config)
+        record = read_study(storage, "tiny")
+        assert record.slots["done"] == len(record.trials) == 6
+        for index, given in enumerate(GIVEN):
+            assert given.items() <= record.trials[index].params.items()
+            assert record.trials[index].attributes["source"] == f"first.{index}"
+
+
+def test_a_study_does_not_get_other_ones_later(storage: Storage) -> None:
+    create_or_resume_study(storage, study(2, first=GIVEN))
+    assert waiting(storage) == GIVEN[:2], "a trial each"
+    create_or_resume_study(storage, study(5, first=GIVEN))
+    with pytest.raises(StudyChangedError, match="first: "):
+        create_or_resume_study(storage, study(5, first=GIVEN[:1]))
+    assert waiting(storage) == GIVEN[:2]
+
+
+def earlier_study(storage: Storage, *, values: str = "learning_rate") -> StudyConfig:
+    """Twelve trials, of which the highest learning rates are best."""
+    config = study(12, name="earlier")
+    run_trials(storage, config, lambda trial: result("complete", values=(trial.params[values],)))
+    return config
+
+
+def test_the_best_of_an_earlier_study_are_tried_as_far_as_they_fit(
+    storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier_study(storage)
+    ranked = sorted(read_study(storage, "earlier").trials, key=lambda trial: -trial.values[0])  # type: ignore[index]
+    StudyTables(read_study(storage, "earlier")).trials.to_csv(tmp_path / "trials.csv", index=False)
+    space = {
+        "learning_rate": {"type": "float", "low": 1e-5, "high": ranked[1].params["learning_rate"]},
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
+    }
+    for name, source in (("by_name", {"study": "earlier"}), ("by_table", {"csv": "trials.csv"})):
+        config = study(9, name=name, search_space=space, first={**source, "top": 3})
+        create_or_resume_study(storage, config.model_copy(update={"path": tmp_path / "study.yaml"}))
+        assert waiting(storage, name) == [
+            {"fp_precision": ranked[0].params["fp_precision"]},
+            *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
+        ]
+        assert "first: `batch_size`, `learning_rate` of the earlier trials do not fit" in caplog.text
+        caplog.clear()
+
+
+def test_earlier_results_that_are_not_there_are_refused(storage: Storage, tmp_path: Path) -> None:
+    two = [{"metric": "score"}, {"metric": "train_tokens_per_second"}]
+    create_or_resume_study(storage, study(1, name="two", objective=two, pruner={"name": "none"}))
+    (tmp_path / "other.csv").write_text("number,outcome,objective.x/f1\n")
+    (tmp_path / "broken.csv").write_text("number,outcome,objective.score\n0,complete,good\n")
+    for first, problem in (
+        ({"study": "twice"}, r"first.study: There is no study `twice` in .*"),
+        ({"study": "two"}, r"first.study: must have one objective, but `two` has several."),
+        ({"csv": "absent.csv"}, r"first.csv: .*absent.csv cannot be read: .*No such file"),
+        ({"csv": "other.csv"}, r"first.csv: .*other.csv .* has no column `objective.score`."),
+        ({"csv": "broken.csv"}, r"first.csv: .*broken.csv: objective.score: .*'good'"),
+    ):
+        config = study(2, first=first).model_copy(update={"path": tmp_path / "study.yaml"})
+        with pytest.raises(StudyFileError, match=rf"study.yaml: {problem}"):
+            create_or_resume_study(storage, config)
+        assert not storage.has_study("tiny")
