@@ -215,20 +215,12 @@ def check_work_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def worker_processes(
-    config: StudyConfig | None, storage: str | None, options: Mapping[str, Any], *arguments: str
-) -> WorkerProcesses:
-    """Those that `WORK_OPTIONS` ask for; without shares, the one worker is this process.
-
-    Args:
-        config: of the study; None for workers of all studies.
-        storage: the option.
-        arguments: more of `hpo worker`.
-    """
+def worker_processes(config: StudyConfig, storage: str | None, options: Mapping[str, Any]) -> WorkerProcesses:
+    """Those of a study that `WORK_OPTIONS` ask for; without shares, the one worker is this process."""
     from hpo.study.running.supervisor import WorkerProcesses, share_devices
 
     shares = share_devices(config, options["workers"], options.get("workers_per_device"))
-    return WorkerProcesses(shares, arguments, file_given(storage))
+    return WorkerProcesses(shares, storage_as_given=file_given(storage))
 
 
 def file_given(storage: str | None) -> str | None:

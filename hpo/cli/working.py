@@ -1,4 +1,4 @@
-"""The command `worker`: one or more workers of a study, or of every open study of a database.
+"""The command `worker`: one or more workers of a study, or one of every open study of a database.
 
 Told to stop because its job ends, it asks the scheduler to run the job again, also where the database is
 away.
@@ -63,7 +63,7 @@ def worker(
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
-    """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
+    """Join a study as one or more workers and leave when it is done; without a name, one serves all."""
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.running.run import OpenOptions
 
@@ -72,6 +72,12 @@ def worker(
         raise InputError(
             f"With --idle-timeout, STUDY must be the name of one in the database, but got `{study}`, a file."
         )
+    serves = study is None or idle_timeout is not None
+    if serves and (options["workers"] or options["workers_per_device"]):
+        raise InputError(
+            "without STUDY, or with --idle-timeout, a worker is one process: leave --workers and "
+            "--workers-per-device out, and start the command once for each."
+        )
     with (
         progress_shown(quiet=as_json),
         stop_signals(options["timeout"]) as stop,
@@ -79,11 +85,10 @@ def worker(
     ):
         how = OpenOptions(resize=False, trust_remote_code=trust_remote_code, stop=stop)
         try:
-            if study is None or idle_timeout is not None:
-                waits = {"only": study, "idle_timeout": idle_timeout or 0.0}
-                _serve(storage, how, stop, options | waits, as_json=as_json)
+            if serves:
+                _serve(study, storage, how, idle_timeout or 0.0, as_json=as_json)
             else:
-                _work_in(study, storage, how, stop, options, as_json=as_json)
+                _work_in(str(study), storage, how, stop, options, as_json=as_json)
         except StoppedError:  # while the database was away
             requeue_this_job("stopped", stop)
             raise
@@ -124,34 +129,23 @@ def _work_in(
 
 
 def _serve(
-    storage: str | None, how: OpenOptions, stop: Stop, options: dict[str, Any], *, as_json: bool
+    only: str | None, storage: str | None, how: OpenOptions, idle_timeout: float, *, as_json: bool
 ) -> NoReturn:
-    """Be one or more workers of all studies of a database, or of one that gets more, and end the command."""
+    """Be a worker of all studies of a database, or of one that gets more, and end the command."""
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.running.serving import Server
-    from hpo.study.running.supervisor import serve_with_workers
     from hpo.study.store.database import storage_url
-    from hpo.study.store.storage import open_storage
 
-    arguments = [] if options["only"] is None else [options["only"]]
-    arguments += ["--idle-timeout", str(options["idle_timeout"])]
-    arguments += ["--trust-remote-code"] if how.trust_remote_code else []
-    processes, url = worker_processes(None, storage, options, *arguments), storage_url(storage)
     display = partial(shown, quiet=as_json, own=True)
-    server = Server(url, RUNS, how, options["only"], options["idle_timeout"], shown=display)
-    if processes.shares:
-        with open_storage(url, create=False, stop=stop) as database:
-            ended = serve_with_workers(database, RUNS, processes, stop)
-    else:
-        ended = server.serve()
-    requeue_this_job(ended, stop)
+    server = Server(storage_url(storage), RUNS, how, only, idle_timeout, shown=display)
+    ended = server.serve()
+    requeue_this_job(ended, server.stop)
     if as_json:
         print_json({"ended": ended, "outcomes": server.outcomes, "left_out": server.left_out})
     else:
         counts = ", ".join(f"{name} {sum(each.values())}" for name, each in server.outcomes.items())
-        trials = "" if processes.shares else f" Trials of this worker: {counts or 'none'}."
         why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
-        typer.echo(f"{why[ended]}.{trials}")
+        typer.echo(f"{why[ended]}. Trials of this worker: {counts or 'none'}.")
     if {outcome for each in server.outcomes.values() for outcome in each} == {Outcome.FAILED}:
         raise RunError("every trial that this worker ran failed.")
     raise typer.Exit(130 if ended == "stopped" else 0)

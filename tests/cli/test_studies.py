@@ -129,6 +129,8 @@ def test_a_worker_without_a_name_and_without_work(tmp_path: Path) -> None:
     refused = hpo_command(tmp_path, "worker", "./tiny.yaml", "--idle-timeout", "3")
     assert refused.exit_code == 2
     assert "STUDY must be the name of one in the database, but got `./tiny.yaml`" in refused.err
+    refused = hpo_command(tmp_path, "worker", "--workers", "2")
+    assert (refused.exit_code, "a worker is one process: leave --workers" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["pause", "cancel"])

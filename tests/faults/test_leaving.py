@@ -66,10 +66,10 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     assert saved_steps(tmp_path)[0] > 0
 
 
-def test_supervisor_of_all_studies_starts_a_killed_worker_again_and_passes_signals_on(tmp_path: Path) -> None:
+def test_supervisor_starts_a_killed_worker_again_and_passes_signals_on(tmp_path: Path) -> None:
     write_long_study(tmp_path, 0.1, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    process = start_hpo(tmp_path, "worker", "--workers", "2")
+    process = start_hpo(tmp_path, "worker", "tiny", "--workers", "2")
     wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)
     killed = next(worker for worker in stored(tmp_path).workers if worker.trial_number == 0)
     reached = saved_steps(tmp_path, 0)[-1]

@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
 
 from hpo.config.allowed import ALLOW
 from hpo.config.study_config import StudyConfig
@@ -78,14 +77,14 @@ class DeviceShare:
 
 
 def share_devices(
-    config: StudyConfig | None, workers: int | None = None, per_device: int | None = None
+    config: StudyConfig, workers: int | None = None, per_device: int | None = None
 ) -> list[DeviceShare]:
     """The share of each worker process of a run on this machine; none: the one worker is this process.
 
     A worker sees its GPU alone, so that no tensor of it can lie on another.
 
     Args:
-        config: of the study; None for workers that serve all studies of a database.
+        config: of the study.
         workers: how many, spread over the GPUs of this machine in turn; 1 is this process.
         per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
             are processes.
@@ -94,10 +93,10 @@ def share_devices(
     """
     if per_device is None and workers in (None, 1):
         return []
-    devices = cuda_devices(config.device if config else "auto")
+    devices = cuda_devices(config.device)
     num_devices = max(1, len(devices))
     count = workers or (per_device or 1) * num_devices
-    if devices and config:
+    if devices:
         share_memory(config, probe_device(config.device), math.ceil(count / num_devices))
     return [
         DeviceShare(
@@ -249,23 +248,9 @@ def run_workers(
     return RunSummary("timeout" if time.monotonic() > deadline else "elsewhere", outcomes)
 
 
-def serve_with_workers(
-    storage: Storage, runs_dir: Path, processes: WorkerProcesses, stop: Stop
-) -> Literal["idle", "stopped", "timeout"]:
-    """Run a worker without a study in each of the processes, and wait for all of them.
-
-    What they print is added to `runs_dir`/worker-<host>-<job or pid>-<number>.log. Errors are those of
-    `run_workers`.
-    """
-    stop.can_checkpoint = True
-    supervisor = _Supervisor(processes, storage, stop, stop.deadline)
-    supervisor.run(runs_dir, lambda: time.monotonic() > stop.deadline)
-    return "stopped" if supervisor.were_stopped() else "idle"
-
-
-def worker_command(study: str | None, timeout: float) -> list[str]:
-    """Return the command line of one worker process; without a `study` it serves all."""
-    command = [sys.executable, "-m", "hpo", "worker", *([] if study is None else [study])]
+def worker_command(study: str, timeout: float) -> list[str]:
+    """Return the command line of one worker process."""
+    command = [sys.executable, "-m", "hpo", "worker", study]
     if math.isfinite(timeout):
         command += ["--timeout", str(max(1e-3, timeout))]
     return command
@@ -273,13 +258,13 @@ def worker_command(study: str | None, timeout: float) -> list[str]:
 
 @dataclass
 class _Supervisor:
-    """Of the workers of one study, or of those without one."""
+    """Of the workers of one study."""
 
     processes: WorkerProcesses
     storage: Storage
     stop: Stop
     deadline: float
-    study: str | None = None
+    study: str
 
     def run(self, folder: Path, is_over: Callable[[], bool]) -> None:
         """Run the workers, with their logs in `folder`, until all have ended.
