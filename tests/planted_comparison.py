@@ -14,8 +14,8 @@ import numpy as np
 from worker_process import result, study
 
 from hpo.compare.companion import Request, comparison_study, open_comparison, plan_comparison
-from hpo.compare.race import judge_race
-from hpo.compare.results import Result, judge_precisions, look_by_look
+from hpo.compare.looks import judge, run_looks
+from hpo.compare.results import Result
 from hpo.compare.runs import Runs
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
@@ -23,7 +23,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.row_statistics import read_row_statistics, store_row_statistics
+from hpo.study.reading.row_statistics import store_row_statistics
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.running.stopping import Stop
 from hpo.study.running.worker import WorkerOptions, run_worker
@@ -167,11 +167,7 @@ def told(
         runs = Runs(
             record, companion, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
         )
-        result = (
-            judge_race(runs, runs.of_search(searched))
-            if plan.question == "configurations"
-            else judge_precisions(runs, searched, None)
-        )
+        result = judge(runs, searched)
         if result.next_plan is None:
             return result
         plan = result.next_plan
@@ -231,15 +227,6 @@ def statistics(task: Task, points: float) -> RowStatistics:
     return RowStatistics(task, NUM_ROWS, np.arange(NUM_ROWS), {}, values)
 
 
-def judge(storage: Storage, companion: StudyConfig, search: StudyRecord, tasks: Any = TASKS) -> Result:
-    """What its trials say so far."""
-    rows = read_row_statistics(storage, companion.name, tasks)
-    runs = Runs(read_study(storage, companion.name), companion, tasks, rows)
-    if runs.plan.question == "configurations":
-        return judge_race(runs, runs.of_search(search))
-    return judge_precisions(runs, search, None)
-
-
 def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
     record = read_study(storage, config.name)
     if request.question == "precisions" and request.precisions is None:
@@ -255,10 +242,4 @@ def compared(storage: Storage, config: StudyConfig, score: Score, request: Reque
         create_or_resume_study(storage, companion)
         return run(storage, companion, score)
 
-    *_, last = look_by_look(
-        storage,
-        begun(storage, config, request),
-        run_look,
-        lambda _, companion: judge(storage, companion, search),
-    )
-    return last
+    return run_looks(storage, begun(storage, config, request), search, TASKS, run_look)

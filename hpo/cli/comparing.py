@@ -30,13 +30,10 @@ from hpo.json_safe import json_safe
 from hpo.precision.table import canonical_precision
 
 if TYPE_CHECKING:
-    from hpo.compare.price import Price
-    from hpo.compare.results import Result
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
     from hpo.study.running.stopping import Stop
-    from hpo.study.store.storage import Storage
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
     "price": Annotated[
@@ -100,7 +97,7 @@ def compare(
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
     from hpo.compare.companion import Request, open_comparison
-    from hpo.compare.results import look_by_look
+    from hpo.compare.looks import price_before, run_looks
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
     from hpo.study.running.run import check_trust
@@ -121,64 +118,16 @@ def compare(
         has_test = _say_what_is_compared(config, data)
         companion = open_comparison(database, record, config, request, device=device, has_test=has_test)
         check_trust(companion, config, trust_remote_code=False)  # what the database has of it
-        cost, sentence = _price(record, companion, data)
+        cost, sentence = price_before(record, companion, data)
         if only_price and as_json:
             print_json({"price": cost and cost.as_json(), "sentence": sentence})
         elif only_price or not (as_json or database.has_study(companion.name)):
             typer.echo(sentence)
         if only_price:
             return
-        for result in look_by_look(
-            database,
-            companion,
-            partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
-            lambda looked, grown: _judge(database, looked, grown, record, data, cost),
-        ):
-            database.store_comparison(record.name, result.plan.question, result.content)
+        run_look = partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json)
+        result = run_looks(database, companion, record, data.tasks, run_look, cost)
     print_json(result.content) if as_json else print_comparison(json_safe(result.content))
-
-
-def _price(record: StudyRecord, companion: StudyConfig, data: DataSet) -> tuple[Price | None, str]:
-    """What a comparison of precisions costs, and the sentence that says so."""
-    from hpo.compare import words
-    from hpo.compare.price import expected_before, price_of
-    from hpo.trial.objectives import quality_objective, unit_of
-
-    plan = companion.comparison
-    assert plan is not None
-    num_configurations = len(plan.configurations)
-    if plan.question == "configurations":
-        most = num_configurations * plan.max_seeds
-        return None, f"Price: at most {most} trials, and fewer as configurations are beaten."
-    split = "test" if companion.evaluation.test else "validation"
-    num_rows = len(data.splits[split])
-    compared = {configuration.trial for configuration in plan.configurations}
-    seconds = [trial.seconds for trial in record.trials if trial.number in compared and trial.seconds]
-    in_points = unit_of(quality_objective(companion.objective).metric) == "points"
-    expected = expected_before(record, num_rows) if in_points else None
-    mean = sum(seconds) / len(seconds) if seconds else None
-    cost = None if expected is None else price_of(plan, expected, mean)
-    return cost, words.price(cost, plan, num_rows, split)
-
-
-def _judge(
-    database: Storage,
-    looked: StudyRecord,
-    companion: StudyConfig,
-    search: StudyRecord,
-    data: DataSet,
-    cost: Price | None,
-) -> Result:
-    """What the trials of a comparison say so far."""
-    from hpo.compare.race import judge_race
-    from hpo.compare.results import judge_precisions
-    from hpo.compare.runs import Runs
-    from hpo.study.reading.row_statistics import read_row_statistics
-
-    runs = Runs(looked, companion, data.tasks, read_row_statistics(database, companion.name, data.tasks))
-    if runs.plan.question == "configurations":
-        return judge_race(runs, runs.of_search(search))
-    return judge_precisions(runs, search, cost)
 
 
 def _say_what_is_compared(config: StudyConfig, data: DataSet) -> bool:

@@ -6,27 +6,22 @@ The words are in `hpo.compare.words`; the terminal, the report and the dashboard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.companion import by_rank, caught_up, grown, precision_of
+from hpo.compare.companion import by_rank, precision_of
 from hpo.compare.decision import interval
 from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
-from hpo.config.study_config import StudyConfig
-from hpo.errors import RunError
 from hpo.study.reading.reader import COMPARISON_FORM
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
-
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -60,27 +55,6 @@ def stored_form(
         "has_ended": next_plan is None,
     }
     return Result(plan, {**about, **content}, next_plan)
-
-
-def look_by_look(
-    storage: Storage,
-    companion: StudyConfig,
-    run_look: Callable[[StudyConfig], StudyRecord],
-    judge_look: Callable[[StudyRecord, StudyConfig], Result],
-) -> Iterator[Result]:
-    """Run the trials of a comparison up to its next look, judge, and go on until it is decided.
-
-    Raises RunError where trials of a look that has ended are not there.
-    """
-    while True:
-        companion = caught_up(storage, companion)
-        result = judge_look(run_look(companion), companion)
-        yield result
-        if result.next_plan is None:
-            return
-        if result.next_plan.num_seeds == result.plan.num_seeds:
-            raise RunError(f"The comparison `{companion.name}` has ended without all of its trials.")
-        companion = grown(companion, result.next_plan)
 
 
 def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Result:
