@@ -47,7 +47,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError, InputError, RunError, printable
+from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -288,7 +288,7 @@ def _evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, and store that."""
     from hpo.evaluation.detailed import evaluate_predictions
-    from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
+    from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
     from hpo.trial.best_model import split_predictions
 
     name = executor.study.name
@@ -297,8 +297,7 @@ def _evaluate_checkpoint(
     metrics, document = predicted.metrics(), evaluate_predictions(predicted, split_name=split).as_json()
     evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
     try:
-        if not store_detailed_evaluation(database, name, token, trial.number, document):
-            raise RunError(NOT_STORED)
+        store_detailed_evaluation(database, name, token, trial.number, document)
     except HpoError as error:  # also of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)
     return {"evaluation": evaluation}

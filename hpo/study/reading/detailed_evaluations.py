@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from hpo.errors import DataError
+from hpo.errors import DataError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.store.schema import detailed_evaluations, studies
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
-NOT_STORED = "the study was deleted, or made anew, while its trial was evaluated."
 
 
 def read_detailed_evaluations(
@@ -57,23 +55,22 @@ def _read(text: str) -> Mapping[str, Any]:
 
 def store_detailed_evaluation(
     storage: Storage, name: str, token: str, trial_number: int, document: Mapping[str, Any]
-) -> bool:
+) -> None:
     """Keep a detailed evaluation with its trial, in place of an earlier one of that split.
 
-    `token` is that of the study (`Storage.study_token`) from before the evaluation, so that none is stored
-    with a study of the same name that was made meanwhile. Returns whether it was stored.
+    `token` is that of the study (`Storage.study_token`) from before the evaluation. Raises RunError where the
+    study is gone, or another one of the same name was made meanwhile.
     """
     table = detailed_evaluations
     key = {"study": name, "trial_number": trial_number, "split": document["split"]}
     text = json.dumps(json_safe(document))
 
-    def store(connection: sa.Connection) -> bool:
+    def store(connection: sa.Connection) -> None:
         # Written first, so that nobody deletes the study, or stores the same, meanwhile.
         here = sa.update(studies).where(studies.c.name == name, studies.c.token == token)
         if not connection.execute(here.values(token=token)).rowcount:
-            return False
+            raise RunError("the study was deleted, or made anew, while its trial was evaluated.")
         connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
         connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
-        return True
 
-    return storage.write(store)
+    storage.write(store)

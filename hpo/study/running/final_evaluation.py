@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hpo.config.search_space import refusal
 from hpo.errors import HpoError, Preempted, RunError
 from hpo.memory import release_free_memory
-from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
+from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord, best_trials
 from hpo.study.store.storage import Storage
@@ -63,8 +63,7 @@ def evaluate_best(
         if remote is not None:
             remote.fetch_newest("best", folder(best.origin))
         document = _evaluate(executor, folder(best.origin), best, split, stop)
-        if not store_detailed_evaluation(storage, name, token, best.number, document):
-            raise RunError(NOT_STORED)
+        store_detailed_evaluation(storage, name, token, best.number, document)
         release_free_memory(executor.device)
 
 

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from detailed_documents import document, error, task_document
 from worker_process import run_trials, study
 
+from hpo.errors import RunError
 from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
@@ -40,8 +41,8 @@ def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
     assert detailed(storage) == [{}, {}]
     half = {"value": 0.5, "low": 0.25, "high": math.nan}
     for one in (document({}, num_examples=1), DOCUMENT, document({}, "validation", score=half)):
-        assert store_detailed_evaluation(storage, "tiny", token, 1, one), "the last of each split stays"
-    assert store_detailed_evaluation(storage, "other", other, 0, document({}))
+        store_detailed_evaluation(storage, "tiny", token, 1, one)  # the last of each split stays
+    store_detailed_evaluation(storage, "other", other, 0, document({}))
     half = half | {"high": None}
     assert detailed(storage) == [{}, {"test": DOCUMENT, "validation": document({}, "validation", score=half)}]
     assert detailed(storage, "other") == [{"test": document({})}, {}]
@@ -49,16 +50,18 @@ def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
 
 def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
     old = finished(storage)
-    assert store_detailed_evaluation(storage, "tiny", old, 0, DOCUMENT)
+    store_detailed_evaluation(storage, "tiny", old, 0, DOCUMENT)
     optuna.delete_study(study_name="tiny", storage=storage.optuna)  # as the dashboard does
     new = finished(storage)
     assert detailed(storage) == [{}, {}]
-    assert store_detailed_evaluation(storage, "tiny", new, 0, DOCUMENT)
+    store_detailed_evaluation(storage, "tiny", new, 0, DOCUMENT)
     late = document({}, num_examples=99)
-    assert not store_detailed_evaluation(storage, "tiny", old, 0, late), "it was computed before"
+    with pytest.raises(RunError, match="deleted, or made anew"):  # it was computed before
+        store_detailed_evaluation(storage, "tiny", old, 0, late)
     assert detailed(storage) == [{"test": DOCUMENT}, {}]
     delete_study(storage, "tiny")
-    assert not store_detailed_evaluation(storage, "tiny", new, 0, late)
+    with pytest.raises(RunError, match="deleted, or made anew"):
+        store_detailed_evaluation(storage, "tiny", new, 0, late)
     finished(storage)
     assert detailed(storage) == [{}, {}]
 
@@ -78,7 +81,7 @@ def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
     _say_left_out.cache_clear()
     token = finished(storage)
     for split in ("test", "validation"):
-        assert store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
     with storage.engine.begin() as connection:
         is_test = detailed_evaluations.c.split == "test"
         connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
@@ -90,5 +93,5 @@ def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
     assert why in said
     changed = with_evaluation(record, 1, DOCUMENT)
     assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
-    assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
+    store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
     assert read_study(storage, "tiny").trials == changed.trials
