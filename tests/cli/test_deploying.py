@@ -15,7 +15,6 @@ from study_records import record_of, with_values
 from worker_process import wait_for
 
 import hpo
-from hpo.cli import deploying
 from hpo.cli.deploying import _best
 from hpo.deploy.timing import Effort, time_in_turn
 
@@ -127,11 +126,12 @@ def test_interrupted_it_keeps_what_is_scored(folder: Path, monkeypatch: pytest.M
     assert hpo.load(out_folder / "model", device="cpu").predict(["I sleep badly."])
 
 
-def test_fp32_is_not_scored_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploying, "_why_it_ends", lambda _: "the time of --timeout was over")
+def test_stopped_before_fp32_is_scored_it_keeps_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "12")
     finished = hpo_command(folder, "deploy", "tiny", "--out", str(folder / "other"))
-    assert finished.exit_code == 1
-    assert "fp32 was not scored, because the time of --timeout was over. Give it longer." in finished.err
+    assert (finished.exit_code, "Stopped before fp32 was scored" in finished.err) == (130, True)
     assert not (folder / "other").exists()
 
 
