@@ -163,9 +163,6 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
-    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -178,7 +175,7 @@ def best(
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:
-            _check_export(export, record.name, overwrite=overwrite)
+            _check_export(export, record.name)
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
@@ -190,13 +187,13 @@ def best(
     raise typer.Exit(0 if best_trials(record) else 1)
 
 
-def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
+def _check_export(folder: Path, study_name: str) -> None:
     """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
     from hpo.models.export import check_export_folder  # imports PyTorch
 
     check_export_folder(folder)
     metadata = folder / "hpo.json"
-    if overwrite or not metadata.exists():
+    if not metadata.exists():
         return
     try:
         other = json.loads(metadata.read_text())["provenance"]["study"]
@@ -205,7 +202,7 @@ def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
     if other != study_name:
         raise InputError(
             f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
-            "Name another folder, or give --overwrite."
+            "Name another folder, or remove this one."
         )
 
 
