@@ -233,9 +233,12 @@ class Storage:
     def read_definition(self, name: str) -> dict[str, Any]:
         """Return the definition of the study, as it is stored.
 
-        Raises StorageError where there is no such study.
+        Raises StorageError where there is no such study, or its definition is damaged.
         """
-        stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
+        try:
+            stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
+        except ValueError as error:
+            raise StorageError(f"The definition of the study `{name}` is damaged: {error}.") from None
         return stored
 
     def study_token(self, name: str) -> str:
