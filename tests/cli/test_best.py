@@ -102,7 +102,7 @@ def test_an_export_does_not_replace_a_model_of_another_study(folder: Path, prove
     (folder / "model" / "hpo.json").write_text(f'{{"provenance": {provenance}}}')
     refused = hpo_command(folder, "best", "tiny.yaml", "--export", "model")
     assert (refused.exit_code, refused.out) == (2, "")
-    assert "Name another folder, or remove this one." in refused.err
+    assert "needs a new or empty folder, but: this one holds a model of the study `" in refused.err
     shutil.rmtree(folder / "model")
     for _ in range(2):  # then it is this study's own
         ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
