@@ -9,6 +9,7 @@ exception that nobody meant to raise is a bug: it ends with its traceback and 1.
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError, printable
+from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -162,6 +163,9 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
+    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -174,9 +178,7 @@ def best(
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:
-            from hpo.models.export import check_export_folder  # PyTorch
-
-            check_export_folder(export, study=record.name)
+            _check_export(export, record.name, overwrite=overwrite)
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
@@ -186,6 +188,25 @@ def best(
     else:
         _print_best(record, evaluate, used)
     raise typer.Exit(0 if best_trials(record) else 1)
+
+
+def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
+    """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
+    from hpo.models.export import check_export_folder  # imports PyTorch
+
+    check_export_folder(folder)
+    metadata = folder / "hpo.json"
+    if overwrite or not metadata.exists():
+        return
+    try:
+        other = json.loads(metadata.read_text())["provenance"]["study"]
+    except (OSError, ValueError, LookupError, TypeError):
+        other = "unknown"
+    if other != study_name:
+        raise InputError(
+            f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
+            "Name another folder, or give --overwrite."
+        )
 
 
 def _use_best(

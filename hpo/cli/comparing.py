@@ -12,6 +12,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    UntilOption,
     WorkersOption,
     app,
     config_of,
@@ -91,6 +92,7 @@ def compare(
         ),
     ] = False,
     workers: WorkersOption = None,
+    until: UntilOption = None,
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
@@ -109,7 +111,7 @@ def compare(
     request = Request("configurations" if configurations else "precisions", **options)
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
+        stop_signals(until) as stop,
         existing_study(study, storage) as (database, record),
     ):
         config = config_of(study, record, trust_remote_code=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,7 +36,18 @@ if TYPE_CHECKING:
     from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
 
+TIMEOUT_SECONDS = 1800.0
+
 DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
+    "timeout": Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="After so long no further form is begun, and the choice is among those that are scored.",
+            show_default=f"{TIMEOUT_SECONDS:g}",
+        ),
+    ],
     "max_drop": Annotated[
         float | None,
         typer.Option(
@@ -92,7 +105,7 @@ def deploy(
 
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
+        stop_signals(timeout=options["timeout"] or TIMEOUT_SECONDS) as stop,
         existing_study(study, storage) as (database, record),
     ):
         trial = _best(record)
@@ -145,8 +158,14 @@ def _request(config: StudyConfig, data: DataSet, options: Mapping[str, Any], sto
         1.0 if max_drop is None else max_drop,
         batch,
         has_test,
-        ends=lambda: "the search was told to stop" if stop.is_set() else "",
+        ends=partial(_why_it_ends, stop),
     )
+
+
+def _why_it_ends(stop: Stop) -> str:
+    if stop.is_set():
+        return "the search was told to stop"
+    return "the time of --timeout was over" if time.monotonic() > stop.deadline else ""
 
 
 def _deploy(
@@ -158,7 +177,8 @@ def _deploy(
 ) -> Deployment:
     """Export the trial and compare the forms of its model, all in folders of `staging`.
 
-    Raises RunError where it has no weights. Ends the command where it is stopped before fp32 is scored.
+    Raises RunError where it has no weights, or not even fp32 is scored in time. Ends the command where it is
+    stopped before.
     """
     import torch
 
@@ -178,9 +198,11 @@ def _deploy(
     stop.can_checkpoint = True  # from here on there is something to keep
     try:
         return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
-    except Preempted:
-        typer.echo("Stopped before fp32 was scored: nothing is kept.", err=True)
-        raise typer.Exit(130) from None
+    except Preempted as error:
+        if stop.is_set():
+            typer.echo("Stopped before fp32 was scored: nothing is kept.", err=True)
+            raise typer.Exit(130) from None
+        raise RunError(f"fp32 was {error} Give it longer.") from None
 
 
 def _finish(stored: Mapping[str, Any], staging: Path, folder: Path) -> None:

@@ -67,6 +67,15 @@ ParamOption = Annotated[
     list[str],
     typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
 ]
+UntilOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
+        "would not reach its next evaluation, and the trial in hand is checkpointed before.",
+        show_default="SLURM_JOB_END_TIME",
+    ),
+]
 WorkersOption = Annotated[
     int | None,
     typer.Option(
@@ -95,6 +104,7 @@ WORK_OPTIONS: Mapping[str, Any] = {
             metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
         ),
     ],
+    "until": UntilOption,
 }
 """Of the commands that run workers on this machine."""
 
@@ -157,12 +167,12 @@ def progress_shown(*, quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def stop_signals(timeout: float | None = None) -> Iterator[Stop]:
-    """`stop_on_signals`, until the job ends; a SIGINT that ends the command at once says what that means."""
+def stop_signals(until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
+    """`stop_on_signals`; a SIGINT that ends the command at once does so with a word on what that means."""
     from hpo.study.running.stopping import end_of_job, stop_on_signals
 
     try:
-        with stop_on_signals(end_of_job(), timeout) as stop:
+        with stop_on_signals(end_of_job(until), timeout) as stop:
             yield stop
     except KeyboardInterrupt:
         typer.echo(
@@ -203,6 +213,9 @@ def load_to_check(study: str, storage: str | None, trust_remote_code: bool) -> S
 
 def check_work_options(options: Mapping[str, Any]) -> None:
     """Raise InputError where `WORK_OPTIONS` contradict each other, before anything is made."""
+    from hpo.study.running.stopping import end_of_job
+
+    end_of_job(options["until"])
     workers, per_device = options["workers"], options["workers_per_device"]
     if workers and per_device:
         raise InputError(

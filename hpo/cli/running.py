@@ -64,7 +64,7 @@ def run(
     processes = worker_processes(config, storage, options)
     with (
         progress_shown(quiet=as_json),
-        stop_signals(options["timeout"]) as stop,
+        stop_signals(options["until"], options["timeout"]) as stop,
         ranks_of_torchrun(),
     ):
         record, summary, left_out = run_here(config, processes, stop, storage, quiet=as_json)

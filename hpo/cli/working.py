@@ -80,7 +80,7 @@ def worker(
         )
     with (
         progress_shown(quiet=as_json),
-        stop_signals(options["timeout"]) as stop,
+        stop_signals(options["until"], options["timeout"]) as stop,
         ranks_of_torchrun(),
     ):
         how = OpenOptions(resize=False, trust_remote_code=trust_remote_code, stop=stop)

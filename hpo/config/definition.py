@@ -26,7 +26,6 @@ CHANGEABLE = (
     "stall_seconds",
     "max_retries",
     "sampler",
-    "learn_from",
     "pruner",
     "device",
     "checkpoint",

@@ -131,34 +131,19 @@ def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
 
 
-def check_export_folder(directory: Path, marker: str = "hpo.json", *, study: str | None = None) -> None:
-    """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written.
-
-    With `study`, an earlier model must be of the study of that name.
-    """
+def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
+    """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written."""
     try:
         above = next(path for path in directory.absolute().parents if path.exists())
         if not os.access(above, os.W_OK | os.X_OK):
             problem = f"{above} cannot be written"
         elif directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
             problem = "this one holds other files"
-        elif study is not None and (other := _study_of(directory / marker, study)) != study:
-            problem = f"this one holds a model of the study `{other}`"
         else:
             return
     except OSError as error:  # a file, a name that is too long, a folder that may not be read
         problem = str(error.strerror)
     raise ModelError(f"{directory}: an export needs a new or empty folder, but: {problem}.")
-
-
-def _study_of(metadata: Path, otherwise: str) -> str:
-    """The name of the study that a model is of; `otherwise` where there is no model."""
-    try:
-        return str(json.loads(metadata.read_text())["provenance"]["study"])
-    except FileNotFoundError:
-        return otherwise
-    except (ValueError, LookupError, TypeError):
-        return "unknown"
 
 
 def load_exported(

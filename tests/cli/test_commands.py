@@ -189,6 +189,7 @@ def test_verify(tmp_path: Path) -> None:
         (("run", "tiny.yaml", "--nonsense"), "No such option: --nonsense"),
         (("run", "tiny.yaml", "--timeout", "nan"), "must be a number of seconds > 0, but got nan"),
         (("worker", "tiny.yaml", "--timeout", "0"), "must be a number of seconds > 0, but got 0"),
+        (("run", "tiny.yaml", "--until", "2020-01-01T00:00"), "Error: --until must lie ahead, but got 2020"),
         (("run", "tiny.yaml", "--n-trials", "0"), "'--n-trials'"),
         (
             ("run", "tiny.yaml", "--workers", "1", "--workers-per-device", "2"),

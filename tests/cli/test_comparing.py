@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +133,13 @@ def without_costs(found: Any) -> Any:
     return [without_costs(one) for one in found] if isinstance(found, list) else found
 
 
-def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(
-    planted_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(planted_folder: Path) -> None:
     with planted("sound"):
-        monkeypatch.setenv("SLURM_JOB_END_TIME", f"{time.time() + 1:.0f}")
-        ended = hpo_command(planted_folder, *PLANTED, "--json").json
+        ended = hpo_command(planted_folder, *PLANTED, "--until", "+1", "--json").json
         assert ended["study"] == "planted-compare"
         assert ended["ended"] in ("stopped", "timeout")
-        again = hpo_command(planted_folder, *PLANTED)
-        assert "To go on: hpo compare tiny.yaml --top 1 --precisions bf16" in again.out
-        monkeypatch.delenv("SLURM_JOB_END_TIME")
+        again = hpo_command(planted_folder, *PLANTED, "--until", "+1")
+        assert "To go on: hpo compare tiny.yaml --top 1 --precisions bf16 --until +1" in again.out
         result = ok(hpo_command(planted_folder, "compare", "planted", "--json")).json
     assert result["has_ended"]
     check_verdict(result["verdicts"][0], 0, "as_good", planted_folder)

@@ -15,6 +15,7 @@ from study_records import record_of, with_values
 from worker_process import wait_for
 
 import hpo
+from hpo.cli import deploying
 from hpo.cli.deploying import _best
 from hpo.deploy.timing import Effort, time_in_turn
 
@@ -126,12 +127,11 @@ def test_interrupted_it_keeps_what_is_scored(folder: Path, monkeypatch: pytest.M
     assert hpo.load(out_folder / "model", device="cpu").predict(["I sleep badly."])
 
 
-def test_stopped_before_fp32_is_scored_it_keeps_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "12")
+def test_fp32_is_not_scored_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploying, "_why_it_ends", lambda _: "the time of --timeout was over")
     finished = hpo_command(folder, "deploy", "tiny", "--out", str(folder / "other"))
-    assert (finished.exit_code, "Stopped before fp32 was scored" in finished.err) == (130, True)
+    assert finished.exit_code == 1
+    assert "fp32 was not scored, because the time of --timeout was over. Give it longer." in finished.err
     assert not (folder / "other").exists()
 
 

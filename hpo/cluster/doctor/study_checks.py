@@ -6,6 +6,7 @@ have had its study, because several databases may share one `runs/`.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.errors import InputError
+from hpo.errors import InputError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.reading.overview import say_damaged
 from hpo.study.store.lifecycle import checkpoint_config
 from hpo.study.store.storage import Storage
 
@@ -50,9 +52,18 @@ class Examined:
     """The study to look at; None: all."""
 
     def studies(self) -> list[sa.Row[Any]]:
-        """The rows of `hpo_studies` of the studies that are there."""
+        """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""
         rows = self.storage.read(self.storage.studies)
-        return [row for row in rows if self.named in (None, row.name)]
+        return [row for row in rows if self.named in (None, row.name) and _is_readable(row)]
+
+
+def _is_readable(row: sa.Row[Any]) -> bool:
+    try:
+        checkpoint_config(row.name, json.loads(row.definition))
+    except (ValueError, AttributeError, StorageError) as error:
+        say_damaged(row.name, str(error))
+        return False
+    return True
 
 
 def lost_trials(about: Examined) -> Iterator[Finding]:
@@ -76,8 +87,7 @@ def lost_trials(about: Examined) -> Iterator[Finding]:
 def checkpoints(about: Examined) -> Iterator[Finding]:
     """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
     rows = {f"checkpoints-{row.token[:8]}": row for row in Examined(about.storage, about.runs_dir).studies()}
-    names = [row.name for row in rows.values()]
-    configs = {name: checkpoint_config(name, about.storage.read_definition(name)) for name in names}
+    configs = {row.name: checkpoint_config(row.name, json.loads(row.definition)) for row in rows.values()}
     for name, config in configs.items():
         try:
             check_allowed(name, checkpoint_place(config))

@@ -6,15 +6,21 @@ A handful of queries whatever the number of studies, each of which the database 
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sqlalchemy as sa
 
+from hpo.config.study_file import show
 from hpo.study.store.database import snapshot
 from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             if paused := trials.pop("paused", 0):  # a worker is needed where none can let one of them go on
                 trials["running" if trials["running"] else "open"] += paused
             unfinished = trials["open"] + trials["running"]
-            overviews.append(
-                StudyOverview(
+            try:
+                json.loads(row.definition)  # raises where the row is damaged
+                overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,
                     priority=row.priority,
@@ -60,10 +67,19 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
                     created=min(row.created, now),
                     now=now,
                 )
-            )
+            except (ValueError, TypeError) as error:
+                say_damaged(row.name, f"{type(error).__name__}: {error}")
+            else:
+                overviews.append(overview)
         return overviews
 
     return storage.persist(read)
+
+
+@lru_cache(maxsize=1024)
+def say_damaged(name: str, reason: str) -> None:
+    """Log, once, that the row of a study cannot be read."""
+    _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:

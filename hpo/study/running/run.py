@@ -125,8 +125,7 @@ def open_study(
             if not trains_here:
                 executor = None
                 release_free_memory(device)
-        before = stored.definition.get("checkpoint", {}) if stored else {}
-        if stored is None or (resize and before.get("location") != config.checkpoint.location):
+        if stored is None or (resize and _location(stored) != config.checkpoint.location):
             open_remote_store(config.checkpoint, create=True)
         if storage is None:
             storage = databases.enter_context(open_storage(url, stop=options.stop))
@@ -158,6 +157,12 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
             "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
             "that code, then give the option --trust-remote-code, or the study's own file."
         )
+
+
+def _location(stored: StoredStudy) -> str | None:
+    """Where the checkpoints of a stored study are."""
+    checkpoint: Mapping[str, str | None] = stored.definition.get("checkpoint", {})
+    return checkpoint.get("location")
 
 
 def _open_existing(url: str, stop: Stop | None) -> Storage | None:

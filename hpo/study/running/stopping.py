@@ -22,9 +22,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from hpo.errors import InputError
 
@@ -166,12 +166,47 @@ def _stop_at_end_of_input(stop: Stop) -> None:
     stop.set("the process that started this worker wants it to, or has ended")
 
 
-def end_of_job() -> float | None:
-    """Return when the job of this process ends, in seconds since 1970, as Slurm says; None: it does not.
+def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return when the job of this process ends, in seconds since 1970; None: it does not.
 
-    Raises InputError where that is no time.
+    The earlier of `until` (see `parse_time`) and what Slurm says in the environment.
+
+    Raises InputError where one of them is no time, or `until` has passed.
     """
-    end = os.environ.get(SLURM_END)
-    if end and not end.isdecimal():
-        raise InputError(f"{SLURM_END} must be a number of seconds since 1970, but got {end!r}.")
-    return float(end) if end else None
+    ends = []
+    if until is not None:
+        ends.append(parse_time(until))
+    if slurm_end := environment.get(SLURM_END):
+        if not slurm_end.isdecimal():
+            raise InputError(f"{SLURM_END} must be a number of seconds since 1970, but got {slurm_end!r}.")
+        ends.append(float(slurm_end))
+    return min(ends, default=None)
+
+
+def parse_time(text: str) -> float:
+    """Return a time that lies ahead in seconds since 1970.
+
+    Args:
+        text: `18:30`, the next time that the clock shows this; `2026-11-22T18:30`, with an offset such as
+            `+01:00` or in the time zone of this machine; `+3600`, seconds from now.
+
+    Raises InputError for anything else, and for a time that has passed.
+    """
+    now = datetime.now().astimezone()
+    try:
+        if text.startswith("+"):
+            end = now + timedelta(seconds=int(text))
+        elif "T" in text:
+            end = datetime.fromisoformat(text).astimezone()
+        else:
+            clock = datetime.strptime(text, "%H:%M")
+            end = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+            end += timedelta(days=end <= now)
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"--until must be a time of day (18:30), a date and time (2026-11-22T18:30) or seconds from now "
+            f"(+3600), but got {text!r}."
+        ) from None
+    if end <= now:
+        raise InputError(f"--until must lie ahead, but got {text}, and it is {now:%Y-%m-%dT%H:%M} here.")
+    return end.timestamp()

@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hpo.config.allowed import ALLOW
@@ -248,11 +248,13 @@ def run_workers(
     return RunSummary("timeout" if time.monotonic() > deadline else "elsewhere", outcomes)
 
 
-def worker_command(study: str, timeout: float) -> list[str]:
+def worker_command(study: str, timeout: float, until: float | None) -> list[str]:
     """Return the command line of one worker process."""
     command = [sys.executable, "-m", "hpo", "worker", study]
     if math.isfinite(timeout):
         command += ["--timeout", str(max(1e-3, timeout))]
+    if until is not None:
+        command += ["--until", datetime.fromtimestamp(until, UTC).isoformat()]
     return command
 
 
@@ -302,7 +304,7 @@ class _Supervisor:
 
     def _command(self) -> list[str]:
         left = self.deadline - time.monotonic()
-        return [*worker_command(self.study, left), *self.processes.arguments]
+        return [*worker_command(self.study, left, self.stop.until), *self.processes.arguments]
 
     def _supervise(self, is_over: Callable[[], bool]) -> None:
         """Wait until all workers have ended, and start those again that die."""

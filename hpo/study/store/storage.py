@@ -233,12 +233,9 @@ class Storage:
     def read_definition(self, name: str) -> dict[str, Any]:
         """Return the definition of the study, as it is stored.
 
-        Raises StorageError where there is no such study, or its definition is damaged.
+        Raises StorageError where there is no such study.
         """
-        try:
-            stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
-        except ValueError as error:
-            raise StorageError(f"The definition of the study `{name}` is damaged: {error}.") from None
+        stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
         return stored
 
     def study_token(self, name: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import optuna
+import pytest
 import sqlalchemy as sa
 from worker_process import change_worker, run_trials, study
 
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.overview import StudyOverview, list_studies
+from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import studies
@@ -63,16 +64,19 @@ def test_the_number_of_queries_is_that_of_one_study(storage: Storage) -> None:
     assert counts == [counts[0]] * 3
 
 
-def test_times_in_the_future(storage: Storage) -> None:
-    for name in ("first", "third"):
+def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    say_damaged.cache_clear()
+    for name in ("first", "second", "third"):
         create_or_resume_study(storage, study(1, name=name))
     with WorkerLease(storage, storage.load_study("third"), max_retries=0) as worker:
         change_worker(storage, worker, last_seen=1e12, machine="elsewhere")
         with storage.engine.begin() as connection:
-            later = sa.update(studies).where(studies.c.name == "first").values(created=1e12)
-            connection.execute(later)
+            of = sa.update(studies)
+            connection.execute(of.where(studies.c.name == "second").values(definition="{"))
+            connection.execute(of.where(studies.c.name == "first").values(created=1e12))
         found = list_studies(storage)
         assert [one.name for one in found] == ["third", "first"]
         assert all(one.created <= one.now for one in found)
         assert found[0].workers == 0, "nobody was seen in the future"
         assert [worker.alive for worker in read_study(storage, "third").workers] == [False]
+    assert "The study `second` is left out: its row is damaged" in caplog.text

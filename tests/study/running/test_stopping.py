@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 
 import pytest
 from worker_process import wait_for
 
 from hpo.errors import InputError
-from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, stop_on_signals
+from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, parse_time, stop_on_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -88,13 +89,40 @@ def test_a_process_without_an_end_has_time() -> None:
     assert stop.seconds_left == stop.deadline == float("inf")
 
 
-def test_slurm_says_when_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert end_of_job() is None
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "12")
-    assert end_of_job() == 12
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "NONE")
+def test_forms_of_a_time() -> None:
+    now = datetime.now().astimezone()
+    later = (now + timedelta(hours=2)).replace(second=0, microsecond=0)
+    assert parse_time(later.strftime("%H:%M")) == later.timestamp()
+    assert parse_time(later.strftime("%Y-%m-%dT%H:%M")) == later.timestamp()
+    assert parse_time(later.isoformat()) == later.timestamp()
+    earlier = (now - timedelta(hours=2)).replace(second=0, microsecond=0)
+    tomorrow = earlier + timedelta(days=1)
+    assert parse_time(earlier.strftime("%H:%M")) == tomorrow.timestamp()
+    assert abs(parse_time("+3600") - time.time() - 3600) < 60
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "25:00", "+", "+1h", "+-5", "2026-13-01T10:00", "+99999999999999"]
+)
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(InputError, match=r"--until must be a time of day \(18:30\), .* but got") as raised:
+        parse_time(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["2020-01-01T00:00", "+0"])
+def test_a_time_that_has_passed(text: str) -> None:
+    with pytest.raises(InputError, match="--until must lie ahead, but got"):
+        parse_time(text)
+
+
+def test_the_earlier_end_counts() -> None:
+    assert end_of_job(None, {}) is None
+    assert end_of_job(None, {"SLURM_JOB_END_TIME": "12"}) == 12
+    in_an_hour = parse_time("+3600")
+    assert end_of_job("+60", {"SLURM_JOB_END_TIME": str(int(in_an_hour))}) < in_an_hour - 3000
     with pytest.raises(InputError, match=r"SLURM_JOB_END_TIME must be a number of seconds .* 'NONE'"):
-        end_of_job()
+        end_of_job(None, {"SLURM_JOB_END_TIME": "NONE"})
 
 
 def test_a_job_whose_end_has_passed_stops_at_once() -> None:

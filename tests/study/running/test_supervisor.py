@@ -62,8 +62,9 @@ def log_of(folder: Path, number: int = 0) -> str:
 
 
 def test_worker_command_does_not_show_the_url() -> None:
-    command = worker_command("multitask", 60.0)
-    assert command[1:] == ["-m", "hpo", "worker", "multitask", "--timeout", "60.0"]
+    command = worker_command("multitask", 60.0, 0.0)
+    given = ["--timeout", "60.0", "--until", "1970-01-01T00:00:00+00:00"]
+    assert command[1:] == ["-m", "hpo", "worker", "multitask", *given]
 
 
 def test_restarts_are_used_up(

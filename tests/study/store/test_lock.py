@@ -1,4 +1,4 @@
-"""One process at a time has the lock of a database; of a server, one that is stopped loses it."""
+"""A process that is stopped while it has the lock of a database does not stop the others for long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from worker_process import start_process, wait_for
 
-from hpo.errors import StoppedError
+from hpo.errors import HpoError, StoppedError
 from hpo.study.store import lock
 from hpo.study.store.database import connect
 from hpo.study.store.lock import exclusive
@@ -31,7 +31,7 @@ def hold(url: str, log: Path, seconds: float) -> None:
             while log.exists():
                 time.sleep(0.01)
         log.write_text("kept it")
-    except sa.exc.SQLAlchemyError:
+    except (HpoError, sa.exc.SQLAlchemyError):
         log.write_text("lost it")
     finally:
         engine.dispose()
@@ -50,10 +50,12 @@ def held(url: str, log: Path, seconds: float) -> Iterator[int]:
         process.join(60)
 
 
-@pytest.mark.postgres
-def test_a_stopped_process_loses_the_lock_of_a_server(postgres_url: str, tmp_path: Path) -> None:
-    engine, log = connect(postgres_url), tmp_path / "log"
-    with held(postgres_url, log, 1.0) as pid:
+def test_a_stopped_process_loses_the_lock(
+    storage_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
+    engine, log = connect(storage_url), tmp_path / "log"
+    with held(storage_url, log, 1.0) as pid:
         os.kill(pid, signal.SIGSTOP)
         with exclusive(engine, threading.Event()):
             pass
@@ -80,4 +82,14 @@ def test_waiting_for_the_lock_ends_when_told_to_stop(storage_url: str, tmp_path:
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(StoppedError, match="another process had the database"), exclusive(engine, stop):
             pass
+    engine.dispose()
+
+
+def test_a_process_that_works_for_long_keeps_the_lock(sqlite_url: str, tmp_path: Path) -> None:
+    engine, stop, log = connect(sqlite_url), threading.Event(), tmp_path / "log"
+    with held(sqlite_url, log, 0.5):
+        threading.Timer(2.0, stop.set).start()
+        with pytest.raises(StoppedError), exclusive(engine, stop):
+            pass
+    assert log.read_text() == "kept it"
     engine.dispose()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-import sqlalchemy as sa
 from optuna.trial import TrialState
 from worker_process import begin, change_worker, evaluate, result, study
 
@@ -19,7 +18,6 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.store.lifecycle import checkpoints_folder
-from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
 
@@ -331,11 +329,3 @@ def test_read_study(storage: Storage) -> None:
     assert abs(complete.ended.timestamp() - time.time()) < 600, "times are UTC"
     assert (failed.state, failed.attributes["traceback"]) == ("FAIL", "Traceback: x")
     assert record.definition["search_space"]["batch_size"]["choices"] == [8, 16, 32]
-
-
-def test_a_definition_that_is_damaged_is_refused(storage: Storage) -> None:
-    create_or_resume_study(storage, study(1))
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(studies).values(definition="{"))
-    with pytest.raises(StorageError, match="definition of the study `tiny` is damaged: Expecting"):
-        storage.read_definition("tiny")
