@@ -101,7 +101,7 @@ def enqueue(
                 f"The study `{study}` must have a trial left to begin, but has {to_begin}, and {ahead} are "
                 "enqueued. Raise --n-trials of `hpo run`."
             )
-        database.persist(lambda: database.load_study(study).enqueue_trial(params))
+        database.persist(lambda: database.load_study(study).enqueue_trial(params, {"source": "hpo enqueue"}))
     told = f"A trial of {study} will have {', '.join(param)}; {ahead} are enqueued before it."
     answer({"study": study, "enqueued": params, "ahead": ahead}, told, as_json=as_json)
 

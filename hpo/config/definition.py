@@ -26,6 +26,7 @@ CHANGEABLE = (
     "stall_seconds",
     "max_retries",
     "sampler",
+    "learn_from",
     "pruner",
     "device",
     "checkpoint",

@@ -33,8 +33,9 @@ from hpo.precision.table import PRECISION
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
+from hpo.study.sampling.learn_from import learn_from
 from hpo.study.sampling.promotion import promotion_of
-from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.sampling.samplers import build_pruner, build_sampler, drawn_space
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -121,6 +122,9 @@ def run_worker(
                 skipped=skipped,
                 lock=storage.exclusive,
             )
+            if config.learn_from is not None:
+                drawn = drawn_space(config.search_space, skipped)
+                learn_from(study.sampler, storage, config, drawn, device.kind)
         else:
             study.sampler = PlannedPoints(partial(read_plan, storage, config.name), storage.exclusive)
         if summary := _run_slots(worker, storage, runnable, run_trial, options, outcomes):

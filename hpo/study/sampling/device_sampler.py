@@ -14,7 +14,7 @@ distribution with all choices. Of the trials, a sampler is not shown what says n
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,13 @@ class WrapperSampler(BaseSampler):
 
     def __init__(self, sampler: BaseSampler) -> None:
         self._sampler = sampler
+
+    def wrap_innermost(self, wrap: Callable[[BaseSampler], BaseSampler]) -> None:
+        """Change Optuna's own sampler, whatever is around it."""
+        if isinstance(self._sampler, WrapperSampler):
+            self._sampler.wrap_innermost(wrap)
+        else:
+            self._sampler = wrap(self._sampler)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self._sampler.infer_relative_search_space(study, trial)

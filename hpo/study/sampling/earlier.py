@@ -11,6 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.known import EarlierResults, fitting
+from hpo.config.portfolio import portfolio
 from hpo.config.search_space import encode
 from hpo.config.study_file import parse_yaml_value, show
 from hpo.config.trial_settings import setting_value
@@ -30,7 +31,8 @@ _logger = logging.getLogger(__name__)
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[Enqueued]:
-    """The trials that a study begins with when it is made: those of `first`, at most one for each slot.
+    """The trials that a study begins with when it is made: those of `first`, then those of the portfolio, at
+    most one for each slot.
 
     Raises:
         StudyFileError: the earlier results are not there, or cannot be ranked.
@@ -40,15 +42,13 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[Enqueued]:
     if isinstance(config.first, EarlierResults):
         found = list(_fitting_ones(config, config.first, _ranked_configurations(storage, config)))
     else:
-        found = [(encoded(params), f"first.{index}") for index, params in enumerate(config.first)]
+        encoded = ({name: encode(value) for name, value in params.items()} for params in config.first)
+        found = [(params, f"first.{index}") for index, params in enumerate(encoded)]
     if (surplus := len(found) - config.num_slots) > 0:
         _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_slots)
+    asked_for = [params for params, _ in found]
+    found += [(params, f"portfolio: {of}") for params, of in portfolio(config) if params not in asked_for]
     return [(params, {SOURCE_ATTR: source}) for params, source in found[: config.num_slots]]
-
-
-def encoded(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as Optuna holds them."""
-    return {name: encode(value) for name, value in params.items()}
 
 
 def _fitting_ones(

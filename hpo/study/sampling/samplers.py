@@ -56,14 +56,23 @@ def build_sampler(
     """
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
-    choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
-    # Where a device runs no choice, `run_worker` asks for no proposal.
-    runnable = tuple(choice for choice in choices if choice not in skipped) or choices
-    if choices:
-        space = {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
-    sampler = _build_optuna_sampler(config, space, (config.seed + worker_number) % 2**32)
+    drawn = drawn_space(space, skipped)
+    sampler = _build_optuna_sampler(config, drawn, (config.seed + worker_number) % 2**32)
+    choices, runnable = (one[PRECISION].grid() if PRECISION in one else () for one in (space, drawn))
     models = config.name in ("tpe", "gp")
     return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
+
+
+def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
+    """What a worker draws from that leaves out the precisions `skipped`; all, where it can run none.
+
+    Where a device runs no choice, `run_worker` asks for no proposal.
+    """
+    if PRECISION not in space:
+        return space
+    choices = space[PRECISION].grid()
+    runnable = tuple(choice for choice in choices if choice not in skipped) or choices
+    return {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
 
 
 def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:

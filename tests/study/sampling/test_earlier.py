@@ -113,3 +113,18 @@ def test_earlier_results_that_are_not_there_are_refused(storage: Storage, tmp_pa
         with pytest.raises(StudyFileError, match=rf"study.yaml: {problem}"):
             create_or_resume_study(storage, config)
         assert not storage.has_study("tiny")
+
+
+def test_those_of_the_file_come_before_the_portfolio(storage: Storage) -> None:
+    """Which is not asked again for what the file gives, and takes no trial that there is not."""
+    given = [{"learning_rate": 1e-4, "batch_size": 32}]
+    for name, n_trials, first, rates in (
+        ("one", 1, given, [1e-4]),
+        ("two", 12, given, [1e-4, 5e-5]),
+        ("none", 12, [], [5e-5, 1e-4]),
+    ):
+        config = study(n_trials, name=name, sampler={"name": "tpe"}, first=first)
+        create_or_resume_study(storage, config)
+        assert [params["learning_rate"] for params in waiting(storage, name)] == rates
+    run_trials(storage, config)
+    assert read_study(storage, "none").trials[0].attributes["source"].startswith("portfolio: BERT, Devlin")

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_process import study
+
+from hpo.config.portfolio import PORTFOLIO, portfolio
+from hpo.config.trial_settings import setting_value
+
+RATES = {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True}}
+BATCHES = {"batch_size": {"type": "categorical", "choices": [8, 16, 32]}}
+FRESH = {"model_type": "bert", "hidden_size": 32}
+
+
+def tried(space: dict[str, Any] = RATES, n_trials: int = 40, **changes: Any) -> list[dict[str, Any]]:
+    content = {"sampler": {"name": "tpe"}, "search_space": space} | changes
+    return [params for params, _ in portfolio(study(n_trials, **content))]
+
+
+def test_settings_are_those_of_trials_and_each_has_its_source() -> None:
+    for source, settings in PORTFOLIO:
+        assert "arXiv" in source
+        assert {name: setting_value(name, value) for name, value in settings.items()} == settings
+
+
+def test_what_a_study_searches_is_tried_by_rank_in_a_tenth_of_its_trials() -> None:
+    ranked = [{"learning_rate": rate} for rate in (5e-5, 1e-4, 2e-5, 3e-4)]
+    assert [tried(n_trials=number) for number in (1, 10, 11, 21, 400)] == [
+        *(ranked[:1], ranked[:1], ranked[:2], ranked[:3], ranked)
+    ]
+    assert tried(RATES | BATCHES)[2:] == [{"learning_rate": 2e-5, "batch_size": 16}, {"learning_rate": 3e-4}]
+    narrow = {"learning_rate": {"type": "float", "low": 1e-4, "high": 6e-4}}
+    assert tried(narrow | BATCHES) == [{"learning_rate": 1e-4, "batch_size": 32}, {"learning_rate": 3e-4}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"portfolio": False},
+        {"space": BATCHES},
+        {"space": {"learning_rate": {"type": "float", "low": 1e-3, "high": 1e-2}}},
+        {"model": {"encoder": FRESH}},
+        {"training": {"encoder": FRESH}},
+        {"space": RATES | {"encoder": {"type": "categorical", "choices": ["minilm", FRESH]}}},
+        {"training": {"optimizer": "lion"}},
+        {"space": RATES | {"optimizer": {"type": "categorical", "choices": ["lion", "sgd"]}}},
+        {"sampler": {"name": "random"}},
+        {"sampler": {"name": "qmc"}},
+        {"space": BATCHES | {"learning_rate": {"type": "categorical", "choices": [5e-5]}}, "sampler": "grid"},
+    ],
+    ids=str,
+)
+def test_a_study_of_other_encoders_rates_or_samplers_tries_none(changes: dict[str, Any]) -> None:
+    if changes.get("sampler") == "grid":
+        changes = changes | {"sampler": {"name": "grid"}}
+    assert tried(**changes) == []
+
+
+def test_it_fits_a_space_with_conditions() -> None:
+    layers = {"type": "categorical", "choices": [0.8, 1.0], "when": {"optimizer": "lion"}}
+    optimizers = {"optimizer": {"type": "categorical", "choices": ["adamw", "lion"]}}
+    with_layers = RATES | optimizers | {"layerwise_lr_decay": layers}
+    assert tried(with_layers)[1] == {"optimizer": "adamw", "learning_rate": 1e-4}
+    with_layers["layerwise_lr_decay"] = layers | {"when": {"optimizer": "adamw"}}
+    assert tried(with_layers)[1] == {"optimizer": "adamw", "learning_rate": 1e-4, "layerwise_lr_decay": 0.8}
