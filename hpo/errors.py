@@ -22,7 +22,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
         ├── Incompatible           the compatibility check failed
         ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
         ├── OutOfMemory            one example does not fit
-        ├── Pruned                 the pruner stopped the trial
+        ├── Pruned                 the pruner stopped the trial, or a limit that it breaks
         ├── Paused                 a short start; the trial goes on if it is among the best
         └── Preempted              told to stop; the checkpoint is written
 """

@@ -11,7 +11,7 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     """Trained and evaluated."""
     PRUNED = "pruned"
-    """The pruner stopped it."""
+    """The pruner stopped it, or a limit that it broke."""
     NONFINITE = "nonfinite"
     """Loss, gradients or metrics stay NaN or infinite."""
     INCOMPATIBLE = "incompatible"

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from hpo.config.limits import FEASIBLE, violations
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.samplers import build_sampler
@@ -25,6 +26,7 @@ class ScriptedStudy:
 
     Args:
         script: what comes of a trial with these parameters: a value for each objective, or an outcome.
+        measured: what a trial with these parameters measures, for the study's limits.
         pruner: sees nine evaluations of each trial that completes, and stops none.
         options: of `build_sampler`.
     """
@@ -34,12 +36,14 @@ class ScriptedStudy:
         config: Any,
         script: Callable[[Params], Any] = best_at_1e_4,
         *,
+        measured: Callable[[Params], dict[str, Any]] = lambda _: {},
         storage: optuna.storages.BaseStorage | None = None,
         pruner: optuna.pruners.BasePruner | None = None,
         **options: Any,
     ) -> None:
         self.space = config.search_space
         self.script = script
+        self.limits, self.measured = config.constraints, measured
         self.pruner = pruner
         self.study = optuna.create_study(
             study_name="s",
@@ -75,6 +79,8 @@ class ScriptedStudy:
 
     def end(self, trial: optuna.Trial, ended: Any, **attributes: Any) -> None:
         """Tell the study how a trial ended, as a worker does."""
+        for name, value in violations(self.limits, self.measured(trial.params)).items():
+            trial.set_constraint(name, value)
         if not isinstance(ended, str):
             for step in range(1, 10) if self.pruner else ():
                 trial.report(ended * step, step)
@@ -84,5 +90,5 @@ class ScriptedStudy:
         for key, value in {"outcome": ended, **attributes}.items():
             trial.set_user_attr(key, value)
         if Outcome(ended).infeasible:
-            trial.set_constraint("feasible", 1.0)
+            trial.set_constraint(FEASIBLE, 1.0)
         self.study.tell(trial, state=TrialState[Outcome(ended).optuna_state])

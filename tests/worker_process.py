@@ -57,6 +57,7 @@ def result(outcome: str, **changes: Any) -> Any:
     """A TrialResult, without the import of PyTorch."""
     values = (0.5,) if outcome == "complete" else None
     fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
+    fields["constraints"] = {}
     return SimpleNamespace(outcome=Outcome(outcome), **{**fields, **changes})
 
 

@@ -47,7 +47,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError, InputError, printable
+from hpo.errors import HpoError, InputError, RunError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,12 +173,14 @@ def best(
 
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
-    from hpo.study.reading.study_record import best_trials
+    from hpo.study.reading.study_record import best_trials, choosable_trials, nearest_told
 
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:
             _check_export(export, record.name, overwrite=overwrite)
+            if told := nearest_told(record):
+                raise RunError(told)
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
@@ -187,7 +189,7 @@ def best(
         print_json(_described(record) | used)
     else:
         _print_best(record, evaluate, used)
-    raise typer.Exit(0 if best_trials(record) else 1)
+    raise typer.Exit(0 if choosable_trials(record) else 1)
 
 
 def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
@@ -263,7 +265,7 @@ def _warnings(record: StudyRecord) -> list[str]:
 
 def _described(record: StudyRecord) -> dict[str, Any]:
     """What `best --json` tells of the best trials."""
-    from hpo.study.reading.study_record import best_trials
+    from hpo.study.reading.study_record import best_trials, limit_counts
 
     return {
         "study": record.name,
@@ -278,6 +280,7 @@ def _described(record: StudyRecord) -> dict[str, Any]:
             }
             for trial in best_trials(record)
         ],
+        "limits": limit_counts(record),
         "comparisons": record.comparisons,
         "warnings": _warnings(record),
     }

@@ -126,14 +126,15 @@ def deploy(
 def _best(record: StudyRecord) -> TrialRecord:
     """The best trial; with several objectives by the first of them that says something of the model.
 
-    Raises RunError without any.
+    Raises RunError where there is none, or none meets the limits of the study.
     """
     from hpo.compare.companion import by_rank
-    from hpo.study.reading.study_record import best_trials
+    from hpo.study.reading.study_record import best_trials, nearest_told
 
     ranked = by_rank(record)
     if not ranked:
-        raise RunError(f"the study {record.name} has no complete trial yet, whose model could be deployed.")
+        none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
+        raise RunError(nearest_told(record) or none_yet)
     return best_trials(record)[0] if len(record.metric_names) == 1 else ranked[0]
 
 

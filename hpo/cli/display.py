@@ -42,6 +42,7 @@ from hpo.report.formats import (
     objective_values,
     precision_facts,
 )
+from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details
 from hpo.study.reading.study_record import best_trials, complete_trials, lost_weights
@@ -78,11 +79,14 @@ def print_best(record: StudyRecord) -> None:
         console.print(f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}.")
     for trial in best:
         values = ", ".join(map(" ".join, objective_values(record, trial).items()))
-        console.print(Text.assemble(("best ", "bold"), f"trial {trial.number}: ", (values, "bold green")))
+        named = (f"{best_or_nearest(trial)} ", "bold")
+        console.print(Text.assemble(named, f"trial {trial.number}: ", (values, "bold green")))
         for line in (describe_params(trial.params, in_full=True), precision_facts(trial)):
             print_indented(console, Text(line), 5)
         for one in evaluations_of(trial):
             print_indented(console, Text(headline(one)), 5)
+    for told in limits_told(record):
+        print_indented(console, Text(told), 0)
     for question, result in record.comparisons.items():
         going = "" if result["has_ended"] else " (so far)"
         console.print(

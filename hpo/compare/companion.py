@@ -25,15 +25,16 @@ from hpo.config.comparison import (
     ComparisonConfig,
     Question,
 )
+from hpo.config.limits import MEASURED_METRICS
 from hpo.config.search_space import decode, encode
-from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
+from hpo.config.study_config import StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import complete_trials, loss_signs
+from hpo.study.reading.study_record import choosable_trials, loss_signs, nearest_told
 from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
@@ -198,9 +199,10 @@ def plan_comparison(
     where no margin is given for a metric that is not in points."""
     best = by_rank(record)
     if not best:
-        raise InputError(
+        none_yet = (
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
         )
+        raise InputError(nearest_told(record) or none_yet)
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
     if request.question == "precisions" and request.margin is None and unit_of(decides) != "points":
@@ -304,6 +306,7 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
             "amp": {**definition["amp"], "on_unsupported": "skip"},
             "objective": config.objective,
+            "constraints": {},  # what is compared meets them, and its other precisions are to be told too
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},
@@ -334,13 +337,13 @@ def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
 
 
 def by_rank(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials by their first objective that says something of the model, else by the first;
-    each configuration once, in its best trial."""
+    """The complete trials that meet the study's limits by their first objective that says something of the
+    model, else by the first; each configuration once, in its best trial."""
     names = record.metric_names
     place = next((place for place, name in enumerate(names) if name not in MEASURED_METRICS), 0)
     sign = loss_signs(record.directions)[place]
     ranked = sorted(
-        complete_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
+        choosable_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
     )
     chosen: dict[str, TrialRecord] = {}
     for trial in ranked:

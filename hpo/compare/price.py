@@ -19,7 +19,7 @@ import numpy as np
 
 from hpo.compare.decision import Array, decide
 from hpo.config.comparison import REFERENCE, SEED, ComparisonConfig
-from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.limits import MEASURED_METRICS
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import StudyRecord, complete_trials
 

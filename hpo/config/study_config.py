@@ -29,6 +29,7 @@ from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
 from hpo.config.known import EarlierResults, First, parse_first
+from hpo.config.limits import MEASURED_METRICS, Limits, unknown_metric
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     Distribution,
@@ -43,13 +44,6 @@ from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
-MEASURED_METRICS = (
-    "train_examples_per_second",
-    "train_tokens_per_second",
-    "evaluation_examples_per_second",
-    "peak_memory_bytes",
-)
-"""What an objective may name of what a trial costs."""
 
 
 def study_name(name: str) -> str:
@@ -69,11 +63,8 @@ class ObjectiveConfig(CheckedSection):
     """Which way is better."""
 
     def problems(self) -> Iterator[Problem]:
-        known = ("score", *MEASURED_METRICS)
-        if "/" not in self.metric and self.metric not in known:
-            hint = did_you_mean(self.metric, known)
-            message = f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
-            yield Problem(("metric",), message)
+        if told := unknown_metric(self.metric):
+            yield Problem(("metric",), told)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
 
@@ -160,6 +151,8 @@ class StudyConfig(CheckedSection):
         ObjectiveConfig(),
     )
     """What is optimised; a list of them for several objectives."""
+    constraints: Limits = Field(default_factory=dict)
+    """Limits that the best trial must meet, by metric: `{peak_memory_bytes: {max: 8.0e9}}`."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     """Which configuration is tried next."""
     n_trials: Annotated[Count, Field(le=100_000)] = 20  # the database holds a row for each from the start

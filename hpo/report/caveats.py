@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.limits import MEASURED_METRICS
 from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test

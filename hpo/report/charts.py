@@ -63,7 +63,8 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
     if rows.empty:
         return Chart(key, title, absent="No trial is complete yet.")
     values = _objective(rows, metric)
-    best = values.cummax() if direction == "maximize" else values.cummin()
+    met = values[rows["meets_limits"].eq(True)]
+    best = met.cummax() if direction == "maximize" else met.cummin()
     return Chart(
         key,
         title,
@@ -71,7 +72,7 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
         y_label=_label(metric),
         series=[
             *_points(rows, rows["number"].astype(float), values),
-            Series("best so far", LINE_COLOR, list(rows["number"]), list(best), "steps_after"),
+            Series("best so far", LINE_COLOR, list(rows["number"][met.index]), list(best), "steps_after"),
         ],
         caption=f"{len(rows)} complete trials. The line is the best so far ({direction}).",
         x_whole=True,

@@ -30,6 +30,7 @@ from hpo.report.formats import (
     objective_values,
     precision_facts,
 )
+from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.status import trial_seconds
 from hpo.report.tables import (
     ON,
@@ -140,6 +141,7 @@ def _facts(tables: StudyTables) -> list[str]:
     environments = sorted({_environment(trial) for trial in record.trials} - {""})
     return [
         f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
+        *limits_told(record),
         f"Planned: {sum(record.slots.values())}, of which {record.slots['done']} are done.",
         f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
@@ -178,6 +180,8 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
         # The interval may stand in a line of its own.
         cards |= {f"score on {one.split}": score.replace("\u00a0", " ", 1) for score in scores}
     cards["trial"] = str(trial.number)
+    if best_or_nearest(trial) == "nearest":
+        cards["limits"] = "not met: it is the nearest"
     cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))

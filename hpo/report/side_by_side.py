@@ -105,7 +105,7 @@ def best_so_far(studies: Sequence[StudyTables], index: int) -> Chart:
     metric, direction = studies[0].record.metric_names[index], studies[0].record.directions[index]
     series = []
     for place, one in enumerate(studies):
-        rows = one.complete
+        rows = one.complete[one.complete["meets_limits"].eq(True)]
         values = rows[objective_column(metric)].astype(float)
         best = values.cummax() if direction == "maximize" else values.cummin()
         if len(rows):

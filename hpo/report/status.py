@@ -8,7 +8,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hpo.config.sampler_config import PrunerConfig
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, lost_weights
+from hpo.study.reading.study_record import (
+    StudyRecord,
+    TrialRecord,
+    best_trials,
+    limit_counts,
+    lost_weights,
+)
 from hpo.study.sampling.promotion import Promotion, promotion_of
 
 
@@ -42,6 +48,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for trial in best_trials(record)
         ],
+        "limits": limit_counts(record),
         "workers": [
             {
                 "id": worker.id,

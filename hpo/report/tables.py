@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hpo.config.limits import violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
@@ -79,9 +80,9 @@ class StudyTables:
     def trials(self) -> pd.DataFrame:
         """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
 
-        `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
-        throughput may be compared, `device` its kind. `start_seconds` and `end_seconds` are relative to the
-        study's first trial.
+        `meets_limits` is known of complete trials. `counts` says whether the trial stands for its requested
+        precision, `counts_for_speed` whether its throughput may be compared, `device` its kind.
+        `start_seconds` and `end_seconds` are relative to the study's first trial.
         """
         trials, kinds = self.record.trials, device_kinds(self.record.trials)
         started = pd.to_datetime([trial.started for trial in trials], utc=True)
@@ -97,6 +98,9 @@ class StudyTables:
             **facts,
             "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
             "logits_error": [_largest_logits_error(trial) for trial in trials],
+            "meets_limits": pd.Series(
+                [None if t.values is None else not violation(t.constraints) for t in trials], dtype=object
+            ),
             "counts": False,
             "counts_for_speed": False,
             "worker": [trial.attributes.get("worker", "") for trial in trials],
@@ -178,7 +182,8 @@ class StudyTables:
 
         Columns: `precision`, `device`, `support` (native, emulated, unsupported; for a choice of the study
         that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count
-        per outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count,
+        per outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count
+        (the best of those that meet the study's limits),
         `measured` (trials that speed and memory are from), median, min and max of
         `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
         `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
@@ -212,7 +217,8 @@ class StudyTables:
         }
         for metric, direction in zip(self.record.metric_names, self.record.directions, strict=True):
             values = pd.to_numeric(complete[objective_column(metric)])
-            row[f"best_{metric}"] = values.max() if direction == "maximize" else values.min()
+            met = values[complete["meets_limits"].eq(True)]
+            row[f"best_{metric}"] = met.max() if direction == "maximize" else met.min()
             row[f"median_{metric}"] = values.median()
         row["measured"] = len(for_speed)
         for quantity in QUANTITIES:

@@ -12,11 +12,13 @@ import gc
 import os
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hpo.config.limits import broken_limits, violations
 from hpo.config.search_space import lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
@@ -40,7 +42,7 @@ from hpo.training.losses import check_loss
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side
-from hpo.trial.objectives import check_metric
+from hpo.trial.objectives import check_metric, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import TrialRun
@@ -74,6 +76,8 @@ class Executor:
         self._has_compiled = False
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
+        for metric in study.constraints:
+            check_metric(metric, self.tasks, "constraints")
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
@@ -156,7 +160,12 @@ class Executor:
                 raise RunError(f"rank {rank()} failed: {type(error).__name__}: {error}") from error
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        return recorder.result(outcome, reason, values, trace)
+        limits = self.study.constraints
+        limited = limited_values(limits, recorder.telemetry(), self.tasks)
+        if outcome == Outcome.COMPLETE:
+            reason = broken_limits(limits, limited)
+        result = recorder.result(outcome, reason, values, trace)
+        return replace(result, constraints=violations(limits, limited))
 
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles, such as the model of a trial that failed

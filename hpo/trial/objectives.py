@@ -1,17 +1,18 @@
-"""What an objective can name, and its value at an evaluation and at the end of a trial.
+"""What an objective or a limit can name, and its value at an evaluation and at the end of a trial.
 
 score                        the mean of the tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
-train_examples_per_second    or another of `study_config.MEASURED_METRICS`: what the trial costs
+train_examples_per_second    or another of `limits.MEASURED_METRICS`: what the trial costs
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hpo.config.study_config import MEASURED_METRICS, ObjectiveConfig
+from hpo.config.limits import MEASURED_METRICS
+from hpo.config.study_config import ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 from hpo.training.metrics import primary_mean
@@ -25,14 +26,12 @@ def unit_of(metric: str) -> str:
     return "label units" if metric.rpartition("/")[2] in LABEL_METRICS else "points"
 
 
-def check_metric(metric: str, tasks: Sequence[Task]) -> None:
-    """Raise InputError unless an objective can name this metric."""
+def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:
+    """Raise InputError unless an objective or a limit, as `key` of the study file does, can name it."""
     of_tasks = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
     known = ["score", *of_tasks, *MEASURED_METRICS]
     if metric not in known:
-        raise InputError(
-            f"objective.metric: no task of this study has {metric!r}.{did_you_mean(metric, known)}"
-        )
+        raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
 
 
 def objective_value(
@@ -41,7 +40,7 @@ def objective_value(
     tasks: Sequence[Task],
     measured: Mapping[str, float | None],
 ) -> float:
-    """The value of one objective: `score` is the mean of the tasks' primary metrics.
+    """The value of a metric: `score` is the mean of the tasks' primary metrics.
 
     None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
     not give a metric, because no row of the split was labelled.
@@ -56,7 +55,7 @@ def objective_value(
         seen = measured[metric]
         return math.nan if seen is None else seen
     if value is None or not math.isfinite(value):
-        raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
+        raise InputError(f"the metric {metric} has no value: the validation split has no labels for it.")
     return float(value)
 
 
@@ -64,11 +63,29 @@ def final_values(
     objectives: Sequence[ObjectiveConfig], best: Sequence[float], telemetry: Mapping[str, Any]
 ) -> tuple[float, ...]:
     """Metrics of the best evaluation; what was measured, of the whole trial."""
-    measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
+    measured = _measured(telemetry)
     return tuple(
         measured.get(objective.metric, value) if objective.metric in MEASURED_METRICS else value
         for objective, value in zip(objectives, best, strict=True)
     )
+
+
+def limited_values(
+    names: Iterable[str], telemetry: Mapping[str, Any], tasks: Sequence[Task]
+) -> dict[str, float | None]:
+    """The metrics `names` of a trial that has ended as `final_values`, wherever it has; None: not known."""
+    measured, metrics = _measured(telemetry), telemetry.get("metrics")
+    return {
+        name: measured.get(name)
+        if name in MEASURED_METRICS or metrics is None
+        else objective_value(name, metrics, tasks, measured)
+        for name in names
+    }
+
+
+def _measured(telemetry: Mapping[str, Any]) -> dict[str, Any]:
+    peak = {"peak_memory_bytes": telemetry.get("peak_memory_bytes")}
+    return {**telemetry.get("throughput", {}), **peak}
 
 
 def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[float] | None) -> bool:

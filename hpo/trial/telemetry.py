@@ -67,6 +67,8 @@ class ScoredEvaluation:
 
     evaluation: Evaluation
     values: tuple[float, ...]
+    broken: str = ""
+    """Which limits the trial is known to break, and ends for; empty: none."""
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ScoredEvaluation:
@@ -210,3 +212,5 @@ class TrialResult:
     """Scalars that become user attributes."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     traceback: str | None = None
+    constraints: Mapping[str, float] = field(default_factory=dict)
+    """Optuna's, of the study's limits: `hpo.config.limits.violations`."""

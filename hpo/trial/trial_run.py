@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.limits import MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import Utilization
-from hpo.errors import Incompatible, Paused, Preempted
+from hpo.errors import Incompatible, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
@@ -42,7 +43,10 @@ CHECKPOINT_FORMAT = 8
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
-"""Steps between two samples of the device's utilisation."""
+"""Steps between two samples of the device's utilisation, and two looks at a limit of memory."""
+
+RATED_STEPS = 13
+"""Steps, those of the warm-up among them, before a limit of training speed may end a trial."""
 
 
 def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
@@ -204,6 +208,8 @@ class TrialRun:
         self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
+        if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
+            raise Pruned(told)
         due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
         if due:
             self._save()
@@ -220,7 +226,8 @@ class TrialRun:
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
-        scored = ScoredEvaluation(evaluation, self._values(evaluation))
+        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
+        scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
         best_values = self.best.values if self.best else None
         better = is_better(self.parts.study.objective[0], scored.values, best_values)
         if better:
@@ -237,8 +244,25 @@ class TrialRun:
                 "best": asdict(scored),
             }
             self._save(best, at_end=evaluation.budget_used >= 1)
+        if broken:
+            raise Pruned(broken)
         if paused:
             raise paused
+
+    def _broken_early(self, evaluation: Evaluation | None = None) -> str:
+        """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
+
+        Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
+        """
+        limits = self.parts.study.constraints
+        known: dict[str, float | None] = {}
+        if memory := limits.get("peak_memory_bytes"):
+            known["peak_memory_bytes"] = max(peak_memory_bytes(self.parts.device), memory.min or 0)
+        if evaluation and self.meter.totals().steps >= RATED_STEPS:
+            known |= evaluation.rates
+        if evaluation and len(self.evaluation_rates) > 1:
+            known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
+        return broken_limits(limits, known)
 
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {
@@ -248,16 +272,18 @@ class TrialRun:
         }
         study, config = self.parts.study, self.parts.config
         metrics = [objective.metric for objective in study.objective]
-        unmeasured = [name for name in metrics if name in MEASURED_METRICS and measured.get(name) is None]
+        named = [*metrics, *study.constraints]
+        unmeasured = [name for name in named if name in MEASURED_METRICS and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
             budget = next(name for name in BUDGETS if getattr(config, name) is not None)
             raise Incompatible(
-                f"the objective {unmeasured[0]} has no value: something was compiled in every step of the "
+                f"the metric {unmeasured[0]} has no value: something was compiled in every step of the "
                 f"trial ({evaluation.step} in all), so that none tells the speed. Raise `{budget}`, or use "
                 "`compile: none`."
             )
         tasks = self.parts.dataset.tasks
-        return tuple(objective_value(name, evaluation.metrics, tasks, measured) for name in metrics)
+        values = {name: objective_value(name, evaluation.metrics, tasks, measured) for name in named}
+        return tuple(values[name] for name in metrics)
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored

@@ -40,7 +40,7 @@ def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less()
     [("score", {"topic": {}, "size": {}}), ("size/r2", {"topic": {}, "size": {"r2": float("nan")}})],
 )
 def test_no_value_is_an_error_and_never_nan(metric: str, metrics: dict[str, dict[str, float]]) -> None:
-    with pytest.raises(InputError, match=f"the objective {metric} has no value"):
+    with pytest.raises(InputError, match=f"the metric {metric} has no value"):
         objective_value(metric, metrics, TASKS, {})
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
+from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
 from hpo.study.reading.study_record import loss_signs, pareto_front
@@ -29,9 +30,10 @@ NUM_NONFINITE = 2
 def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = frozenset()) -> set[int]:
     """The numbers of the finished trials that keep none; those of a trial that goes on are its origin's.
 
-    The first `top_k` by the first objective keep theirs, those of the Pareto front before others; and the
-    last that were not finite, from which `hpo diagnose` goes on. All is decided from one list of the trials:
-    one that ends while this is decided is not in it, so it is neither finished nor among the best.
+    The first `top_k` by the first objective keep theirs, those of the Pareto front before others and
+    those that break limits of the study last; and the last that were not finite, from which `hpo diagnose`
+    goes on. All is decided from one list of the trials: one that ends while this is decided is not in it, so
+    it is neither finished nor among the best.
 
     Args:
         in_work: trials that may go on, or be tried again, though they have ended: as of before this call.
@@ -41,8 +43,10 @@ def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = fro
     directions = [direction.name.lower() for direction in study.directions]
     complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
     values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
-    front, losses = pareto_front(values, directions), values[:, 0] * loss_signs(directions)[0]
-    best = sorted(range(len(complete)), key=lambda i: (not front[i], losses[i], i))[:top_k]
+    outside = np.array([violation(trial.constraints) for trial in complete])
+    front, losses = outside == 0, values[:, 0] * loss_signs(directions)[0]
+    front[front] = pareto_front(values[front], directions)
+    best = sorted(range(len(complete)), key=lambda i: (outside[i], not front[i], losses[i], i))[:top_k]
     nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
     last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
     origins = [origin_of(trial.number, trial.user_attrs) for trial in trials]

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.limits import FEASIBLE
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
@@ -197,8 +198,10 @@ class Lease:
             self._store_params()  # again: see there
         for key, value in trial_attributes(result).items():
             trial.set_user_attr(key, json_safe(value))
-        if result.outcome.infeasible and "feasible" not in stored.constraints:
-            trial.set_constraint("feasible", 1.0)
+        infeasible = {FEASIBLE: 1.0} if result.outcome.infeasible else {}
+        for name, value in {**result.constraints, **infeasible}.items():
+            if name not in stored.constraints:
+                trial.set_constraint(name, value)
         values = result.values if result.outcome == Outcome.COMPLETE else None
         if result.outcome == Outcome.PRUNED and stored.last_step is not None:
             values = (stored.intermediate_values[stored.last_step],)  # as Optuna does

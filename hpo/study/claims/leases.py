@@ -45,7 +45,7 @@ from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
-from hpo.study.sampling.promotion import ORIGIN_ATTR, Promotion, is_paused
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
     copy_reports,
     make_trial,
@@ -404,7 +404,7 @@ class WorkerLease(Membership):
             failed = result.outcome == Outcome.FAILED
             if failed and self._is_retried(trial, result.traceback):
                 lease.record(result, "open")
-            elif result.outcome == Outcome.PRUNED and self.promotion is not None:
+            elif result.outcome == Outcome.PRUNED and self.promotion and PAUSED_ATTR in trial.user_attrs:
                 lease.record(result, "paused")
             else:
                 lease.record(result, "done")

@@ -126,6 +126,9 @@ def _read_trials(
     attributes: dict[int, dict[str, Any]] = defaultdict(dict)
     for row in of_trials(optuna_internals.user_attributes, "trial_user_attribute_id"):
         attributes[row.trial_id][row.key] = json.loads(row.value_json)
+    system_attrs: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in of_trials(optuna_internals.system_attributes):
+        system_attrs[row.trial_id][row.key] = json.loads(row.value_json)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
 
@@ -153,6 +156,7 @@ def _read_trials(
                 started=started,
                 ended=ended,
                 seconds=(ended - started).total_seconds() if started and ended else None,
+                constraints=optuna_internals.constraints_of(system_attrs[row.trial_id]),
                 telemetry=own.pop("telemetry", {}),
                 attributes=own,
                 evaluations=evaluations[row.number],

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import origin_of
+from hpo.study.sampling.promotion import PAUSED_ATTR, origin_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -54,6 +55,8 @@ class TrialRecord:
     seconds: float | None
     attributes: dict[str, Any]
     """User attributes but the telemetry; `worker` is the last worker that had the trial."""
+    constraints: Mapping[str, float] = field(default_factory=dict)
+    """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
     """Optuna's, of each of the `params`."""
@@ -140,16 +143,55 @@ def complete_trials(record: StudyRecord) -> list[TrialRecord]:
     ]
 
 
+def choosable_trials(record: StudyRecord) -> list[TrialRecord]:
+    """The complete trials that meet the limits of the study."""
+    return [trial for trial in complete_trials(record) if not violation(trial.constraints)]
+
+
+def nearest_told(record: StudyRecord) -> str:
+    """Where trials are complete and none meets the limits of the study: that, and which is the nearest."""
+    if choosable_trials(record) or not (nearest := best_trials(record)):
+        return ""
+    trial = nearest[0]
+    said = f"No complete trial meets the limits of the study. Trial {trial.number} is the nearest:"
+    return f"{said} {trial.reason}"
+
+
+def limit_counts(record: StudyRecord) -> dict[str, Any]:
+    """How many trials are `complete`, how many of them have `met` the limits of the study, how many others
+    one has `ended_early`, and how many of both have `broken` each limit. {}: the study has none.
+    """
+    limits = record.definition.get("constraints") or {}
+    if not limits:
+        return {}
+    complete, early = complete_trials(record), [trial for trial in record.trials if _ended_by_limit(trial)]
+    broken = {
+        metric: sum(trial.constraints.get(metric, 0.0) > 0 for trial in (*complete, *early))
+        for metric in limits
+    }
+    met = len(choosable_trials(record))
+    return {"complete": len(complete), "met": met, "ended_early": len(early), "broken": broken}
+
+
+def _ended_by_limit(trial: TrialRecord) -> bool:
+    """Whether the trial ended early because of what it costs; the limit of a metric is judged at the end."""
+    costs = {name: value for name, value in trial.constraints.items() if name in MEASURED_METRICS}
+    return trial.outcome == Outcome.PRUNED and PAUSED_ATTR not in trial.attributes and violation(costs) > 0
+
+
 def best_trials(record: StudyRecord) -> list[TrialRecord]:
     """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
 
-    Maybe none. Where `hpo compare --configurations` has found another one to be the best on new seeds, that
-    one, unless a trial that was not compared is better than all that were. Of several that it could not tell
-    apart, the one that was best in the search.
+    Maybe none. Only trials that meet the limits of the study count; where none does, it is the nearest.
+
+    Where `hpo compare --configurations` has found another one to be the best on new seeds, that one, unless a
+    trial that was not compared is better than all that were. Of several that it could not tell apart, the one
+    that was best in the search.
     """
-    complete = complete_trials(record)
+    complete = choosable_trials(record)
     if not complete:
-        return []
+        nearest = sorted(complete_trials(record), key=lambda trial: violation(trial.constraints))
+        return nearest[:1]
     values = np.array([trial.values for trial in complete], dtype=float)
     losses = values * loss_signs(record.directions)
     if len(record.metric_names) == 1:

@@ -20,6 +20,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from hpo.config.limits import violation
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import ORIGIN_ATTR, promotion_of
@@ -39,7 +40,7 @@ class Look:
     ended: Sequence[FrozenTrial] = ()
     """Since the look before."""
     best: tuple[float, int] | None = None
-    """Value of the first objective and number of the best trial."""
+    """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
     """Of the study's slots."""
     work: tuple[float, float] | None = None
@@ -81,7 +82,7 @@ class StudyWatch:
             work = self._promotion.work(self._num_trials, went_on)
         for trial in trials:
             slot = slot_of.get(trial.number)
-            if trial.state == TrialState.COMPLETE:
+            if trial.state == TrialState.COMPLETE and not violation(trial.constraints):
                 complete.append((trial.values[0], trial.number))
             if not trial.state.is_finished() and slot is not None and slot.state == "running":
                 progress = json.loads(slot.progress or "{}")

@@ -113,6 +113,8 @@ class TrialRunner:
         lease.check()
         with self.pace.reporting():
             is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
+        if scored.broken:
+            return  # the trial ends by itself
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
         if origin != trial.number or self._promotion is None:

@@ -11,6 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.known import EarlierResults, fitting
+from hpo.config.limits import violation
 from hpo.config.portfolio import portfolio
 from hpo.config.search_space import encode
 from hpo.config.study_file import parse_yaml_value, show
@@ -94,10 +95,11 @@ def load_earlier(storage: Storage, config: StudyConfig, key: str, name: str) -> 
 
 
 def ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials of a study with one objective that are COMPLETE, the best first."""
+    """The trials of a study with one objective that are COMPLETE, the best first; those that break its limits
+    last."""
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
-    return sorted(trials, key=lambda trial: (sign * trial.values[0], trial.number))
+    return sorted(trials, key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
 
 
 def _of_table(config: StudyConfig, csv_path: str) -> list[tuple[dict[str, Any], str]]:

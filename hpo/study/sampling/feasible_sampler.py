@@ -19,6 +19,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
+from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
@@ -44,8 +45,8 @@ Configuration = frozenset[tuple[str, str]]
 
 
 def is_infeasible(trial: FrozenTrial) -> bool:
-    """Whether a constraint of the trial is violated."""
-    return any(value > 0 for value in trial.constraints.values())
+    """Whether the configuration cannot work; one that only breaks a limit of the study does."""
+    return trial.constraints.get(FEASIBLE, 0.0) > 0
 
 
 class InfeasibleFilterSampler(WrapperSampler):

@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.limits import FEASIBLE, violation
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.sampling.feasible_sampler import is_infeasible
 from hpo.study.sampling.promotion import ORIGIN_ATTR, origin_of
@@ -25,7 +26,8 @@ class PrunedAwareSampler(WrapperSampler):
 
     One that the pruner stopped has the value of its best evaluation. An infeasible one has the worst of these
     values and those of the COMPLETE trials. One that paused and went on is shown as of where it paused, so
-    that all are compared at the same length, unless it turned out to be infeasible.
+    that all are compared at the same length, unless it turned out to be infeasible. Each shows all limits of
+    the study, those of one that went on as of its end; an infeasible one breaks each like the worst that did.
     """
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -42,22 +44,36 @@ class PrunedAwareSampler(WrapperSampler):
 
 
 def _with_pruned(study: Study) -> list[FrozenTrial]:
-    trials = study.get_trials(deepcopy=False)
-    infeasible = {origin_of(t.number, t.user_attrs) for t in trials if is_infeasible(t)}
-    trials = [t for t in trials if ORIGIN_ATTR not in t.user_attrs]
+    every = study.get_trials(deepcopy=False)
+    origins = [origin_of(trial.number, trial.user_attrs) for trial in every]
+    infeasible = {origin for origin, trial in zip(origins, every, strict=True) if is_infeasible(trial)}
+    last = dict(zip(origins, every, strict=True))  # of one that paused, that which goes on from it
+    trials = [trial for trial in every if ORIGIN_ATTR not in trial.user_attrs]
     values_of = {t.number: _values(study, t) for t in trials if t.number not in infeasible}
     known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
         for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
     ]
+    limits_of = {t.number: _limits(last[t.number]) or _limits(t) for t in trials}
+    names = {name for limits in limits_of.values() for name in limits}
+    broken = {name: max(0.0, *(limits.get(name, 0.0) for limits in limits_of.values())) for name in names}
     shown = []
     for t in map(copy.copy, trials):
-        if values := values_of.get(t.number, worst):
+        limits = broken if t.number in infeasible else limits_of[t.number]
+        values = values_of.get(t.number, worst) or (worst if violation(limits) else None)
+        if values:
             t.state, t.values = TrialState.COMPLETE, values
-        t.system_attrs = {}  # the constraint of an infeasible one, which no other has
+        t.system_attrs = {}
+        for name in sorted(names):
+            t.set_constraint(name, limits.get(name, 0.0))
         shown.append(t)
     return shown
+
+
+def _limits(trial: FrozenTrial) -> dict[str, float]:
+    """The constraints of a trial that are limits of the study."""
+    return {name: value for name, value in trial.constraints.items() if name != FEASIBLE}
 
 
 def _values(study: Study, trial: FrozenTrial) -> list[float] | None:

@@ -26,8 +26,8 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.config.known import fitting
+from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.config.search_space import SearchSpace, suggest
-from hpo.config.study_config import MEASURED_METRICS
 from hpo.device import DeviceInfo
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.sampling.earlier import SOURCE_ATTR
@@ -127,16 +127,19 @@ def earlier_trials(study: Study, space: SearchSpace, seed: int) -> list[FrozenTr
 
 
 def ranked(trials: Iterable[FrozenTrial], direction: StudyDirection) -> list[FrozenTrial]:
-    """The feasible trials that have ended, the best first: COMPLETE ones, then those that came farthest."""
+    """The feasible trials that have ended, the best first: COMPLETE ones, then those that came farthest; what
+    breaks limits of the study last."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
 
     def key(trial: FrozenTrial) -> tuple[float, ...] | None:
         if is_infeasible(trial):
             return None
         if trial.state == TrialState.COMPLETE:
-            return (-math.inf, sign * trial.values[0])
+            return (violation(trial.constraints), -math.inf, sign * trial.values[0])
         step, value = max(trial.intermediate_values.items(), default=(0, math.nan))
-        return (-step, sign * value) if trial.state == TrialState.PRUNED and math.isfinite(value) else None
+        if trial.state != TrialState.PRUNED or not math.isfinite(value):
+            return None
+        return (violation(trial.constraints), -step, sign * value)
 
     keyed = [(rank, trial) for trial in trials if (rank := key(trial)) is not None]
     return [trial for _, trial in sorted(keyed, key=lambda pair: pair[0])]
@@ -201,6 +204,8 @@ class PriorSampler(WrapperSampler):
             if own:
                 like = own[min(rank * len(own) // len(self._earlier) + 1, len(own) - 1)]
                 trial.state, trial.values = like.state, like.values
-                trial.intermediate_values = like.intermediate_values
+                trial.intermediate_values, trial.system_attrs = like.intermediate_values, {}
+                for name, value in like.constraints.items():
+                    trial.set_constraint(name, value)
             shown.append(trial)
         return shown + trials

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.limits import violation
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Promotion:
         paused = [trial for trial in trials if is_paused(trial)]
         # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
         known = [trial for trial in paused if trial.number in unfinished or trial.number in later]
-        known.sort(key=lambda trial: (sign * trial.values[0], trial.number))
+        known.sort(key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
         return [trial.number for trial in known[: 2 * self.keep]]
 
 

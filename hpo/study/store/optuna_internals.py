@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.storages._rdb.models import BaseModel
 from optuna.study import Study
+from optuna.study._constrained_optimization import _get_constraints_from_system_attrs
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
@@ -34,6 +35,10 @@ values = _named["trial_values"]
 user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
+
+
+constraints_of = _get_constraints_from_system_attrs
+"""The constraints among the system attributes of a trial."""
 
 
 # Objects

@@ -32,7 +32,7 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
             shares = {"budget_used": index / 10, "seconds": 1.0, "epoch": 1.0}
             one = SimpleNamespace(step=index, index=index, metrics={}, rates={}, numerics=None, **shares)
             try:
-                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=(value,)))
+                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=(value,), broken=""))
             except Paused:
                 return result("pruned", telemetry={"device": {}})
         return result("complete", telemetry={"device": {}})

@@ -1,0 +1,33 @@
+"""Which trials meet the limits of a study, and which limits are broken, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpo.config.limits import Limit, violation
+from hpo.study.reading.study_record import limit_counts, nearest_told
+
+if TYPE_CHECKING:
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+
+def limits_told(record: StudyRecord) -> list[str]:
+    """How many trials meet the limits and what breaks each; then the nearest where none does. []: it has no
+    limits, or no trial has come to one."""
+    counts = limit_counts(record)
+    if not counts or not (counts["complete"] or counts["ended_early"]):
+        return []
+    broken = ", ".join(
+        f"{metric} {Limit.model_validate(record.definition['constraints'][metric])} by {count}"
+        for metric, count in counts["broken"].items()
+        if count
+    )
+    told = f"{counts['met']} of {counts['complete']} complete trials meet the limits of the study"
+    early = f"; {counts['ended_early']} more ended early at one" if counts["ended_early"] else ""
+    said = f"{told}{early}." + (f" Broken: {broken}." if broken else "")
+    return [said, *filter(None, [nearest_told(record)])]
+
+
+def best_or_nearest(trial: TrialRecord) -> str:
+    """What one of `best_trials` is to be called."""
+    return "nearest" if violation(trial.constraints) else "best"

@@ -1,0 +1,129 @@
+"""What each sampler, promotion and the kept checkpoints do about limits that rule out the best values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from optuna.samplers import RandomSampler
+from scripted_study import Params, ScriptedStudy
+from worker_process import study
+
+from hpo.config.limits import violation
+from hpo.outcome import Outcome
+from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler
+from hpo.study.sampling.gp_sampler import _with_pruned
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion
+
+LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
+
+
+def place(params: Params) -> float:
+    """From 0 to 1 in the range of learning rates."""
+    return math.log10(params["learning_rate"]) / 2 + 2.5
+
+
+def score(params: Params) -> float:
+    """Best at 0.85 in fp32, by far; another hill at 0.2."""
+    hills = (
+        math.exp(-(((place(params) - 0.85) / 0.15) ** 2)),
+        math.exp(-(((place(params) - 0.2) / 0.15) ** 2)),
+    )
+    return hills[0] + 0.6 * hills[1] + 0.1 * (params["fp_precision"] == "fp32")
+
+
+def measured(params: Params) -> dict[str, Any]:
+    """Two fifths of the rates fit, and fp32 is too slow: a configuration in four meets both limits."""
+    fast = params["fp_precision"] != "fp32"
+    return {
+        "peak_memory_bytes": 20e9 * place(params),
+        "evaluation_examples_per_second": 750 if fast else 250,
+    }
+
+
+def ran(name: str, n_trials: int, script: Any = score, **options: Any) -> ScriptedStudy:
+    config = study(n_trials, sampler={"name": name, "seed": 1, **options}, constraints=LIMITS)
+    current = ScriptedStudy(config, script, measured=measured)
+    current.run(n_trials)
+    return current
+
+
+def share_that_meets(current: ScriptedStudy) -> float:
+    """Of the later two thirds of the trials."""
+    later = current.trials[len(current.trials) // 3 :]
+    return sum(not violation(trial.constraints) for trial in later) / len(later)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_trials", "options"),
+    [("tpe", 60, {}), ("gp", 20, {}), ("nsga2", 120, {"population_size": 12})],
+)
+def test_samplers_that_learn_go_where_the_limits_are_met(
+    name: str, n_trials: int, options: dict[str, Any]
+) -> None:
+    assert share_that_meets(ran("random", 120)) < 0.35
+    current = ran(name, n_trials, **options)
+    assert share_that_meets(current) > 0.6
+    best = current.study.best_trial  # Optuna's own, by the constraints
+    assert violation(best.constraints) == 0
+    assert best.value == pytest.approx(0.6, abs=0.01)
+    assert best.value < max(trial.value or 0.0 for trial in current.trials)
+
+
+def test_a_precision_that_breaks_a_limit_is_not_taken_for_one_that_cannot_work() -> None:
+    config = study(6, sampler={"name": "tpe"}, constraints=LIMITS)
+    current = ScriptedStudy(config, measured=measured)
+    for precision in ["fp32"] * MIN_INFEASIBLE_TRIALS + ["bf16"]:
+        current.run(fp_precision=precision, learning_rate=1e-5, batch_size=8)
+    assert [violation(trial.constraints) > 0 for trial in current.trials] == [True, True, True, False]
+    sampler = InfeasibleFilterSampler(RandomSampler(seed=0), 0)
+    sampler.before_trial(current.study, current.trials[0])
+    assert not sampler.avoids("fp_precision", "fp32")
+
+
+def test_gp_is_shown_all_limits_of_every_trial() -> None:
+    """Of one that could not work those that others broke, of one that ended early the worst value."""
+    ends = {"fp16": "nonfinite", "bf16": "pruned", "fp32": 0.5}
+    config = study(3, sampler={"name": "random"}, constraints=LIMITS)
+    current = ScriptedStudy(config, lambda params: ends[params["fp_precision"]], measured=measured)
+    for precision, rate in [("fp32", 1e-5), ("fp16", 1e-5), ("bf16", 1e-3), ("bf16", 1e-5)]:
+        current.run(fp_precision=precision, learning_rate=rate, batch_size=8)
+    shown = _with_pruned(current.study)
+    assert [trial.values for trial in shown] == [[0.5], [0.5], [0.5], None]
+    memory, speed = "peak_memory_bytes", "evaluation_examples_per_second"
+    told = [{name: round(value, 9) for name, value in trial.constraints.items()} for trial in shown]
+    assert told[0] == {memory: -1.0, speed: 0.5}
+    assert told[1] == {memory: 1.5, speed: 0.5}
+    assert told[2] == {memory: 1.5, speed: -0.5}
+
+
+def test_a_paused_trial_that_breaks_a_limit_goes_on_last() -> None:
+    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
+    current = ScriptedStudy(config, measured=measured)
+    for rate, value in [(1e-3, 0.9), (1e-5, 0.2), (2e-5, 0.4)]:
+        current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
+        trial, _ = current.ask()
+        trial.report(value, 1)
+        current.end(trial, str(Outcome.PRUNED), **{PAUSED_ATTR: 1})
+    numbers: list[int | None] = [0, 1, 2]
+    promotion = Promotion(0.2, 2, maximize=True)
+    assert promotion.going_on(current.trials, numbers) == [2, 1]
+    assert Promotion(0.2, 3, maximize=True).going_on(current.trials, numbers) == [2, 1, 0]
+    goes_on = current.study.ask()
+    goes_on.set_user_attr(ORIGIN_ATTR, 2)
+    goes_on.set_constraint("peak_memory_bytes", 0.25)
+    goes_on.set_constraint("evaluation_examples_per_second", -0.5)
+    current.study.tell(goes_on, 0.8)
+    shown = _with_pruned(current.study)
+    assert (shown[2].values, shown[2].constraints["peak_memory_bytes"]) == ([0.4], 0.25), "as of its end"
+
+
+def test_checkpoints_of_trials_that_meet_the_limits_are_kept_first() -> None:
+    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
+    current = ScriptedStudy(config, place, measured=measured)
+    for rate in (1e-3, 1e-5, 5e-4, 3e-5):  # 10 GB and more at the first and the third
+        current.run(fp_precision="bf16", learning_rate=rate, batch_size=8)
+    kept = [{0, 1, 2, 3} - without_checkpoints(current.study, top_k) for top_k in range(4)]
+    assert kept == [set(), {3}, {1, 3}, {1, 2, 3}]
