@@ -10,57 +10,35 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.known import fitting
-from hpo.config.search_space import encode
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
 
 PORTFOLIO: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "BERT, Devlin et al. 2019, arXiv 1810.04805, A.3",
-        {
-            "learning_rate": 5e-5,
-            "batch_size": 32,
-            "epochs": 3,
-            "warmup_ratio": 0.1,
-            "weight_decay": 0.01,
-            "dropout": 0.1,
-            "layerwise_lr_decay": 1.0,
-        },
-    ),
+    ("BERT, Devlin et al. 2019, arXiv 1810.04805, A.3", {"learning_rate": 5e-5, "batch_size": 32}),
     (
         "ELECTRA, Clark et al. 2020, arXiv 2003.10555, table 7",
-        {
-            "learning_rate": 1e-4,
-            "batch_size": 32,
-            "epochs": 3,
-            "warmup_ratio": 0.1,
-            "weight_decay": 0.0,
-            "dropout": 0.1,
-            "layerwise_lr_decay": 0.8,
-        },
+        {"learning_rate": 1e-4, "batch_size": 32, "layerwise_lr_decay": 0.8, "weight_decay": 0.0},
     ),
     (
         "RoBERTa, Liu et al. 2019, arXiv 1907.11692, table 10",
-        {
-            "learning_rate": 2e-5,
-            "batch_size": 16,
-            "epochs": 10,
-            "warmup_ratio": 0.06,
-            "weight_decay": 0.1,
-            "dropout": 0.1,
-            "betas": (0.9, 0.98),
-            "layerwise_lr_decay": 1.0,
-        },
+        {"learning_rate": 2e-5, "batch_size": 16, "epochs": 10, "warmup_ratio": 0.06, "weight_decay": 0.1},
     ),
     (
         "small BERTs, Turc et al. 2019, arXiv 1908.08962",
-        {"learning_rate": 3e-4, "batch_size": 64, "epochs": 4, "layerwise_lr_decay": 1.0},
+        {"learning_rate": 3e-4, "batch_size": 64, "epochs": 4},
     ),
 )
-"""By rank, each with its source."""
-COMMON = {"optimizer": "adamw", "schedule": "linear"}
-"""Of all of them."""
+"""By rank, each with its source and what is its own."""
+COMMON = {
+    "optimizer": "adamw",
+    "schedule": "linear",
+    "epochs": 3,
+    "warmup_ratio": 0.1,
+    "weight_decay": 0.01,
+    "layerwise_lr_decay": 1.0,
+    "dropout": 0.1,
+}
 SHARE = 0.1
 """Of a study's trials, rounded up: what they cost at most where all of them are bad."""
 
@@ -78,8 +56,7 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
         return []
     found: list[tuple[dict[str, Any], str]] = []
     for source, settings in PORTFOLIO:
-        params = {name: encode(value) for name, value in {**COMMON, **settings}.items()}
-        fits = fitting(config.search_space, params)
+        fits = fitting(config.search_space, {**COMMON, **settings})
         optimizer = fits.get("optimizer") if "optimizer" in config.search_space else config.training.optimizer
         if (
             "learning_rate" in fits

@@ -66,13 +66,17 @@ ANY_DEVICE = WorkerDevice()
 
 
 class WrapperSampler(BaseSampler):
-    """Another sampler, with something changed.
+    """Another sampler, with something changed: what it proposes, or the `view` that it has of the study.
 
     `after_trial` is not passed on: Optuna's samplers use it for `constraints_func`.
     """
 
     def __init__(self, sampler: BaseSampler) -> None:
         self._sampler = sampler
+
+    def view(self, study: Study, trial: FrozenTrial) -> Study:  # noqa: ARG002
+        """What the sampler sees while it proposes `trial`."""
+        return study
 
     def wrap_innermost(self, wrap: Callable[[BaseSampler], BaseSampler]) -> None:
         """Change Optuna's own sampler, whatever is around it."""
@@ -81,21 +85,22 @@ class WrapperSampler(BaseSampler):
         else:
             self._sampler = wrap(self._sampler)
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return self._sampler.infer_relative_search_space(study, trial)
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._view = self.view(study, trial)
+        self._sampler.before_trial(self._view, trial)
+
+    def infer_relative_search_space(self, _: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler.infer_relative_search_space(self._view, trial)
 
     def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        self, _: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        return self._sampler.sample_relative(study, trial, search_space)
+        return self._sampler.sample_relative(self._view, trial, search_space)
 
     def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+        self, _: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self._sampler.before_trial(study, trial)
+        return self._sampler.sample_independent(self._view, trial, param_name, param_distribution)
 
 
 class DeviceSampler(WrapperSampler):
@@ -123,13 +128,12 @@ class DeviceSampler(WrapperSampler):
             self._all[PRECISION] = CategoricalDistribution(choices)
             self._narrow[PRECISION] = CategoricalDistribution(runnable)
 
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+    def view(self, study: Study, _: FrozenTrial) -> Study:
         def read() -> list[FrozenTrial]:
             shown = map(self._shown, all_trials(study))
             return [other for other in shown if other is not None]
 
-        self._view = StudyView(study, read)
-        super().before_trial(self._view, trial)
+        return StudyView(study, read)
 
     def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
         if self._device.says_nothing(trial):
@@ -145,18 +149,18 @@ class DeviceSampler(WrapperSampler):
             shown.system_attrs = {}  # TPE and GP keep there what they proposed to the other worker
         return shown
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
-        self._space = super().infer_relative_search_space(self._view, trial)
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        self._space = super().infer_relative_search_space(study, trial)
         return self._space | (self._all if PRECISION in self._space else {})
 
-    def sample_relative(self, _: Study, trial: FrozenTrial, *__: object) -> dict[str, Any]:
-        params = super().sample_relative(self._view, trial, self._space)
+    def sample_relative(self, study: Study, trial: FrozenTrial, *_: object) -> dict[str, Any]:
+        params = super().sample_relative(study, trial, self._space)
         if self._narrow and params.get(PRECISION) not in self._runnable:
             params.pop(PRECISION, None)  # Optuna asks `sample_independent` for what is not there
         return params
 
     def sample_independent(
-        self, _: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
+        self, study: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
     ) -> Any:
         narrowed = self._narrow.get(name, distribution)
-        return super().sample_independent(self._view, trial, name, narrowed)
+        return super().sample_independent(study, trial, name, narrowed)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
-from optuna.distributions import BaseDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -30,17 +28,8 @@ class PrunedAwareSampler(WrapperSampler):
     the study, those of one that went on as of its end; an infeasible one breaks each like the worst that did.
     """
 
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self._view = StudyView(study, lambda: _with_pruned(study))
-        super().before_trial(self._view, trial)
-
-    def infer_relative_search_space(self, _: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return super().infer_relative_search_space(self._view, trial)
-
-    def sample_relative(
-        self, _: Study, trial: FrozenTrial, space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return super().sample_relative(self._view, trial, space)
+    def view(self, study: Study, _: FrozenTrial) -> Study:
+        return StudyView(study, lambda: _with_pruned(study))
 
 
 def _with_pruned(study: Study) -> list[FrozenTrial]:

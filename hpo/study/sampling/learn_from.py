@@ -13,26 +13,26 @@ already, says nothing here.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.config.known import fitting
-from hpo.config.limits import MEASURED_METRICS, violation
+from hpo.config.limits import MEASURED_METRICS
 from hpo.config.search_space import SearchSpace, suggest
 from hpo.device import DeviceInfo
 from hpo.study.sampling.device_sampler import WrapperSampler
-from hpo.study.sampling.earlier import SOURCE_ATTR
+from hpo.study.sampling.earlier import SOURCE_ATTR, ranked
 from hpo.study.sampling.feasible_sampler import is_infeasible
-from hpo.study.sampling.promotion import origin_of
+from hpo.study.sampling.promotion import ORIGIN_ATTR, origin_of
 from hpo.study.store.optuna_internals import StudyView, storage_of, trial_id_of
 from hpo.study.store.schema import studies
 
@@ -87,21 +87,15 @@ def likeness(
     earlier: Mapping[str, Any], now: Mapping[str, Any], *, same_data: bool, same_device: bool
 ) -> float:
     """How much the results of one study say of another, from 0 to 1, by their definitions."""
-    metrics = [definition["objective"][0]["metric"] for definition in (earlier, now)]
-    encoders = [
-        definition["training"].get("encoder") or definition["model"]["encoder"]
-        for definition in (earlier, now)
-    ]
-    weight = 1.0
-    if metrics[0] != metrics[1]:
-        weight *= 0.0 if {*metrics} & {*MEASURED_METRICS} else OTHER_METRIC
-    if encoders[0] != encoders[1]:
-        weight *= OTHER_ENCODER
-    if not same_data:
-        weight *= OTHER_DATA
-    if not same_device:
-        weight *= 0.0 if metrics[1] in MEASURED_METRICS else OTHER_DEVICE
-    return weight
+    metrics, encoders = set(), []
+    for definition in (earlier, now):
+        metrics.add(definition["objective"][0]["metric"])
+        encoders.append(definition["training"].get("encoder") or definition["model"]["encoder"])
+    if metrics & {*MEASURED_METRICS} and (len(metrics) > 1 or not same_device):
+        return 0.0
+    differs = (len(metrics) > 1, encoders[0] != encoders[1], not same_data, not same_device)
+    factors = (OTHER_METRIC, OTHER_ENCODER, OTHER_DATA, OTHER_DEVICE)
+    return math.prod(itertools.compress(factors, differs))
 
 
 def earlier_trials(study: Study, space: SearchSpace, seed: int) -> list[FrozenTrial]:
@@ -126,25 +120,6 @@ def earlier_trials(study: Study, space: SearchSpace, seed: int) -> list[FrozenTr
     return shown
 
 
-def ranked(trials: Iterable[FrozenTrial], direction: StudyDirection) -> list[FrozenTrial]:
-    """The feasible trials that have ended, the best first: COMPLETE ones, then those that came farthest; what
-    breaks limits of the study last."""
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-
-    def key(trial: FrozenTrial) -> tuple[float, ...] | None:
-        if is_infeasible(trial):
-            return None
-        if trial.state == TrialState.COMPLETE:
-            return (violation(trial.constraints), -math.inf, sign * trial.values[0])
-        step, value = max(trial.intermediate_values.items(), default=(0, math.nan))
-        if trial.state != TrialState.PRUNED or not math.isfinite(value):
-            return None
-        return (violation(trial.constraints), -step, sign * value)
-
-    keyed = [(rank, trial) for trial in trials if (rank := key(trial)) is not None]
-    return [trial for _, trial in sorted(keyed, key=lambda pair: pair[0])]
-
-
 class PriorSampler(WrapperSampler):
     """Shows its sampler `earlier` trials too, the best first, in the share `weight` / 2 of the trials.
 
@@ -159,39 +134,23 @@ class PriorSampler(WrapperSampler):
         self._source = source
         self._weight = weight
 
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trials = [t for t in study.get_trials(deepcopy=False) if t.state != TrialState.FAIL]
-        shown, self._view = False, study
-        if "fixed_params" not in trial.system_attrs:
-            share = self._weight / 2
-            is_due = math.ceil(len(trials) * share) > math.ceil((len(trials) - 1) * share)
-            shown = is_due and self._helps(study, trials)
-        if shown:
-            storage_of(study).set_trial_user_attr(trial_id_of(trial), SOURCE_ATTR, self._source)
-            self._view = StudyView(study, lambda: self._with_earlier(study, trials))
-        super().before_trial(self._view, trial)
-
-    def infer_relative_search_space(self, _: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return super().infer_relative_search_space(self._view, trial)
-
-    def sample_relative(
-        self, _: Study, trial: FrozenTrial, space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return super().sample_relative(self._view, trial, space)
-
-    def sample_independent(
-        self, _: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
-    ) -> Any:
-        return super().sample_independent(self._view, trial, name, distribution)
+    def view(self, study: Study, trial: FrozenTrial) -> Study:
+        trials = [one for one in study.get_trials(deepcopy=False) if one.state != TrialState.FAIL]
+        share = self._weight / 2
+        is_due = math.ceil(len(trials) * share) > math.ceil((len(trials) - 1) * share)
+        if not is_due or "fixed_params" in trial.system_attrs or not self._helps(study, trials):
+            return study
+        storage_of(study).set_trial_user_attr(trial_id_of(trial), SOURCE_ATTR, self._source)
+        return StudyView(study, lambda: self._with_earlier(study, trials))
 
     def _helps(self, study: Study, trials: Sequence[FrozenTrial]) -> bool:
         """Whether trials that were drawn with the prior do not rank behind those that were drawn without."""
         order = ranked(trials, study.direction)
         order += [trial for trial in trials if trial.state.is_finished() and is_infeasible(trial)]
-        ranks: dict[str | None, list[int]] = {self._source: [], None: []}
-        for rank, trial in enumerate(order):
-            ranks.setdefault(trial.user_attrs.get(SOURCE_ATTR), []).append(rank)
-        with_prior, without = ranks[self._source], ranks[None]
+        sources = [one.user_attrs.get(SOURCE_ATTR) for one in order if ORIGIN_ATTR not in one.user_attrs]
+        with_prior, without = (
+            [rank for rank, source in enumerate(sources) if source == one] for one in (self._source, None)
+        )
         if min(len(with_prior), len(without)) < MIN_COMPARED:
             return True
         return fmean(with_prior) <= fmean(without)
