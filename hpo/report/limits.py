@@ -22,9 +22,9 @@ def limits_told(record: StudyRecord) -> list[str]:
         for metric, count in counts["broken"].items()
         if count
     )
-    told = f"{counts['met']} of {counts['complete']} complete trials meet the limits of the study"
-    early = f"; {counts['ended_early']} more ended early at one" if counts["ended_early"] else ""
-    said = f"{told}{early}." + (f" Broken: {broken}." if broken else "")
+    met = f"{counts['met']} of {counts['complete']} complete trials meet the limits of the study"
+    early = f"{counts['ended_early']} ended early at one" if counts["ended_early"] else ""
+    said = f"{'; '.join(filter(None, (met, early)))}." + (f" Broken: {broken}." if broken else "")
     return [said, *filter(None, [nearest_told(record)])]
 
 

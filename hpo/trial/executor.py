@@ -45,7 +45,7 @@ from hpo.trial.measure import Side
 from hpo.trial.objectives import check_metric, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
-from hpo.trial.trial_run import TrialRun
+from hpo.trial.trial_run import RATED_STEPS, TrialRun
 
 NO_CALLBACKS = Callbacks()
 
@@ -160,10 +160,12 @@ class Executor:
                 raise RunError(f"rank {rank()} failed: {type(error).__name__}: {error}") from error
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        limits = self.study.constraints
-        limited = limited_values(limits, recorder.telemetry(), self.tasks)
+        limits, telemetry = self.study.constraints, recorder.telemetry()
+        limited = limited_values(limits, telemetry, self.tasks)
         if outcome == Outcome.COMPLETE:
             reason = broken_limits(limits, limited)
+        elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
+            limited |= {name: None for name in limited if name.startswith("train_")}
         result = recorder.result(outcome, reason, values, trace)
         return replace(result, constraints=violations(limits, limited))
 

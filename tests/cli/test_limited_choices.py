@@ -23,7 +23,7 @@ from hpo.study.store.studies import create_or_resume_study
 RATES = {"learning_rate": {"type": "categorical", "choices": [1.0, 2.0, 3.0, 4.0, 5.0]}}
 """The higher, the better the score, and the more memory it takes: so many GB. The fifth ends early."""
 SAID = (
-    "{met} of 4 complete trials meet the limits of the study; 1 more ended early at one. Broken: "
+    "{met} of 4 complete trials meet the limits of the study; 1 ended early at one. Broken: "
     "peak_memory_bytes <= {limit} by {broken}."
 )
 NEAREST = (

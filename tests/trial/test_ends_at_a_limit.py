@@ -25,10 +25,12 @@ def run(folder: Path, limits: dict[str, Any], **changes: Any) -> tuple[TrialResu
 
 
 def test_memory_ends_it_after_a_step(tmp_path: Path) -> None:
-    result, evaluations = run(tmp_path, {"peak_memory_bytes": {"max": 1e6}})
+    slow = {"train_examples_per_second": {"min": 1e9}}  # of which nothing is known yet
+    result, evaluations = run(tmp_path, {"peak_memory_bytes": {"max": 1e6}, **slow})
     assert (str(result.outcome), result.telemetry["num_steps"], evaluations) == ("pruned", 1, [])
     assert result.reason.startswith("peak_memory_bytes must be <= 1e+06, but is ")
     assert result.constraints["peak_memory_bytes"] > 10
+    assert result.constraints["train_examples_per_second"] == 0
 
 
 @pytest.mark.parametrize(
@@ -85,5 +87,5 @@ def test_a_trial_that_ends_at_a_limit_does_not_pause(tmp_path: Path) -> None:
     for trial in record.trials:
         assert (trial.outcome, len(trial.evaluations)) == ("pruned", 1)
         assert "train_examples_per_second must be >= 1e+09" in trial.reason
-    said = "0 of 0 complete trials meet the limits of the study; 2 more ended early at one. Broken: train"
+    said = "0 of 0 complete trials meet the limits of the study; 2 ended early at one. Broken: train"
     assert said in ok(hpo_command(tmp_path, "status", "tiny.yaml", width=1000)).out
