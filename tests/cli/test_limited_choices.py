@@ -92,13 +92,11 @@ def test_every_command_takes_the_best_that_meets_the_limits(tmp_path: Path) -> N
     assert [one.params["learning_rate"] for one in plan.configurations] == [2.0, 1.0]
     assert comparison_study(config, plan, has_test=True).constraints == {}
     note = study_note(StudyTables(record))
-    assert said.replace("<", r"\<").replace("_", r"\_") in note
+    assert re.sub("([<_])", r"\\\1", said) in note
     assert f"- Trial {trial['number']}: score **0.2**" in note
     page = Path(ok(hpo_command(tmp_path, "report", "tiny.yaml", "--json")).json["report"])
-    tables = tmp_path / page.parent / "tables"
     assert said.replace("<", "&lt;") in (tmp_path / page).read_text()
     assert "The best score found is 0.2 under fp32" in (tmp_path / page).read_text()
-    assert (tables / "trials.csv").read_text().count("True") >= 2
 
 
 def test_where_none_meets_them_the_nearest_is_shown_and_nothing_chosen(tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize(
-    ("values", "paused_at"),
-    [([0.5, 0.6, 0.7], 2), ([0.5, None, 0.7], 3), ([0.5, float("nan"), float("inf")], None)],
+    ("values", "broken", "paused_at"),
+    [
+        ([0.5, 0.6, 0.7], "", 2),
+        ([0.5, None, 0.7], "", 3),
+        ([0.5, float("nan"), float("inf")], "", None),
+        ([0.5, 0.6], "a limit", None),  # which ends it at the second
+    ],
 )
 def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
-    storage: Storage, tmp_path: Path, values: list[float | None], paused_at: int | None
+    storage: Storage, tmp_path: Path, values: list[float | None], broken: str, paused_at: int | None
 ) -> None:
     config = study(1, pruner={"name": "promote", "starts": 0.2})
 
@@ -32,10 +37,10 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
             shares = {"budget_used": index / 10, "seconds": 1.0, "epoch": 1.0}
             one = SimpleNamespace(step=index, index=index, metrics={}, rates={}, numerics=None, **shares)
             try:
-                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=(value,), broken=""))
+                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=(value,), broken=broken))
             except Paused:
                 return result("pruned", telemetry={"device": {}})
-        return result("complete", telemetry={"device": {}})
+        return result("pruned" if broken else "complete", telemetry={"device": {}})
 
     executor: Any = SimpleNamespace(
         study=config,
@@ -55,3 +60,4 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
     run_worker(config, storage, run_first, stop=stop)
     [trial] = storage.load_study(config.name).trials
     assert trial.user_attrs.get(PAUSED_ATTR) == paused_at
+    assert storage.slot_counts(config.name).get("paused", 0) == (paused_at is not None)
