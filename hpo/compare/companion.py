@@ -307,6 +307,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "amp": {**definition["amp"], "on_unsupported": "skip"},
             "objective": config.objective,
             "constraints": {},  # what is compared meets them, and its other precisions are to be told too
+            "first": (),
+            "learn_from": None,
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},
