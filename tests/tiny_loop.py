@@ -9,6 +9,7 @@ import torch
 from tiny import CPU, EMULATED, tiny_batch, tiny_objective
 from torch import Tensor
 
+from hpo.config.study_config import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
@@ -81,7 +82,8 @@ def train_for(
     recorder = LossRecorder(PRECISIONS[config.fp_precision], amp, CPU)
     clock = clock or TrainingClock(TrainState(), ThroughputMeter(CPU))
     args = training_args(executor.study, config, data.train.num_windows)
-    args = replace(args, budget=budget, num_evaluations=num_evaluations)
+    evaluate_at = EvaluationConfig(per_trial=num_evaluations).shares(None)
+    args = replace(args, budget=budget, evaluate_at=evaluate_at)
     evaluations = list(train(Learner(model, loss_fn, recorder), optimizer, data, args, clock))
     return Trained(evaluations, clock.state, recorder, model, optimizer)
 

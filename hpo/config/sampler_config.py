@@ -6,6 +6,7 @@ An option is an argument of Optuna's class, by the same name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -87,16 +88,16 @@ class PrunerConfig(_Algorithm):
         "median": {"n_startup_trials": None, "n_warmup_steps": None},
         "percentile": {"n_startup_trials": None, "n_warmup_steps": None, "percentile": 25.0},
         "patient": {"patience": 2},
-        "promote": {"starts": 0.1, "keep": 3},
+        "promote": {"starts": 0.04, "keep": 2, "reduction_factor": 3},
     }
 
     name: Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"] = "none"
     """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `none` with several
-    objectives. With `promote` every trial starts and pauses, and the best of them go on."""
+    objectives. With `promote` every trial pauses at each rung, and the best of them go on."""
     min_resource: Count | None = None
     """`hyperband`, `asha`: evaluations before the first rung."""
     reduction_factor: Annotated[Whole, Field(ge=2)] | None = None
-    """`hyperband`, `asha`: of so many trials one goes on."""
+    """`hyperband`, `asha`, `promote`: of so many trials one goes on; left out, 3 for `promote`."""
     n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
     """`median`, `percentile`: trials before the first is stopped."""
     n_warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
@@ -106,6 +107,18 @@ class PrunerConfig(_Algorithm):
     patience: Annotated[Whole, Field(ge=0)] | None = None
     """`patient`: evaluations without getting better; left out, 2."""
     starts: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """`promote`: trials pause at the first evaluation at or behind this share of a budget; left out 0.1."""
+    """`promote`: share of a budget at which the first rung is, left out 0.04; each of the others is at
+    `reduction_factor` times the one before, as long as half of the budget is left."""
     keep: Count | None = None
-    """`promote`: so many trials go on from there to the end; left out, 3."""
+    """`promote`: at least so many trials go on to the end, and `reduction_factor` times as many to the last
+    rung, and so on; left out, 2."""
+
+    @property
+    def rungs(self) -> tuple[Fraction, ...]:
+        """The shares of a budget at which trials of `promote` pause; of other pruners none."""
+        if self.name != "promote":
+            return ()
+        rungs = [Fraction(str(self.options["starts"]))]
+        while (rung := self.options["reduction_factor"] * rungs[-1]) <= Fraction(1, 2):
+            rungs.append(rung)
+        return tuple(rungs)

@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -119,9 +120,14 @@ class EvaluationConfig(Section):
     test: Switch = False
     """Score the best weights of a complete trial on the test split too: `test_metrics` of its record."""
 
-    def count(self, epochs: float | None) -> int:
-        """Evaluations of a trial of so many epochs; None: its budget is another."""
-        return self.per_trial or math.ceil(epochs or 1) * self.per_epoch
+    def shares(self, epochs: float | None, rungs: Iterable[Fraction] = ()) -> tuple[Fraction, ...]:
+        """The shares of its budget at which a trial is evaluated, the `rungs` among them.
+
+        Args:
+            epochs: of the trial; None: its budget is another.
+        """
+        count = self.per_trial or math.ceil(epochs or 1) * self.per_epoch
+        return tuple(sorted({*(Fraction(index, count) for index in range(1, count + 1)), *rungs}))
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:

@@ -15,7 +15,7 @@ from hpo.study.reading.study_record import (
     limit_counts,
     lost_weights,
 )
-from hpo.study.sampling.promotion import Promotion, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion, promotion_of
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -25,9 +25,9 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     """
     remaining: float = sum(record.slots.values()) - record.slots["done"]
     if remaining and (promotion := _promotion(record)):
-        went_on = [trial.origin != trial.number for trial in record.trials if trial.ended]
-        done, total = promotion.work(sum(record.slots.values()), went_on)
-        remaining = (total - done) * len(went_on) / done if done else remaining
+        begins = [trial.attributes.get(RESUMED_ATTR, 0.0) for trial in record.trials if trial.ended]
+        done, total = promotion.work(sum(record.slots.values()), begins)
+        remaining = (total - done) * len(begins) / done if done else remaining
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None

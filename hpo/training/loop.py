@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -88,8 +89,8 @@ class TrainingArgs:
     schedule: str
     warmup_ratio: float
     max_grad_norm: float
-    num_evaluations: int
-    """Evaluations over the whole budget, evenly spaced; the last is at its end."""
+    evaluate_at: tuple[Fraction, ...]
+    """Shares of the budget at which there is an evaluation; the last is 1."""
     evaluation_tokens: int
     """Padded tokens in one evaluation batch."""
     decision_metrics: Mapping[str, str]
@@ -139,7 +140,7 @@ def train(
     model.train()
     clock.start()
     while True:
-        evaluates = budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
+        evaluates = budget.evaluations_due(state, args.evaluate_at) > state.num_evaluations
         if evaluates:
             yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
             model.train()
@@ -156,7 +157,7 @@ def train(
         batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
         loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)
         sum_gradients()
-        measures = rank() == 0 and budget.is_measured(state, args.num_evaluations)
+        measures = rank() == 0 and budget.is_measured(state, args.evaluate_at)
         if measures:
             probe.start()
         with memory_agreed(NO_HALVING):
@@ -193,7 +194,7 @@ def _evaluate(
     synchronize(mixed_precision.device)
     _lap(clock)
     budget, state, began = args.budget, clock.state, clock.now()
-    index = budget.evaluations_due(state, args.num_evaluations)
+    index = budget.evaluations_due(state, args.evaluate_at)
     split = data.validation
     batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)[rank() :: world_size()]
     with memory_agreed("Shorten `max_length`."):

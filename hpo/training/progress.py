@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import operator
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,17 +65,17 @@ class Budget:
         assert self.max_steps is not None
         return steps / self.max_steps
 
-    def evaluations_due(self, state: TrainState, num_evaluations: int) -> int:
-        """How many of `num_evaluations`, evenly spaced over the budget, should have been made by now.
+    def evaluations_due(self, state: TrainState, evaluate_at: Sequence[Fraction]) -> int:
+        """How many of the evaluations at these shares of the budget should have been made by now.
 
-        In steps the n-th of N is due after exactly ceil(n * steps / N); the last only at the end.
+        In steps the one at a share is due after exactly ceil(share * steps).
         """
+        used: float | Fraction = self.used(state)
         if self.max_steps is not None:
-            return min(num_evaluations, state.step * num_evaluations // self.max_steps)
-        used = self.used(state)
-        return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
+            used = Fraction(state.step, self.max_steps)
+        return bisect_right(evaluate_at, used)
 
-    def is_measured(self, state: TrainState, num_evaluations: int) -> bool:
+    def is_measured(self, state: TrainState, evaluate_at: Sequence[Fraction]) -> bool:
         """Whether the next step is the one between two evaluations whose numerics are measured.
 
         It lies in their middle: at the end of the budget the schedule's rate is almost 0, and even fp32 loses
@@ -81,7 +83,8 @@ class Budget:
         """
         seconds = state.train_seconds + 2 * state.step_seconds
         used = self._share(state.step + 1, seconds)
-        return state.numerics is None and used * num_evaluations >= state.num_evaluations + 0.5
+        before, after = (Fraction(0), *evaluate_at)[state.num_evaluations :][:2]
+        return state.numerics is None and used >= (before + after) / 2
 
 
 @dataclass

@@ -244,7 +244,7 @@ def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> 
         schedule=config.schedule,
         warmup_ratio=config.warmup_ratio,
         max_grad_norm=config.max_grad_norm or 0.0,
-        num_evaluations=evaluation.count(config.epochs),
+        evaluate_at=evaluation.shares(config.epochs, study.pruner.rungs),
         evaluation_tokens=evaluation.batch_tokens,
         decision_metrics=decision_metrics([objective.metric for objective in study.objective]),
     )

@@ -190,7 +190,7 @@ class TrialRun:
             hooks,
         )
         try:
-            distributed.decide(lambda: self.callbacks.on_resume(self.state.num_evaluations))
+            distributed.decide(lambda: self.callbacks.on_resume(self.args.budget.used(self.state)))
             for evaluation in evaluations:
                 distributed.decide(partial(self._on_evaluation, evaluation))
         except (Preempted, Paused) as end:

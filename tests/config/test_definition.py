@@ -152,7 +152,7 @@ def test_what_differs_in_two_search_spaces_is_listed() -> None:
 @pytest.mark.parametrize(
     ("key", "was", "now", "options"),
     [
-        ("pruner", {"name": "none"}, {}, {"starts": 0.1, "keep": 3}),
+        ("pruner", {"name": "none"}, {}, {"starts": 0.04, "keep": 2, "reduction_factor": 3}),
         ("pruner", {"name": "median", "n_warmup_steps": 3}, {"name": "median"}, {}),
         ("pruner", {"name": "none"}, {"name": "percentile"}, {"percentile": 25.0}),
         ("sampler", {"name": "nsga2", "seed": 1}, {"name": "random"}, {}),

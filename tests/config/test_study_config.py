@@ -33,7 +33,10 @@ def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
     assert study.search_space == {}
     assert study.model.encoder == "minilm"
     assert study.amp == AmpConfig()
-    assert (study.pruner.name, study.pruner.options) == ("promote", {"starts": 0.1, "keep": 3})
+    assert (study.pruner.name, study.pruner.options) == (
+        "promote",
+        {"starts": 0.04, "keep": 2, "reduction_factor": 3},
+    )
     assert (study.sampler.name, study.sampler.seed) == ("tpe", 42)
 
 

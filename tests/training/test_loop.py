@@ -20,6 +20,7 @@ from tiny_loop import amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from hpo.config.study_config import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
@@ -211,13 +212,17 @@ def test_the_share_of_a_budget_that_is_used(
     assert args.budget.used(state) == pytest.approx(used)
 
 
+def evenly(count: int) -> tuple[Fraction, ...]:
+    return EvaluationConfig(per_trial=count).shares(None)
+
+
 @pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
 def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
     budget = Budget(max_steps=num_steps)
     for count in range(1, 65):
         state, made = TrainState(), []
         for state.step in range(1, num_steps + 1):
-            due = budget.evaluations_due(state, count)
+            due = budget.evaluations_due(state, evenly(count))
             if due > state.num_evaluations:
                 made.append(state.step)
             state.num_evaluations = due
@@ -229,7 +234,7 @@ def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
 def test_the_last_evaluation_of_a_budget_of_seconds_is_at_its_end() -> None:
     budget = Budget(max_seconds=10.0)
     for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
-        assert budget.evaluations_due(TrainState(train_seconds=seconds), 4) == due
+        assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
 
 
 # Seeds and clocks

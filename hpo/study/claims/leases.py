@@ -45,7 +45,14 @@ from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion, is_paused
+from hpo.study.sampling.promotion import (
+    ORIGIN_ATTR,
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    Promotion,
+    is_paused,
+    origin_of,
+)
 from hpo.study.store.optuna_internals import (
     copy_reports,
     make_trial,
@@ -71,6 +78,10 @@ LOOK_AT_ONCE = 8
 """So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
 
 
+def _is_open(study: str | sa.BindParameter[str]) -> sa.ColumnElement[bool]:
+    return sa.exists().where(studies.c.name == study, studies.c.state == "open")
+
+
 @lru_cache(maxsize=1)
 def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
     """How the worker `by` claims an open slot of the study `of_study`, without a look at the others."""
@@ -81,8 +92,8 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
         free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
         for has_trial in (number.is_not(None), number.is_(None))
     )
-    is_open = sa.exists().where(studies.c.name == sa.bindparam("of_study"), studies.c.state == "open")
-    claim = sa.update(slots).where(of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
+    is_next = slots.c.slot == sa.func.coalesce(*first)
+    claim = sa.update(slots).where(of_study, is_next, _is_open(sa.bindparam("of_study")))
     return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
 
 
@@ -117,7 +128,7 @@ class WorkerLease(Membership):
     # Claims
 
     def claim(self) -> Lease | None:
-        """Claim a slot: first one whose owner died, then one with an unfinished trial, then a fresh one.
+        """Claim a slot: first one whose owner died, then one with a trial that goes on, then a fresh one.
 
         Returns:
             None when every slot is done, with a live worker, or has a trial that cannot run here, and when
@@ -133,6 +144,8 @@ class WorkerLease(Membership):
             if slot := self._claimed_before(connection):
                 return self._lease_of(slot)
             self._may_have_slot = True
+            if self.promotion is not None:
+                self._let_go_on(connection)
             looks = time.monotonic() >= self._looks_at
             if not looks and (slot := self._open_slot(connection, runnable)):
                 return self._lease_of(slot)
@@ -214,12 +227,12 @@ class WorkerLease(Membership):
         return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
 
     def _let_go_on(self, connection: sa.Connection) -> bool:
-        """Open the slots of the paused trials that go on, once all trials have begun; whether there are any.
+        """Open the slots of the paused trials that go on; whether there are any.
 
         Those of which it is sure that they do not are closed.
         """
         states = self._unfinished_states(connection)
-        if None in states or "paused" not in states.values():
+        if "paused" not in states.values():
             return False
         trials = self._study.get_trials(deepcopy=False)  # after the slots: all that these have is there
         going_on: Collection[int | None] = ()
@@ -229,9 +242,11 @@ class WorkerLease(Membership):
             over = self.promotion.hopeless(trials, states.keys())
         if not going_on and {*states.values()} == {"paused"}:
             over = states.keys()
+        is_open = _is_open(self._study.study_name)
         for numbers, state in ((going_on, "open"), (over, "done")):
-            paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
-            connection.execute(sa.update(slots).where(*paused).values(state=state))
+            if numbers:
+                paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
+                connection.execute(sa.update(slots).where(*paused, is_open).values(state=state))
         return bool(going_on)
 
     def _unfinished_states(self, connection: sa.Connection) -> dict[int | None, str]:
@@ -293,7 +308,9 @@ class WorkerLease(Membership):
                 if last.number not in self.promotion.going_on(trials, unfinished):
                     self.release(lease, "paused")  # its worker had not told the slot that it has paused, say
                     return None
-                self._make_trial(lease, last, {ORIGIN_ATTR: last.number})
+                origin = origin_of(last.number, last.user_attrs)
+                at = {RESUMED_ATTR: last.user_attrs[PAUSED_ATTR]}
+                self._make_trial(lease, last, {ORIGIN_ATTR: origin, **at})
                 continue
             # Where no worker ended it as `failed`, somebody gave it up.
             failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
@@ -301,8 +318,8 @@ class WorkerLease(Membership):
                 if not self._start_enqueued(lease):
                     self._make_trial(lease)
             elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs.get("traceback")):
-                origin = {key: last.user_attrs[key] for key in (ORIGIN_ATTR,) if key in last.user_attrs}
-                self._make_trial(lease, last, {"retry_of": last.number, **origin})
+                goes_on = {k: last.user_attrs[k] for k in (ORIGIN_ATTR, RESUMED_ATTR) if k in last.user_attrs}
+                self._make_trial(lease, last, {"retry_of": last.number, **goes_on})
             else:
                 self._storage.write(lambda connection: lease.hold(connection, state="done"))
                 self._forget()

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
-from hpo.study.sampling.promotion import ORIGIN_ATTR, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.schema import slots, workers
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class StudyWatch:
         running, ended, complete, work = [], [], [], None
         trials = self._study.get_trials(deepcopy=False)
         if self._promotion is not None:
-            went_on = [ORIGIN_ATTR in trial.user_attrs for trial in trials if trial.state.is_finished()]
-            work = self._promotion.work(self._num_trials, went_on)
+            finished = (trial.user_attrs for trial in trials if trial.state.is_finished())
+            begins = [attrs.get(RESUMED_ATTR, 0.0) for attrs in finished]
+            work = self._promotion.work(self._num_trials, begins)
         for trial in trials:
             slot = slot_of.get(trial.number)
             if trial.state == TrialState.COMPLETE and not violation(trial.constraints):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import PAUSED_ATTR, origin_of, promotion_of
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, origin_of, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -80,9 +81,9 @@ class TrialRunner:
                 folder,
                 f"{self._token}/{origin}",
                 Callbacks(
-                    partial(self._report, trial, lease, origin),
+                    partial(self._report, trial, lease),
                     partial(self._should_stop, lease),
-                    partial(self._pause_again, trial, origin),
+                    partial(self._pause_again, trial),
                     partial(self._note_progress, lease),
                 ),
                 shared_device=shared,
@@ -98,7 +99,7 @@ class TrialRunner:
             result = replace(result, telemetry={**result.telemetry, "device": facts})
         return result
 
-    def _report(self, trial: optuna.trial.Trial, lease: Lease, origin: int, scored: ScoredEvaluation) -> None:
+    def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
         """Store an evaluation. Raises Pruned where the pruner stops the trial, Paused where it pauses."""
         evaluation = scored.evaluation
         row = EvaluationRow(
@@ -117,21 +118,18 @@ class TrialRunner:
             return  # the trial ends by itself
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        if origin != trial.number or self._promotion is None:
+        if self._promotion is None or not is_number(scored.values[0]):  # by which it is ranked
             return
-        if self._promotion.pauses(evaluation.budget_used) and is_number(scored.values[0]):  # to be ranked by
+        rung = self._promotion.pauses_at(evaluation.budget_used, trial.user_attrs.get(RESUMED_ATTR, 0.0))
+        if rung is not None:
             # Before the checkpoint, so that whoever goes on from that knows.
-            self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, evaluation.index))
-            used = f"{evaluation.budget_used:.0%}"
-            raise Paused(f"paused at {used} of its budget; the best of the study go on.")
+            self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
+            raise _paused(evaluation.budget_used)
 
-    def _pause_again(self, trial: optuna.trial.Trial, origin: int, num_evaluations: int) -> None:
+    def _pause_again(self, trial: optuna.trial.Trial, budget_used: float) -> None:
         """Raise Paused for a trial whose worker died when it was to pause, and had its checkpoint."""
-        if origin != trial.number or not num_evaluations:
-            return
-        paused_at = trial.user_attrs.get(PAUSED_ATTR)
-        if paused_at is not None and num_evaluations >= paused_at:
-            raise Paused(f"paused at evaluation {paused_at}; the best of the study go on.")
+        if budget_used >= trial.user_attrs.get(PAUSED_ATTR, math.inf):
+            raise _paused(budget_used)
 
     def _should_stop(self, lease: Lease) -> bool:
         lease.check()
@@ -159,3 +157,7 @@ class TrialRunner:
             if study.comparison and statistics:
                 store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
         return result
+
+
+def _paused(budget_used: float) -> Paused:
+    return Paused(f"paused at {budget_used:.0%} of its budget; the best of the study go on.")

@@ -1,13 +1,16 @@
 """Short starts, of which the best go on: the pruner `promote`.
 
-A trial *pauses* at its first evaluation at or behind `starts` of its budget. To Optuna it has ended there,
-as PRUNED with that value, so that plain Optuna and the dashboard show what is known of it, and a sampler
-compares it with trials of the same length. Its checkpoint stays, and its slot is `paused`. When every trial
-of the study has begun, the best `keep` of the paused ones *go on*: each as a trial of its own, with the
-parameters and the evaluations so far, from the checkpoint. The schedule knew the whole budget from the start,
-so the result is that of a trial which never paused. Nothing waits for a straggler: one that pauses late and
-is among the best goes on as well.
+A trial *pauses* at each *rung*, which is a share of its budget. To Optuna it has ended there, as PRUNED with
+that value, so that plain Optuna and the dashboard show what is known of it, and a sampler compares it with
+trials of the same length. Its checkpoint stays, and its slot is `paused`. The best of a rung *go on* to the
+next one: each as a trial of its own, with the parameters and the evaluations so far, from the checkpoint. The
+schedule knew the whole budget from the start, so the result is that of a trial which never paused.
 
+Of `reduction_factor` trials at a rung one goes on, at once and before another trial starts (asynchronous
+successive halving). When every trial of the study has begun, so many go on besides that `keep` reach the end.
+Nothing waits for a straggler: one that pauses late and is among the best goes on as well.
+
+Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
 Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 """
@@ -27,75 +30,138 @@ if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
-"""User attribute of a trial: the number of the evaluation at which it is to pause."""
+"""User attribute of a trial: the rung at which it is to pause."""
+RESUMED_ATTR = "resumed_at"
+"""User attribute of a trial that goes on: the rung at which it had paused."""
 ORIGIN_ATTR = "origin"
-"""User attribute of a trial that goes on: the number of the one that paused, whose checkpoints it has."""
+"""User attribute of a trial that goes on: the number of the one that started, whose checkpoints it has."""
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """How far trials start, and how many of them go on."""
+    """Where trials pause, and how many of them go on."""
 
-    starts: float
-    """Share of the budget."""
+    rungs: tuple[float, ...]
+    """Shares of the budget."""
+    reduction_factor: int
     keep: int
     maximize: bool
 
-    def pauses(self, budget_used: float) -> bool:
-        """Whether a trial that has not paused yet is to do so at an evaluation."""
-        return self.starts <= budget_used < 1
+    def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
+        """The rung at which a trial is to pause at an evaluation; None: it trains on.
+
+        Args:
+            resumed_at: the rung at which it paused before; 0: it has not.
+        """
+        reached = (rung for rung in self.rungs if resumed_at < rung <= budget_used < 1)
+        return max(reached, default=None)
 
     def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
-        """The numbers of the paused trials that go on now; none before all trials have begun.
+        """The numbers of the paused trials that go on now, those of the last rungs first.
 
-        One that went on and broke leaves its place to the next, down to the place `2 * keep`.
+        One that went on and broke leaves its place to the next.
 
         Args:
             unfinished: the numbers of the trials that unfinished slots have, with None where one has not
                 begun: only these can go on, and one that failed and is among them is tried again.
         """
-        if None in unfinished:
-            return []
-        later = _later(trials)
+        rungs = [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
+        chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_promoted)]
+        if chosen or None in unfinished:
+            return chosen
+        # Where there are more to come, the last rungs wait for the first.
+        at_least = (rung.chosen(at_least) for rung, at_least in zip(rungs, self._at_least, strict=True))
+        return next(filter(None, at_least), [])
+
+    def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
+        """The numbers of the paused trials that will never go on: there are better ones.
+
+        Of each rung some are kept that take the places of those that break.
+        """
+        hopeless: set[int] = set()
+        for at_least, share in zip(self._at_least, self.rungs, strict=True):
+            rung = _Rung(self, share, trials, unfinished)
+            hopeless.update(rung.beyond(max(at_least, rung.num_promoted) + 2 * self.keep))
+        return hopeless
+
+    def work(self, num_trials: int, resumed_at: Iterable[float]) -> tuple[float, float]:
+        """How much of a study is done, and about how much there is, in whole trials.
+
+        Args:
+            resumed_at: of each trial that has ended, the rung at which it had paused before; 0: at none.
+        """
+        ends = dict(zip((0.0, *self.rungs), (*self.rungs, 1.0), strict=True))
+        total, num_left = 0.0, num_trials
+        for (begin, end), at_least in zip(ends.items(), (*self._at_least, 0), strict=True):
+            total += num_left * (end - begin)
+            num_left = min(num_left, max(num_left // self.reduction_factor, at_least))
+        done = sum(min(end for end in ends.values() if end > begin) - begin for begin in resumed_at)
+        return min(total, done), total
+
+    @property
+    def _at_least(self) -> list[int]:
+        """How many trials of each rung go on, if so many have begun."""
+        last = len(self.rungs) - 1
+        return [self.keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
+
+
+class _Rung:
+    """The trials of a study that have paused at a rung."""
+
+    def __init__(
+        self,
+        promotion: Promotion,
+        rung: float,
+        trials: Sequence[FrozenTrial],
+        unfinished: Collection[int | None],
+    ) -> None:
+        sign = -1.0 if promotion.maximize else 1.0
+        self._unfinished = unfinished
+        # The last one, where one that failed was tried again.
+        self._later = {
+            trial.user_attrs[ORIGIN_ATTR]: trial
+            for trial in trials
+            if trial.user_attrs.get(RESUMED_ATTR) == rung
+        }
+        paused = [trial for trial in trials if is_paused(trial) and trial.user_attrs[PAUSED_ATTR] == rung]
+        self.num_promoted = len(paused) // promotion.reduction_factor
+        # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
+        known = [trial for trial in paused if trial.number in unfinished or _origin(trial) in self._later]
+        known.sort(key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
+        self._origin_of = {trial.number: _origin(trial) for trial in known}
+
+    def beyond(self, place: int) -> list[int]:
+        """Those that have not gone on, behind so many that are better."""
+        behind = list(self._origin_of.items())[place:]
+        return [number for number, origin in behind if origin not in self._later]
+
+    def chosen(self, num_promoted: int) -> list[int]:
+        """Those that go on now, so that so many have gone on without breaking."""
         chosen, num_kept = [], 0
-        for number in self._ranked(trials, unfinished):
-            if number in later and _broke(later[number], unfinished):
+        for number, origin in self._origin_of.items():
+            later = self._later.get(origin)
+            if later is not None and self._broke(later):
                 continue
-            if num_kept == self.keep:
+            if num_kept == num_promoted:
                 break
             num_kept += 1
-            if number not in later:
+            if later is None:
                 chosen.append(number)
         return chosen
 
-    def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
-        """The numbers of the paused trials that will never go on: there are better ones."""
-        return {trial.number for trial in trials if is_paused(trial)} - {*self._ranked(trials, unfinished)}
-
-    def work(self, num_trials: int, went_on: Iterable[bool]) -> tuple[float, float]:
-        """How much of a study is done, and how much there is, in whole trials.
-
-        Args:
-            went_on: of each trial that has ended, whether it had paused before.
-        """
-        later = 1 - self.starts
-        total = num_trials * self.starts + min(num_trials, self.keep) * later
-        return min(total, sum(later if each else self.starts for each in went_on)), total
-
-    def _ranked(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
-        sign, later = -1.0 if self.maximize else 1.0, _later(trials)
-        paused = [trial for trial in trials if is_paused(trial)]
-        # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
-        known = [trial for trial in paused if trial.number in unfinished or trial.number in later]
-        known.sort(key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
-        return [trial.number for trial in known[: 2 * self.keep]]
+    def _broke(self, trial: FrozenTrial) -> bool:
+        """Whether a trial that went on has ended without a value, and is not to be tried again."""
+        is_over = trial.state.is_finished() and trial.number not in self._unfinished
+        return is_over and trial.state != TrialState.COMPLETE and not is_paused(trial)
 
 
 def promotion_of(pruner: PrunerConfig, direction: str) -> Promotion | None:
     """How the trials of a study with this pruner and direction pause; None: they do not."""
     if pruner.name != "promote":
         return None
-    return Promotion(pruner.options["starts"], pruner.options["keep"], direction == "maximize")
+    options = pruner.options
+    rungs = tuple(map(float, pruner.rungs))
+    return Promotion(rungs, options["reduction_factor"], options["keep"], direction == "maximize")
 
 
 def is_paused(trial: FrozenTrial) -> bool:
@@ -109,12 +175,5 @@ def origin_of(number: int, user_attrs: Mapping[str, Any]) -> int:
     return int(user_attrs.get(ORIGIN_ATTR, number))
 
 
-def _later(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
-    """The last trial that goes on from where another has paused, by the number of that one."""
-    return {trial.user_attrs[ORIGIN_ATTR]: trial for trial in trials if ORIGIN_ATTR in trial.user_attrs}
-
-
-def _broke(trial: FrozenTrial, unfinished: Collection[int | None]) -> bool:
-    """Whether a trial that went on has ended without a result, and is not to be tried again."""
-    is_over = trial.state.is_finished() and trial.number not in unfinished
-    return is_over and trial.state != TrialState.COMPLETE
+def _origin(trial: FrozenTrial) -> int:
+    return origin_of(trial.number, trial.user_attrs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
@@ -19,9 +20,9 @@ from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StudyRecord, best_trials
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, promotion_of
+from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, RESUMED_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.schema import slots
@@ -29,7 +30,15 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 SPACE = {"batch_size": {"type": "categorical", "choices": list(range(1, 9))}}
-CONFIG = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "promote", "keep": 2})
+PRUNER = {"name": "promote", "starts": 0.05, "keep": 2, "reduction_factor": 9}
+"""Its rungs are at 0.05 and 0.45. All of eight trials go on from the first, when all have begun."""
+CONFIG = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner=PRUNER)
+
+
+PROMOTION = promotion_of(CONFIG.pruner, "maximize")
+assert PROMOTION is not None
+AT_ONCE = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={**PRUNER, "reduction_factor": 2})
+"""Of each rung half go on at once."""
 
 
 def value(params: dict[str, Any], index: int) -> float:
@@ -38,17 +47,17 @@ def value(params: dict[str, Any], index: int) -> float:
 
 
 def train(storage: Storage, log: Path, trial: optuna.trial.Trial, lease: Lease, broken: int | None) -> Any:
-    """A trial of ten evaluations, which pauses at the first as `TrialRunner` has it."""
+    """A trial of ten evaluations, which pauses at its rungs as `TrialRunner` has it."""
     params = suggest(CONFIG.search_space, trial)
     lease.store_params()
-    goes_on = ORIGIN_ATTR in trial.user_attrs
-    for index in range(2 if goes_on else 1, 11):
+    resumed_at = trial.user_attrs.get(RESUMED_ATTR, 0.0)
+    for index in range(math.ceil(10 * resumed_at) + 1, 11):
         evaluate(storage, trial, index, value(params, index), step=10 * index)
         note(log, number=trial.number, index=index, **params)
-        if goes_on and params["batch_size"] == broken:
+        if resumed_at == 0.45 and params["batch_size"] == broken:
             return result("nonfinite")
-        if not goes_on:
-            storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, 1))
+        if rung := PROMOTION.pauses_at(index / 10, resumed_at):
+            storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
             return result("pruned", reason="paused")
     return result("complete", values=(value(params, 10),))
 
@@ -64,49 +73,65 @@ def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | No
         return run_worker(CONFIG, storage, execute, WorkerOptions(poll_seconds=0.02))
 
 
-def check(storage: Storage, went_on: set[int]) -> StudyRecord:
-    """Each configuration has started once, and those `went_on`, named by their batch size, have ended."""
+def check(storage: Storage, *, ended: set[int]) -> StudyRecord:
+    """Each configuration has started once and gone on from rung to rung. These, named by
+    their batch size, have ended."""
     record = read_study(storage, CONFIG.name)
     assert record.slots == {"open": 0, "running": 0, "done": 8}
     assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
-    starts = [trial for trial in record.trials if ORIGIN_ATTR not in trial.attributes]
-    assert sorted(trial.params["batch_size"] for trial in starts) == list(range(1, 9))
-    assert {trial.outcome for trial in starts} == {"pruned"}
-    later = [trial for trial in record.trials if ORIGIN_ATTR in trial.attributes]
-    assert sorted(trial.params["batch_size"] for trial in later) == sorted(went_on)
-    for trial in later:
-        assert record.trials[trial.origin].params == trial.params
+    of_start: dict[int, list[TrialRecord]] = {}
+    for trial in record.trials:
+        of_start.setdefault(trial.origin, []).append(trial)
+    assert sorted(trials[0].params["batch_size"] for trials in of_start.values()) == list(range(1, 9))
+    for trials in of_start.values():
+        assert {trial.params["batch_size"] for trial in trials} == {trials[0].params["batch_size"]}
+        assert [trial.attributes.get(RESUMED_ATTR) for trial in trials] == [None, 0.05, 0.45][: len(trials)]
+        paused_at = [trial.attributes.get(PAUSED_ATTR) for trial in trials if trial.outcome == "pruned"]
+        assert paused_at == [0.05, 0.45][: len(paused_at)]
+    complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
+    assert complete == ended
     return record
 
 
-def test_the_best_two_of_eight_go_on(storage: Storage, tmp_path: Path) -> None:
-    summary = work(storage.url, tmp_path / "log")
-    assert (summary.ended, summary.outcomes) == ("finished", {"pruned": 8, "complete": 2})
-    record = check(storage, {7, 8})
-    for trial in record.trials[8:]:
-        assert [row.step for row in trial.evaluations] == [10 * index for index in range(1, 11)]
+def test_the_best_two_of_eight_end(storage: Storage, tmp_path: Path) -> None:
+    assert work(storage.url, tmp_path / "log").ended == "finished"
+    record = check(storage, ended={7, 8})
+    for trial in record.trials:
+        num_evaluations = {0.05: 1, 0.45: 5, None: 10}[trial.attributes.get(PAUSED_ATTR)]
+        steps = [10 * index for index in range(1, num_evaluations + 1)]
+        assert [row.step for row in trial.evaluations] == steps
         reports = storage.load_study(CONFIG.name).trials[trial.number].intermediate_values
-        assert reports == {index: value(trial.params, index) for index in range(1, 11)}
+        assert reports == {step // 10: value(trial.params, step // 10) for step in steps}
     (best,) = best_trials(record)
     assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, 10),))
     done = Counter((line["batch_size"], line["index"]) for line in notes(tmp_path / "log"))
     assert set(done.values()) == {1}, "nothing is trained twice"
 
 
+def test_the_best_goes_on_before_another_starts(storage: Storage) -> None:
+    with worker_on(storage, AT_ONCE) as worker:
+        numbers, origins = [], []
+        for _ in range(4):
+            lease, trial = begin(worker)
+            train(storage, Path(os.devnull), trial, lease, None)
+            worker.record_outcome(lease, trial, result("pruned"))
+            numbers.append(trial.params["batch_size"])
+            origins.append(trial.user_attrs.get(ORIGIN_ATTR))
+    assert origins[:2] == [None, None]
+    assert numbers[2] == max(numbers[:2])
+    assert (origins[2], origins[3]) == (numbers.index(numbers[2]), None)
+
+
 def test_one_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path: Path) -> None:
     work(storage.url, tmp_path / "log", broken=8)
-    check(storage, {6, 7, 8})
+    check(storage, ended={6, 7})
 
 
 def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_path: Path) -> None:
     """And perhaps some that were among the best before the others had started."""
     finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(4)))
     with open_storage(storage_url) as storage:
-        record = read_study(storage, CONFIG.name)
-        later = [trial.params["batch_size"] for trial in record.trials if ORIGIN_ATTR in trial.attributes]
-        assert {7, 8} <= set(later)
-        assert len(set(later)) == len(later)
-        check(storage, set(later))
+        check(storage, ended={7, 8})
 
 
 @pytest.mark.parametrize("kill_at", [2, 9])
@@ -121,20 +146,20 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
     assert process.exitcode == -signal.SIGKILL
     work(storage_url, log)
     with open_storage(storage_url) as storage:
-        check(storage, {7, 8})
+        check(storage, ended={7, 8})
     done = Counter((line["batch_size"], line["index"]) for line in notes(log))
     again = sum(count - 1 for count in done.values())
     assert again <= 10, "but for the trial in hand, which has no checkpoint here"
 
 
 def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> list[float]:
-    """Begin all trials of the study, and end when all have paused; their values by number."""
+    """Begin all trials of the study, and end when all have paused at the last rung; their values."""
     with worker_on(storage, config) as worker:
-        for _ in range(config.n_trials):
+        for _ in range(2 * config.n_trials):
             lease, trial = begin(worker)
             train(storage, Path(os.devnull), trial, lease, None)
             worker.record_outcome(lease, trial, result("pruned"))
-    return [trial.values[0] for trial in storage.load_study(config.name).trials]
+    return [trial.values[0] for trial in storage.load_study(config.name).trials[config.n_trials :]]
 
 
 def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) -> WorkerLease:
@@ -153,14 +178,14 @@ def test_a_cancelled_study_that_is_opened_again_lets_those_go_on_that_had_paused
     assert end_unfinished(storage, CONFIG.name) == 0
     set_state(storage, CONFIG.name, "open")
     work(storage.url, tmp_path / "log")
-    check(storage, {7, 8})
+    check(storage, ended={7, 8})
 
 
 def test_fewer_trials_than_have_begun_take_nothing_back(storage: Storage, tmp_path: Path) -> None:
     pause_all(storage)
     create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
     work(storage.url, tmp_path / "log")
-    check(storage, {7, 8})
+    check(storage, ended={7, 8})
 
 
 def test_one_that_fails_goes_on_from_its_checkpoint_and_gives_its_place_to_nobody(storage: Storage) -> None:
@@ -201,18 +226,18 @@ def test_a_slot_whose_worker_died_before_it_told_of_the_pause(storage: Storage, 
     values = pause_all(storage)
     worst = values.index(min(values))
     with storage.engine.begin() as connection:
-        of_trial = sa.update(slots).where(slots.c.trial_number == worst)
+        of_trial = sa.update(slots).where(slots.c.trial_number == CONFIG.n_trials + worst)
         connection.execute(of_trial.values(state="running", owner="gone"))
     work(storage.url, tmp_path / "log")
-    check(storage, {7, 8})
+    check(storage, ended={7, 8})
 
 
 def test_paused_trials_need_a_worker_where_none_runs(storage: Storage) -> None:
     """A worker that serves all studies comes to let them go on, and to none that wait for another's."""
     pause_all(storage)
     assert [study.trials for study in list_studies(storage)] == [
-        {"open": 8, "running": 0, "done": 0, "total": 8}
-    ]
+        {"open": 7, "running": 0, "done": 1, "total": 8}
+    ], "one is the worst of eight, of which two go on"
     with worker_on(storage) as worker:
         begin(worker)
         [study] = list_studies(storage)

@@ -21,8 +21,8 @@ from hpo.study.store.studies import create_or_resume_study
 @pytest.mark.parametrize(
     ("values", "broken", "paused_at"),
     [
-        ([0.5, 0.6, 0.7], "", 2),
-        ([0.5, None, 0.7], "", 3),
+        ([0.5, 0.6, 0.7], "", 0.2),
+        ([0.5, None, 0.7], "", 0.2),
         ([0.5, float("nan"), float("inf")], "", None),
         ([0.5, 0.6], "a limit", None),  # which ends it at the second
     ],
