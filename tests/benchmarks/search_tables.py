@@ -3,9 +3,9 @@
     python tests/benchmarks/search_tables.py FOLDER [--seeds 100] [--policies NAME ...] [--json]
 
 A table is a `.npz` file: `hyperparameters` [N, K] with their `names` [K], and `valid_loss` [N, P + 1] after 0
-to P equal parts of training, not finite from where a run broke. A trial has ten evaluations, each after a
-tenth of the parts. It costs the parts that it trained, to where it was stopped or broke; one that goes on
-costs the rest. Each whole run counts 1.
+to P equal parts of training, not finite from where a run broke. A trial has an evaluation after each tenth of
+its training, and at the rungs. It costs what it trained, to where it paused, was stopped or broke; one that
+goes on costs the rest. A whole run counts 1.
 
 The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
 configuration that was not tried (each setting scaled to its range, on a log scale where all values are
@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,16 @@ from optuna.trial import Trial, TrialState
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import FloatDistribution, SearchSpace, suggest
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import EvaluationConfig, StudyConfig
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion
+from hpo.study.sampling.promotion import (
+    ORIGIN_ATTR,
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    Promotion,
+    origin_of,
+    promotion_of,
+)
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 
 COMPUTE = (5, 10, 20, 40)
@@ -64,15 +72,19 @@ class Curves:
     settings_NK: np.ndarray
     scaled_NK: np.ndarray
     """From 0 to 1."""
-    losses_NE: np.ndarray
-    """At each evaluation; NaN where the run has broken."""
-    parts_N: np.ndarray
-    """How many tenths of the training a run lasts: fewer than ten where it breaks."""
+    losses_NP: np.ndarray
+    """After each part of the training, the first after none; NaN where the run has broken."""
+    lasts_N: np.ndarray
+    """The share of its training after which a run breaks; 1: it does not."""
 
     @property
     def finals_N(self) -> np.ndarray:
         """NaN for a run that breaks."""
-        return self.losses_NE[:, -1]
+        return self.losses_NP[:, -1]
+
+    def loss(self, row: int, share: Fraction) -> float:
+        """At an evaluation after this share of the training."""
+        return float(self.losses_NP[row, math.ceil(share * (self.losses_NP.shape[1] - 1))])
 
     def regret(self, loss: float | None) -> float:
         best, median = np.nanmin(self.finals_N), np.nanmedian(self.finals_N)
@@ -85,7 +97,6 @@ def load(path: Path) -> Curves:
         losses_NP = table["valid_loss"].astype(float)
     num_parts = losses_NP.shape[1] - 1
     is_finite_NP = np.isfinite(losses_NP).cumprod(axis=1).astype(bool)
-    every_tenth = np.linspace(0, num_parts, NUM_EVALUATIONS + 1).round().astype(int)[1:]
     is_log_K = (settings_NK > 0).all(axis=0)
     low_K, high_K = settings_NK.min(axis=0), settings_NK.max(axis=0)
     space = {
@@ -98,10 +109,9 @@ def load(path: Path) -> Curves:
         space,
         settings_NK,
         _scaled(settings_NK, space),
-        np.where(is_finite_NP, losses_NP, np.nan)[:, every_tenth],
-        # Until it broke: a run that is not finite after part p was trained so far.
-        np.minimum((~is_finite_NP).argmax(axis=1) + num_parts * is_finite_NP.all(axis=1), num_parts)
-        * (NUM_EVALUATIONS / num_parts),
+        np.where(is_finite_NP, losses_NP, np.nan),
+        # A run that is not finite after part p was trained so far.
+        np.where(is_finite_NP.all(axis=1), 1.0, (~is_finite_NP).argmax(axis=1) / num_parts),
     )
 
 
@@ -121,19 +131,18 @@ class Policy:
     sampler: Callable[[SearchSpace, int], BaseSampler]
     pruner: Callable[[], BasePruner] = NopPruner
     promotion: Promotion | None = None
-    """With it, a search of so much compute begins as many trials as leave enough for those that go on."""
+    """With it, a search of so much compute begins trials as long as enough is left for those that go on."""
     is_ours: bool = False
     """Whether a run that breaks is an infeasible one; else it FAILs."""
 
 
-def _ours(pruner: PrunerConfig) -> Policy:
-    def sampler(space: SearchSpace, seed: int) -> BaseSampler:
-        return build_sampler(SamplerConfig(seed=seed), space)
+def _ours(pruner: PrunerConfig, sampler: str = "tpe") -> Policy:
+    promotion = promotion_of(pruner, "minimize")
 
-    promotion = None
-    if pruner.name == "promote":
-        promotion = Promotion(pruner.options["starts"], pruner.options["keep"], maximize=False)
-    return Policy(sampler, partial(build_pruner, pruner), promotion, is_ours=True)
+    def build(space: SearchSpace, seed: int) -> BaseSampler:
+        return build_sampler(SamplerConfig(name=sampler, seed=seed), space, explores=promotion is not None)
+
+    return Policy(build, partial(build_pruner, pruner), promotion, is_ours=True)
 
 
 def _plain(pruner: Callable[[], BasePruner]) -> Policy:
@@ -142,10 +151,11 @@ def _plain(pruner: Callable[[], BasePruner]) -> Policy:
 
 POLICIES = {
     "default": _ours(StudyConfig.model_validate(STUDY).pruner),
+    "default, random": _ours(StudyConfig.model_validate(STUDY).pruner, "random"),
     "asha": _ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
     "no pruner": _ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
-        lambda _, seed: RandomSampler(seed=seed), promotion=Promotion(0.1, 3, maximize=False)
+        lambda _, seed: RandomSampler(seed=seed), promotion=Promotion((0.1,), 10**6, 3, maximize=False)
     ),
     # `optuna.create_study` without a pruner has this one, as `Trainer.hyperparameter_search`.
     "Optuna TPE, median": _plain(MedianPruner),
@@ -168,7 +178,9 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.paused: set[int] = set()
+        self.paused: set[int | None] = set()
+        rungs = map(str, policy.promotion.rungs) if policy.promotion else ()
+        self.evaluate_at = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None, map(Fraction, rungs))
 
     def regret_at(self, compute: float) -> float:
         losses = [loss for spent, loss in self.ended if spent <= compute + 1e-9]
@@ -177,56 +189,59 @@ class Search:
     def run(self, compute: float) -> None:
         """Search until so many whole runs are paid for."""
         promotion = self.policy.promotion
-        if promotion is None:
-            while self.spent < compute and self.left.any():
-                self._start(NUM_EVALUATIONS)
-            return
-        until = math.ceil(promotion.starts * NUM_EVALUATIONS)
-        for_starts = compute - promotion.keep * (1 - until / NUM_EVALUATIONS)
-        while self.spent + until / NUM_EVALUATIONS < for_starts + 1e-9 and self.left.any():
-            self._start(until)
-        while going_on := promotion.going_on(self.study.get_trials(deepcopy=False), self.paused):
-            for number in going_on:
-                self._go_on(number)
+        while promotion is None and self.spent < compute and self.left.any():
+            self._start()
+        while promotion is not None:
+            trials = self.study.get_trials(deepcopy=False)
+            total = self.spent + promotion.left(trials, self.paused, num_new=1)
+            may_begin = self.left.any() and total <= compute + 1e-9
+            if going_on := promotion.going_on(trials, self.paused | ({None} if may_begin else set())):
+                self._go_on(going_on[0])
+            elif may_begin:
+                self._start()
+            else:
+                return
 
-    def _start(self, until: int) -> None:
-        """Begin a trial and run it to its end, or to this evaluation."""
+    def _start(self) -> None:
+        """Begin a trial and run it until it ends or pauses."""
         row = self._nearest(self._propose())
         names = self.curves.space
         self.study.enqueue_trial(dict(zip(names, self.curves.settings_NK[row].tolist(), strict=True)))
         trial = self.study.ask()
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
-        self._train(trial, 0, until)
+        self._train(trial, 0.0)
 
     def _go_on(self, number: int) -> None:
         paused = self.study.trials[number]
         self.paused.remove(number)
-        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: number})
+        at, origin = paused.user_attrs[PAUSED_ATTR], origin_of(number, paused.user_attrs)
+        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: origin, RESUMED_ATTR: at})
         trial = self.study.ask()
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = self.row_of[number]
-        self._train(trial, paused.user_attrs[PAUSED_ATTR], NUM_EVALUATIONS)
+        self._train(trial, at)
 
-    def _train(self, trial: Trial, begin: int, end: int) -> None:
-        row = self.row_of[trial.number]
-        before = self.spent
-        for index in range(begin + 1, end + 1):
-            loss = float(self.curves.losses_NE[row, index - 1])
+    def _train(self, trial: Trial, begin: float) -> None:
+        """Train a trial from this share of its training until it ends or pauses."""
+        row, promotion, before = self.row_of[trial.number], self.policy.promotion, self.spent
+        for index, share in enumerate(self.evaluate_at, 1):
+            if float(share) <= begin:
+                continue
+            loss = self.curves.loss(row, share)
             if math.isnan(loss):
-                self.spent = before + (float(self.curves.parts_N[row]) - begin) / NUM_EVALUATIONS
+                self.spent = before + float(self.curves.lasts_N[row]) - begin
                 self._end_broken(trial)
                 return
-            self.spent = before + (index - begin) / NUM_EVALUATIONS
+            self.spent = before + float(share) - begin
             trial.report(loss, index)
-            if trial.should_prune() and index < NUM_EVALUATIONS:
+            rung = promotion and promotion.pauses_at(float(share), begin)
+            if rung:
+                trial.set_user_attr(PAUSED_ATTR, rung)
+                self.paused.add(trial.number)
+            if rung or (trial.should_prune() and share < 1):
                 self._end(trial, Outcome.PRUNED)
                 return
-        if end < NUM_EVALUATIONS:
-            trial.set_user_attr(PAUSED_ATTR, end)
-            self.paused.add(trial.number)
-            self._end(trial, Outcome.PRUNED)
-            return
         self.ended.append((self.spent, loss))
         self._end(trial, Outcome.COMPLETE, loss)
 

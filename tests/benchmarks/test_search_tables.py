@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +34,11 @@ def curves(path: Path) -> Curves:
     return load(path)
 
 
-def test_a_table_is_read_at_ten_evaluations(curves: Curves) -> None:
+def test_a_table_is_read(curves: Curves) -> None:
     assert [one.log for one in curves.space.values()] == [True, False]  # type: ignore[union-attr]
-    assert curves.losses_NE[1].tolist() == pytest.approx([100 - 9.9 * tenth for tenth in range(1, 11)])
-    assert np.isnan(curves.losses_NE[0]).tolist() == [False] * 3 + [True] * 7
-    assert (curves.parts_N[0], curves.parts_N[1]) == (4.0, 10.0)
+    assert curves.loss(1, Fraction(3, 10)) == pytest.approx(100 - 9.9 * 3)
+    assert [np.isnan(curves.loss(0, Fraction(part, 20))) for part in (7, 8)] == [False, True]
+    assert (curves.lasts_N[0], curves.lasts_N[1]) == (0.4, 1.0)
     assert curves.regret(1.0) == 0.0, "row 0 would be better, and breaks"
     assert curves.regret(15.0) == pytest.approx(14 / 14.5, abs=0.05)
     assert curves.regret(None) == 1.0

@@ -121,6 +121,7 @@ def run_worker(
                 device=device,
                 skipped=skipped,
                 lock=storage.exclusive,
+                explores=worker.promotion is not None,
             )
             if config.learn_from is not None:
                 drawn = drawn_space(config.search_space, skipped)

@@ -84,6 +84,21 @@ class Promotion:
             hopeless.update(rung.beyond(max(at_least, rung.num_promoted) + 2 * self.keep))
         return hopeless
 
+    def left(
+        self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None], num_new: int = 0
+    ) -> float:
+        """What it takes, in whole trials, until all that have begun and so many new ones have ended."""
+        starts = [t for t in trials if not t.state.is_finished() and RESUMED_ATTR not in t.user_attrs]
+        arriving = len(starts) + num_new
+        left = arriving * self.rungs[0]
+        for share, end, at_least in zip(self.rungs, (*self.rungs[1:], 1.0), self._at_least, strict=True):
+            rung = _Rung(self, share, trials, unfinished)
+            num_there = rung.num_paused + arriving
+            num_promoted = min(num_there, max(num_there // self.reduction_factor, at_least))
+            arriving = max(0, num_promoted - rung.num_kept) + rung.num_running
+            left += arriving * (end - share)
+        return left
+
     def work(self, num_trials: int, resumed_at: Iterable[float]) -> tuple[float, float]:
         """How much of a study is done, and about how much there is, in whole trials.
 
@@ -124,11 +139,15 @@ class _Rung:
             if trial.user_attrs.get(RESUMED_ATTR) == rung
         }
         paused = [trial for trial in trials if is_paused(trial) and trial.user_attrs[PAUSED_ATTR] == rung]
+        self.num_paused = len(paused)
         self.num_promoted = len(paused) // promotion.reduction_factor
         # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
         known = [trial for trial in paused if trial.number in unfinished or _origin(trial) in self._later]
         known.sort(key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
         self._origin_of = {trial.number: _origin(trial) for trial in known}
+        later = self._later.values()
+        self.num_running = sum(not trial.state.is_finished() for trial in later)
+        self.num_kept = sum(not self._broke(trial) for trial in later)
 
     def beyond(self, place: int) -> list[int]:
         """Those that have not gone on, behind so many that are better."""

@@ -17,6 +17,7 @@ changes that. The sampler `grid` is our own, `grid_sampler.SharedGrid`.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Container, Mapping
 from contextlib import nullcontext
@@ -25,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial
 
 from hpo.config.search_space import SearchSpace, is_finite
 from hpo.precision.table import PRECISION
-from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
+from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.grid_sampler import Lock, SharedGrid, grid_points
@@ -45,6 +48,7 @@ def build_sampler(
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
     lock: Lock = nullcontext,
+    explores: bool = False,
 ) -> BaseSampler:
     """Return the sampler of one worker of a study; that of a comparison is `PlannedPoints`.
 
@@ -53,13 +57,15 @@ def build_sampler(
             `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
         skipped: precisions that this worker does not draw.
         lock: held while a point of the grid is chosen, so that no two workers choose the same.
+        explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
     drawn = drawn_space(space, skipped)
-    sampler = _build_optuna_sampler(config, drawn, (config.seed + worker_number) % 2**32)
     choices, runnable = (one[PRECISION].grid() if PRECISION in one else () for one in (space, drawn))
     models = config.name in ("tpe", "gp")
+    seed = (config.seed + worker_number) % 2**32
+    sampler = _build_optuna_sampler(config, drawn, seed, explores=explores and models)
     return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
 
 
@@ -75,7 +81,9 @@ def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
     return {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
 
 
-def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:
+def _build_optuna_sampler(
+    config: SamplerConfig, space: SearchSpace, seed: int, *, explores: bool
+) -> BaseSampler:
     """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
     name, options = config.name, config.options
     if name in ("gp", "qmc"):
@@ -86,10 +94,30 @@ def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) 
     sampler: BaseSampler = _build(optuna.samplers, config, options)
     if name == "gp":
         sampler = PrunedAwareSampler(sampler)
+    if explores:
+        sampler = HalfRandom(sampler, seed)
     if name not in ("tpe", "gp", "nsga2"):
         return sampler
     feasible = InfeasibleFilterSampler(sampler, seed)
     return AvoidRepeats(feasible, space, seed) if name != "nsga2" and is_finite(space) else feasible
+
+
+class HalfRandom(WrapperSampler):
+    """Draws every second configuration at random, on average; which ones follows from the trial's number.
+
+    What starts best does not always end best, and a sampler that learns from short starts follows them. As in
+    BOHB (Falkner et al., 2018, https://arxiv.org/abs/1807.01774), where it is every third.
+    """
+
+    def __init__(self, sampler: BaseSampler, seed: int) -> None:
+        super().__init__(sampler)
+        self._seed = seed
+        self._sampler_of = {True: RandomSampler(seed=seed), False: sampler}
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        is_random = random.Random(f"{self._seed} {trial.number}").random() < 0.5
+        self._sampler = self._sampler_of[is_random]
+        super().before_trial(study, trial)
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
