@@ -27,7 +27,7 @@ from hpo.study.store.storage import open_storage
 
 
 def tables_of_optuna(url: str) -> Iterator[Finding]:
-    """Their version; a later Optuna moves them up, which old workers do not survive."""
+    """Those of an earlier Optuna, which a later one moves up; old workers do not survive that."""
     engine = connect(url)
     try:
         if not sa.inspect(engine).has_table("version_info"):
@@ -40,13 +40,11 @@ def tables_of_optuna(url: str) -> Iterator[Finding]:
         is_earlier = current in backend.get_all_versions()
     finally:
         backend.engine.dispose()
-    what = f"The tables of Optuna must be of version {newest}, but are of {current}."
     if current != newest and is_earlier:
+        what = f"The tables of Optuna must be of version {newest}, but are of {current}."
         remedy = "Moves them up. End all workers first: those of an earlier Optuna cannot go on."
         yield Finding("error", what, remedy, backend.upgrade)
         backend.engine.dispose()
-    elif current != newest:
-        yield Finding("error", what, "Update Optuna, or name another database.")
 
 
 def tables_of_hpo(url: str) -> Iterator[Finding]:

@@ -140,7 +140,8 @@ def _read_trials(
         slot_state, owner = slot_of_trial.get(row.number, ("running", None))
         if owner is not None:
             own.setdefault("worker", owner)
-        outcome = own.pop("outcome", "") or _OUTCOMES.get(state, state.name.lower())
+        not_stored = Outcome.FAILED if state == TrialState.FAIL else state.name.lower()
+        outcome = own.pop("outcome", "") or not_stored
         if state == TrialState.RUNNING:
             outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
         started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
@@ -164,10 +165,6 @@ def _read_trials(
             )
         )
     return records
-
-
-_OUTCOMES = {TrialState.FAIL: Outcome.FAILED}
-"""Of trials whose outcome is not stored, where its name is not that of the state."""
 
 
 def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
