@@ -12,9 +12,11 @@ from tiny import write_study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.study.sampling.promotion import RESUMED_ATTR
 
 RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
-PROMOTE = {"name": "promote", "starts": 0.2, "keep": 2}
+PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
+"""Its rungs are at 0.2 and 0.4: after steps 2 and 4 of ten."""
 DROPOUT = {"max_steps": 10, "batch_size": 8, "max_length": 64, "dropout": 0.1}
 
 
@@ -39,22 +41,29 @@ def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
 
 def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(tmp_path: Path) -> None:
     whole, short = run(tmp_path / "whole"), run(tmp_path / "short", pruner=PROMOTE)
-    outcomes = [trial.outcome for trial in short.trials]
-    assert outcomes == ["pruned"] * 4 + ["complete"] * 2
-    assert {len(trial.evaluations) for trial in short.trials[:4]} == {1}
-    first = {rate: trial.evaluations[0].metrics["score"] for rate, trial in by_rate(whole.trials).items()}
-    later = by_rate(short.trials[4:])
-    assert set(later) == set(sorted(first, key=lambda rate: first[rate])[-2:])
-    for rate, trial in later.items():
-        undisturbed = by_rate(whole.trials)[rate]
-        assert trial.values == undisturbed.values
-        assert [row.metrics for row in trial.evaluations] == [row.metrics for row in undisturbed.evaluations]
-        assert trial.telemetry["resumed_from_step"] == 2
-        assert weights(tmp_path / "short", trial) == weights(tmp_path / "whole", undisturbed)
+    undisturbed = by_rate(whole.trials)
+    for trial in short.trials:
+        expected = undisturbed[trial.params["learning_rate"]].evaluations
+        assert [row.metrics for row in trial.evaluations] == [row.metrics for row in expected][
+            : len(trial.evaluations)
+        ]
+        assert (
+            trial.telemetry.get("resumed_from_step")
+            == {None: None, 0.2: 2, 0.4: 4}[trial.attributes.get(RESUMED_ATTR)]
+        )
+    complete = by_rate([trial for trial in short.trials if trial.outcome == "complete"])
+    assert complete
+    best = max(undisturbed, key=lambda rate: undisturbed[rate].evaluations[0].metrics["score"])
+    went_on = {trial.params["learning_rate"] for trial in short.trials if trial.origin != trial.number}
+    assert complete.keys() | {best} <= went_on
+    for rate, trial in complete.items():
+        assert trial.values == undisturbed[rate].values
+        assert len(trial.evaluations) == 5
+        assert weights(tmp_path / "short", trial) == weights(tmp_path / "whole", undisturbed[rate])
     kept = {path.name for path in tmp_path.glob("short/runs/tiny/checkpoints-*/trial-*")}
-    assert kept == {f"trial-{trial.origin:05d}" for trial in later.values()}
+    assert kept == {f"trial-{trial.origin:05d}" for trial in complete.values()}
     exported = ok(hpo_command(tmp_path / "short", "best", "tiny.yaml", "--export", "model", "--json")).json
-    assert exported["trials"][0]["number"] in (4, 5)
+    assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
 
 
 def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(

@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
@@ -112,12 +113,26 @@ class HalfRandom(WrapperSampler):
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
         self._seed = seed
-        self._sampler_of = {True: RandomSampler(seed=seed), False: sampler}
+        self._random_sampler = RandomSampler(seed=seed)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        is_random = random.Random(f"{self._seed} {trial.number}").random() < 0.5
-        self._sampler = self._sampler_of[is_random]
-        super().before_trial(study, trial)
+        self._is_random = random.Random(f"{self._seed} {trial.number}").random() < 0.5
+        if not self._is_random:
+            super().before_trial(study, trial)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return {} if self._is_random else super().infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return {} if self._is_random else super().sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        sampler = self._random_sampler if self._is_random else self._sampler
+        return sampler.sample_independent(study, trial, param_name, param_distribution)
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:

@@ -48,6 +48,20 @@ def test_workers_share_one_sequence(name: str) -> None:
     assert workers[0].params[1:] == ScriptedStudy(config_of(name)).run(12)[1:]
 
 
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_half_of_what_a_study_with_rungs_tries_does_not_depend_on_what_was_best(name: str) -> None:
+    space = {"learning_rate": SPACE["learning_rate"], "dropout": {"type": "float", "low": 0.0, "high": 0.5}}
+    config, num_equal = config_of(name, space), {}
+    for explores in (True, False):
+        tried = [
+            ScriptedStudy(config, lambda params: sign * best_at_1e_4(params), explores=explores).run(40)[12:]  # noqa: B023
+            for sign in (1, -1)
+        ]
+        num_equal[explores] = sum(params == other for params, other in zip(*tried, strict=True))
+    assert 8 <= num_equal[True] <= 20
+    assert num_equal[False] <= 2
+
+
 # Repeated configurations
 
 CONDITIONAL = {
