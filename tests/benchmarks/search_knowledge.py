@@ -70,10 +70,10 @@ class KnowingSearch(Search):
         self.source = self.study.get_trials(deepcopy=False)[-1].user_attrs.get(SOURCE_ATTR)
         return params
 
-    def _train(self, trial: Trial, begin: int, end: int) -> None:
+    def _train(self, trial: Trial, begin: float) -> None:
         if self.source and begin == 0:
             trial.set_user_attr(SOURCE_ATTR, self.source)
-        super()._train(trial, begin, end)
+        super()._train(trial, begin)
 
 
 def portfolio_of(others: Sequence[Curves], *, best: bool) -> list[Settings]:
@@ -138,7 +138,7 @@ def search(folder: Path, index: int, name: str, variant: str, case: tuple[int, i
     elif variant == "learn_from":
         earlier = earlier_of(others[seed % len(others)], curves, seed)
     elif variant == "misled":
-        earlier = earlier_of(replace(curves, losses_NE=-curves.losses_NE), curves, seed)
+        earlier = earlier_of(replace(curves, losses_NP=-curves.losses_NP), curves, seed)
     one = KnowingSearch(policy, curves, seed, first, earlier)
     one.run(compute)
     until = compute if policy.promotion is None else math.inf
