@@ -21,6 +21,7 @@ from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
     "n_trials",
+    "budget",
     "priority",
     "timeout",
     "stall_seconds",

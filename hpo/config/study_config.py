@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
@@ -161,8 +162,14 @@ class StudyConfig(CheckedSection):
     """Limits that the best trial must meet, by metric: `{peak_memory_bytes: {max: 8.0e9}}`."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     """Which configuration is tried next."""
-    n_trials: Annotated[Count, Field(le=100_000)] = 20  # the database holds a row for each from the start
-    """Trials of the study, over all workers; a grid ends when each combination was tried."""
+    budget: BudgetConfig | None = None
+    """What the study may spend: `{hours: 4}`, or `{cost: 20, cost_per_hour: 2.5}`."""
+    # The database holds a row for each from the start.
+    n_trials: Annotated[Count, Field(le=100_000)] = Field(
+        default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
+    )
+    """Trials of the study, over all workers; a grid ends when each combination was tried. Left out, 20, or
+    with a `budget` as many as it is enough for, at most 1000."""
     priority: Annotated[Whole, Field(ge=-1000, le=1000)] = 0
     """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None

@@ -17,6 +17,7 @@ from hpo.config.limits import FEASIBLE
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
+from hpo.study.claims.budget import DeviceClock, StudyBudget
 from hpo.study.sampling.promotion import ORIGIN_ATTR
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_DEATHS = 3
 """So many workers of a trial that died in a row, without progress in between, end it as `crashed`."""
+BUDGET_SPENT = "the study has spent its budget."
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -64,6 +66,10 @@ class Lease:
     """Set when another worker has the slot."""
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
+    budget: StudyBudget | None = None
+    """What the study may spend; None: it has a number of trials."""
+    clock: DeviceClock = field(default_factory=DeviceClock)
+    """Of a study that has a budget."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 
@@ -90,7 +96,20 @@ class Lease:
         owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
         saved = {"saved_step": self.saved_step} if self.saved_step else {}
         change = sa.update(slots).where(*owned, *conditions).values({"owner": self.owner, **saved, **values})
-        return connection.execute(change).rowcount > 0
+        if not connection.execute(change).rowcount:
+            return False
+        if self.budget is not None and self.trial_number is not None:
+            self.clock.store(connection, self.study, self.trial_number)
+        return True
+
+    def is_budget_spent(self) -> bool:
+        """Whether the trial is to end because the study has spent what it may."""
+        return self.budget is not None and self.storage.persist(self._is_budget_spent)
+
+    def _is_budget_spent(self) -> bool:
+        assert self.budget is not None
+        with self.storage.engine.begin() as connection:
+            return self.budget.is_spent(connection)
 
     def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
         """As `update`.

@@ -42,7 +42,9 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
+from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.lease import Lease as Lease
+from hpo.study.claims.openings import Openings, is_open_study
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.grid_sampler import known_params
 from hpo.study.sampling.promotion import (
@@ -65,7 +67,6 @@ from hpo.study.store.schema import (
     copy_evaluations,
     evaluations,
     slots,
-    studies,
     workers,
 )
 
@@ -76,10 +77,6 @@ LOOK_SECONDS = 1.0
 """How often a worker that finds free slots looks for dead workers too; of many workers each less often."""
 LOOK_AT_ONCE = 8
 """So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
-
-
-def _is_open(study: str | sa.BindParameter[str]) -> sa.ColumnElement[bool]:
-    return sa.exists().where(studies.c.name == study, studies.c.state == "open")
 
 
 @lru_cache(maxsize=1)
@@ -93,7 +90,7 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
         for has_trial in (number.is_not(None), number.is_(None))
     )
     is_next = slots.c.slot == sa.func.coalesce(*first)
-    claim = sa.update(slots).where(of_study, is_next, _is_open(sa.bindparam("of_study")))
+    claim = sa.update(slots).where(of_study, is_next, is_open_study(sa.bindparam("of_study")))
     return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
 
 
@@ -119,9 +116,12 @@ class WorkerLease(Membership):
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
     """How trials pause and go on; None: they do not."""
+    budget: StudyBudget | None = None
+    """What the study may spend; None: it has a number of trials."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._openings = Openings(self._study, self.promotion, self.budget)
         self._may_have_slot = False
         self._looks_at = -math.inf  # for dead workers
 
@@ -144,8 +144,11 @@ class WorkerLease(Membership):
             if slot := self._claimed_before(connection):
                 return self._lease_of(slot)
             self._may_have_slot = True
+            may_begin = self._openings.may_begin(connection)
+            if not may_begin:
+                runnable = sa.and_(runnable, slots.c.trial_number.is_not(None))
             if self.promotion is not None:
-                self._let_go_on(connection)
+                self._openings.let_go_on(connection, may_begin=may_begin)
             looks = time.monotonic() >= self._looks_at
             if not looks and (slot := self._open_slot(connection, runnable)):
                 return self._lease_of(slot)
@@ -154,8 +157,10 @@ class WorkerLease(Membership):
             slot = self._take_over(connection, runnable)
             if slot is None and looks:
                 slot = self._open_slot(connection, runnable)
-            if slot is None and self._let_go_on(connection):
+            if slot is None and self._openings.let_go_on(connection, may_begin=may_begin):
                 slot = self._open_slot(connection, runnable)
+            if slot is None and not may_begin:
+                self._openings.drop_fresh_slots(connection)
             return self._lease_of(slot) if slot else None
 
     def _lease_of(self, slot: sa.Row[Any]) -> Lease:
@@ -169,6 +174,7 @@ class WorkerLease(Membership):
             deaths=slot.deaths,
             death_step=slot.death_step,
             study_closed=self.study_closed,
+            budget=self.budget,
         )
 
     def _claimed_before(self, connection: sa.Connection) -> sa.Row[Any] | None:
@@ -221,39 +227,10 @@ class WorkerLease(Membership):
         """The condition that this worker can run the trial of a slot, or begin one where there is none."""
         if self.can_run is None:
             return sa.true()
-        unfinished = self._params_of(self._storage.read(self._unfinished_states))
+        unfinished = self._params_of(self._storage.read(self._openings.states))
         refused = [number for number, params in unfinished.items() if not self.can_run(params)]
         others = _has_none_of([number for number in refused if number is not None])
         return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
-
-    def _let_go_on(self, connection: sa.Connection) -> bool:
-        """Open the slots of the paused trials that go on; whether there are any.
-
-        Those of which it is sure that they do not are closed.
-        """
-        states = self._unfinished_states(connection)
-        if "paused" not in states.values():
-            return False
-        trials = self._study.get_trials(deepcopy=False)  # after the slots: all that these have is there
-        going_on: Collection[int | None] = ()
-        over: Collection[int | None] = ()
-        if self.promotion is not None:  # else the study has another pruner by now
-            going_on = self.promotion.going_on(trials, states.keys())
-            over = self.promotion.hopeless(trials, states.keys())
-        if not going_on and {*states.values()} == {"paused"}:
-            over = states.keys()
-        is_open = _is_open(self._study.study_name)
-        for numbers, state in ((going_on, "open"), (over, "done")):
-            if numbers:
-                paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
-                connection.execute(sa.update(slots).where(*paused, is_open).values(state=state))
-        return bool(going_on)
-
-    def _unfinished_states(self, connection: sa.Connection) -> dict[int | None, str]:
-        """The states of the unfinished slots by the number of their trial; None: one has none yet."""
-        query = sa.select(slots.c.trial_number, slots.c.state)
-        rows = connection.execute(query.where(self._of_study, slots.c.state != "done"))
-        return {row.trial_number: row.state for row in rows}
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
@@ -303,7 +280,7 @@ class WorkerLease(Membership):
             if last is not None and last.state == TrialState.RUNNING:
                 return optuna.trial.Trial(self._study, trial_id_of(last))
             if last is not None and self.promotion is not None and is_paused(last):
-                unfinished = self._storage.read(self._unfinished_states).keys()
+                unfinished = self._storage.read(self._openings.states).keys()
                 trials = self._study.get_trials(deepcopy=False)
                 if last.number not in self.promotion.going_on(trials, unfinished):
                     self.release(lease, "paused")  # its worker had not told the slot that it has paused, say

@@ -117,6 +117,9 @@ class Membership:
         lease = self._lease
         if lease is None:
             return None
+        if lease.budget is not None and self.device is not None:
+            here = (workers.c.machine == this_machine(), workers.c.device == self.device)
+            lease.clock.num_sharing = max(1, len(self._storage.live_workers(connection, *here)))
         if not lease.update(connection, slots.c.state == "running"):
             lease.lost.set()
         if lease.progress is None:

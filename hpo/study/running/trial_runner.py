@@ -14,7 +14,7 @@ from hpo.errors import Paused, Pruned
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
-from hpo.study.claims.leases import Lease
+from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
@@ -118,6 +118,8 @@ class TrialRunner:
             return  # the trial ends by itself
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+        if evaluation.budget_used < 1 and lease.is_budget_spent():
+            raise Pruned(BUDGET_SPENT)
         if self._promotion is None or not is_number(scored.values[0]):  # by which it is ranked
             return
         rung = self._promotion.pauses_at(evaluation.budget_used, trial.user_attrs.get(RESUMED_ATTR, 0.0))

@@ -30,7 +30,9 @@ from hpo.config.search_space import refusal
 from hpo.errors import HpoError, LeaseLostError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
-from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.lease import BUDGET_SPENT, Lease
+from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
 from hpo.study.sampling.learn_from import learn_from
@@ -104,6 +106,7 @@ def run_worker(
         return RunSummary("elsewhere", elsewhere=lacking)
     runnable = _Runnable(study, config.precisions, skipped)
     outcomes: Counter[str] = Counter()
+    promotion = promotion_of(config.pruner, config.objective[0].direction)
     with WorkerLease(
         storage,
         study,
@@ -111,7 +114,8 @@ def run_worker(
         device=device.device_id,
         can_run=runnable if skipped else None,
         refusal=partial(refusal, {} if plan else config.search_space),
-        promotion=promotion_of(config.pruner, config.objective[0].direction),
+        promotion=promotion,
+        budget=StudyBudget(config.name, config.budget.seconds, promotion) if config.budget else None,
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(
@@ -121,7 +125,7 @@ def run_worker(
                 device=device,
                 skipped=skipped,
                 lock=storage.exclusive,
-                explores=worker.promotion is not None,
+                explores=promotion is not None,
             )
             if config.learn_from is not None:
                 drawn = drawn_space(config.search_space, skipped)
@@ -195,6 +199,8 @@ def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome 
 def _result_of(trial: optuna.trial.Trial, lease: Lease, run_trial: RunTrial) -> TrialResult:
     if lease.crash:
         return _ended(Outcome.CRASHED, lease.crash)
+    if lease.is_budget_spent():
+        return _ended(Outcome.PRUNED, BUDGET_SPENT)
     try:
         return run_trial(trial, lease)
     except HpoError:

@@ -17,6 +17,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,8 +111,12 @@ class Promotion:
         for (begin, end), at_least in zip(ends.items(), (*self._at_least, 0), strict=True):
             total += num_left * (end - begin)
             num_left = min(num_left, max(num_left // self.reduction_factor, at_least))
-        done = sum(min(end for end in ends.values() if end > begin) - begin for begin in resumed_at)
-        return min(total, done), total
+        return min(total, self.done(resumed_at)), total
+
+    def done(self, resumed_at: Iterable[float]) -> float:
+        """What trials that have ended took, in whole trials, by the rungs at which they had paused before."""
+        ends = (*self.rungs, 1.0)
+        return sum(ends[bisect_right(ends, begin)] - begin for begin in resumed_at)
 
     @property
     def _at_least(self) -> list[int]:

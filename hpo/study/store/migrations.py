@@ -20,7 +20,7 @@ from alembic.runtime.migration import MigrationContext
 from hpo.errors import StorageError
 from hpo.study.store import schema
 
-VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9")
+VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10")
 """The last is that of `schema`."""
 
 _version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))

@@ -93,6 +93,15 @@ row_statistics = sa.Table(
     sa.Column("content", sa.LargeBinary, nullable=False),  # of `hpo.study.reading.row_statistics`
 )
 
+spent = sa.Table(
+    "hpo_spent",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),  # of a worker's claim
+    sa.Column("study", _NAME, nullable=False, index=True),
+    sa.Column("trial_number", sa.Integer, nullable=False),
+    sa.Column("seconds", sa.Float, nullable=False),  # of device time
+)
+
 compat = sa.Table(
     "hpo_compat",
     metadata,

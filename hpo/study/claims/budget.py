@@ -1,0 +1,86 @@
+"""The device time of a study that has a budget: what was spent, and whether another trial may begin.
+
+A worker counts the time in which it has a trial and writes it with each heartbeat and each evaluation, in the
+row of its claim; one that is killed loses what it worked since the last one. Where several workers share a
+device, each counts its part. So what is spent is a sum over rows of the database, which a worker that comes
+later reads too.
+
+A trial ends at the first evaluation at which all is spent. Before that no trial begins that, with those that
+have begun, would need more than is left: the rest is for those that go on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial
+
+from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion
+from hpo.study.store.schema import spent
+
+
+class DeviceClock:
+    """The device time of one claim."""
+
+    def __init__(self) -> None:
+        self.num_sharing = 1
+        """Workers on the device, this one included."""
+        self._id = uuid.uuid4().hex
+        self._num_devices = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
+        self._seconds = 0.0
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def store(self, connection: sa.Connection, study: str, trial_number: int) -> None:
+        """Write the seconds so far into the row of the claim."""
+        with self._lock:  # the heartbeat's thread does it too
+            now = time.monotonic()
+            self._seconds += (now - self._last) * self._num_devices / self.num_sharing
+            self._last, seconds = now, self._seconds
+        values = {"trial_number": trial_number, "seconds": seconds}
+        if not connection.execute(sa.update(spent).where(spent.c.id == self._id).values(values)).rowcount:
+            connection.execute(sa.insert(spent).values(id=self._id, study=study, **values))
+
+
+@dataclass(frozen=True)
+class StudyBudget:
+    """What a study may spend."""
+
+    study: str
+    seconds: float
+    """Of device time."""
+    promotion: Promotion | None = None
+    """How its trials pause and go on."""
+
+    def spent(self, connection: sa.Connection) -> float:
+        """Seconds of device time, over all workers."""
+        query = sa.select(sa.func.sum(spent.c.seconds)).where(spent.c.study == self.study)
+        return float(connection.execute(query).scalar() or 0.0)
+
+    def is_spent(self, connection: sa.Connection) -> bool:
+        """Whether nothing is left."""
+        return self.spent(connection) >= self.seconds
+
+    def may_begin(
+        self, connection: sa.Connection, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]
+    ) -> bool:
+        """Whether enough is left for another trial and for what those that have begun still need.
+
+        Args:
+            unfinished: the numbers of the trials that unfinished slots have.
+        """
+        ended = [trial for trial in trials if trial.state.is_finished()]
+        num_running = sum(not trial.state.is_finished() for trial in trials)
+        done, left = float(len(ended)), num_running + 1.0
+        if self.promotion is not None:
+            done = self.promotion.done(trial.user_attrs.get(RESUMED_ATTR, 0.0) for trial in ended)
+            left = self.promotion.left(trials, unfinished, num_new=1)
+        seconds = self.spent(connection)
+        # Of the first trials nothing is known.
+        return seconds < self.seconds and (not done or seconds + left * seconds / done <= self.seconds)
