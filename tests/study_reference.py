@@ -104,7 +104,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if section_of(field.annotation):
         return ""
-    default = field.get_default(call_default_factory=True)
+    default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or default == {} or isinstance(default, BaseModel):
         return ""
     return f"`{json.dumps(default) if not isinstance(default, str) else default}`"

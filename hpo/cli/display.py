@@ -43,6 +43,7 @@ from hpo.report.formats import (
     precision_facts,
 )
 from hpo.report.limits import best_or_nearest, limits_told
+from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details
 from hpo.study.reading.study_record import best_trials, complete_trials, lost_weights
@@ -85,7 +86,7 @@ def print_best(record: StudyRecord) -> None:
             print_indented(console, Text(line), 5)
         for one in evaluations_of(trial):
             print_indented(console, Text(headline(one)), 5)
-    for told in limits_told(record):
+    for told in limits_told(record) + spending_told(record):
         print_indented(console, Text(told), 0)
     for question, result in record.comparisons.items():
         going = "" if result["has_ended"] else " (so far)"
@@ -146,10 +147,10 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     done, paused, total = status["trials"]["done"], status["trials"].get("paused", 0), status["n_trials"]
     in_hand = {worker["trial"] for worker in status["workers"]} - {None}
-    console.print(
-        f"[bold]{escape(record.name)}[/bold]: {trials_done(status['trials'])}, "
-        f"{len(in_hand)} running, {total - done - len(in_hand) - paused} to come"
-    )
+    counts = f"{trials_done(status['trials'])}, {len(in_hand)} running"
+    if status["budget"] is None:
+        counts += f", {total - done - len(in_hand) - paused} to come"
+    console.print(f"[bold]{escape(record.name)}[/bold]: {counts}")
     if record.state != "open":
         console.print(f"It is {record.state}; `hpo resume {record.name}` opens it again.", markup=False)
     outcomes = pd.DataFrame(status["outcomes"].items(), columns=["outcome", "trials"])

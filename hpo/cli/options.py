@@ -63,6 +63,10 @@ NumTrialsOption = Annotated[
     int | None,
     typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
 ]
+HoursOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, metavar="H", help="Budget of the study in device-hours, in place of its trials."),
+]
 ParamOption = Annotated[
     list[str],
     typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
@@ -181,18 +185,22 @@ def stop_signals(until: str | None = None, timeout: float | None = None) -> Iter
         raise typer.Exit(130) from None
 
 
-def load_to_run(study: str, n_trials: int | None = None) -> StudyConfig:
-    """The study's file, with so many trials if that is given, and a folder for what a run makes.
+def load_to_run(study: str, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
+    """The study's file, with so many trials or device-hours if given, and a folder for what a run makes.
 
     Raises InputError where that cannot be made.
     """
     from hpo.config.study_config import load_study
 
-    return _to_run(load_study(study), n_trials)
+    return _to_run(load_study(study), n_trials, hours)
 
 
-def _to_run(config: StudyConfig, n_trials: int | None) -> StudyConfig:
+def _to_run(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
+    from hpo.config.budget import MAX_TRIALS, BudgetConfig
+
     make_runs_folder(config.name)
+    if hours is not None:
+        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
     return config if n_trials is None else config.with_values(n_trials=n_trials)
 
 

@@ -66,6 +66,7 @@ class StudyDisplay(Progress):
         )
         name = f"[bold]{escape(config.name)}"
         self._num_trials = config.n_trials
+        self._has_budget = config.budget is not None
         self._bar = self.add_task(name, total=config.n_trials, done="", facts="")
         self.show(Look(num_done=num_done))
 
@@ -80,8 +81,11 @@ class StudyDisplay(Progress):
             self._print_line(trial, (f"{outcome:<12}", style), *said)
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
         num_done, total = look.work or (look.num_done, self._num_trials)
-        done = f"{num_done:.3g}/{total:.3g} {'whole ' if look.work else ''}trials"
-        completed = min(num_done + used, total)
+        if self._has_budget:
+            completed, done = min(num_done, total), f"{num_done:.3g}/{total:.3g} device-hours"
+        else:
+            done = f"{num_done:.3g}/{total:.3g} {'whole ' if look.work else ''}trials"
+            completed = min(num_done + used, total)
         self.update(self._bar, completed=completed, total=total, done=done, facts=self._state(look))
         is_due = time.monotonic() - self._printed_at >= _LINE_SECONDS
         for trial, progress in look.running:

@@ -16,6 +16,7 @@ import typer
 from hpo.cli.options import (
     RUNS,
     WORK_OPTIONS,
+    HoursOption,
     JsonOption,
     NumTrialsOption,
     ParamOption,
@@ -52,6 +53,7 @@ def run(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
+    hours: HoursOption = None,
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
@@ -60,7 +62,7 @@ def run(
     from hpo.study.reading.study_record import complete_trials
 
     check_work_options(options)
-    config = load_to_run(study, n_trials=n_trials)
+    config = load_to_run(study, n_trials, hours)
     processes = worker_processes(config, storage, options)
     with (
         progress_shown(quiet=as_json),
@@ -86,6 +88,7 @@ def init(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
+    hours: HoursOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check the study, and make the tables and the study, once, before workers start."""
@@ -94,7 +97,7 @@ def init(
     from hpo.study.running.run import OpenOptions, open_study
     from hpo.study.store.database import place, storage_url
 
-    config, url = load_to_run(study, n_trials=n_trials), storage_url(storage)
+    config, url = load_to_run(study, n_trials, hours), storage_url(storage)
     options = OpenOptions(trials_run="elsewhere", is_file=True)
     with progress_shown(quiet=as_json), open_study(config, url, RUNS, options) as opened:
         total, record = opened.config.n_trials, read_study(opened.storage, config.name)

@@ -29,6 +29,7 @@ from hpo.report.detailed_tables import detailed_evaluations, headline
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.limits import best_or_nearest, limits_told
+from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, precision_comparison
 from hpo.report.verdicts import comparison_tables, details, sentences
 from hpo.study.store.storage import open_storage
@@ -92,7 +93,7 @@ def study_note(tables: StudyTables) -> str:
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
-    lines += [f"- {_escape(told)}" for told in limits_told(record)]
+    lines += [f"- {_escape(told)}" for told in limits_told(record) + spending_told(record)]
     if detailed := detailed_evaluations(tables):
         lines += ["", f"## {HEADING}", "", f"In full: `hpo report {record.name}`.", ""]
         for one in detailed:

@@ -31,6 +31,7 @@ from hpo.report.formats import (
     precision_facts,
 )
 from hpo.report.limits import best_or_nearest, limits_told
+from hpo.report.spending import spending_told
 from hpo.report.status import trial_seconds
 from hpo.report.tables import (
     ON,
@@ -142,6 +143,7 @@ def _facts(tables: StudyTables) -> list[str]:
     return [
         f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
         *limits_told(record),
+        *spending_told(record),
         f"Planned: {sum(record.slots.values())}, of which {record.slots['done']} are done.",
         f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",

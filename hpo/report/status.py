@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hpo.config.sampler_config import PrunerConfig
+from hpo.report.spending import spending
 from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
@@ -49,6 +50,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             for trial in best_trials(record)
         ],
         "limits": limit_counts(record),
+        "budget": spending(record),
         "workers": [
             {
                 "id": worker.id,

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,8 @@ def search(folder: Path, index: int, name: str, variant: str, case: tuple[int, i
     earlier: list[FrozenTrial] = []
     if "portfolio" in variant:
         num_trials = compute
-        if policy.promotion is not None:  # each starts, and three go on
-            starts = policy.promotion.starts
-            num_trials = int((compute - policy.promotion.keep * (1 - starts)) / starts)
+        if promotion := policy.promotion:
+            num_trials = next(n for n in count(1) if promotion.left([], (), num_new=n + 1) > compute)
         first = _portfolio(folder, index, variant == "portfolio")
         first = first[: min(len(PORTFOLIO), math.ceil(SHARE * num_trials))]
     elif variant == "learn_from":

@@ -39,7 +39,7 @@ class Openings:
         return self.budget.may_begin(connection, self.study.get_trials(deepcopy=False), unfinished)
 
     def drop_fresh_slots(self, connection: sa.Connection) -> None:
-        """Let a study end whose budget is enough for no other trial, when those that have begun have ended."""
+        """Let a study end that may begin no other trial, once those that have begun have ended."""
         states = self.states(connection)
         if states == {None: "open"}:
             fresh = (self._of_study, slots.c.state == "open", slots.c.trial_number.is_(None))
@@ -57,8 +57,8 @@ class Openings:
             may_begin: whether other trials may begin.
         """
         states = self.states(connection)
-        if not may_begin:
-            states.pop(None, None)
+        if not may_begin and states.get(None) == "open":
+            del states[None]
         if "paused" not in states.values():
             return False
         trials = self.study.get_trials(deepcopy=False)  # after the slots: all that these have is there
@@ -80,5 +80,6 @@ class Openings:
     def states(self, connection: sa.Connection) -> dict[int | None, str]:
         """The states of the unfinished slots by the number of their trial; None: one has none yet."""
         query = sa.select(slots.c.trial_number, slots.c.state)
-        rows = connection.execute(query.where(self._of_study, slots.c.state != "done"))
+        query = query.where(self._of_study, slots.c.state != "done").order_by(slots.c.state)
+        rows = connection.execute(query)  # of None the last: whether any of those is running
         return {row.trial_number: row.state for row in rows}

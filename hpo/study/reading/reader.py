@@ -77,8 +77,16 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
         workers=workers,
         slots={"open": 0, "running": 0, "done": 0} | Counter(states),
         state=study.state,
+        spent=_read_spent(connection, name),
         comparisons=_read_comparisons(connection, study_id),
     )
+
+
+def _read_spent(connection: sa.Connection, name: str) -> dict[int, float]:
+    table = schema.spent
+    seconds = sa.func.sum(table.c.seconds).label("seconds")
+    query = sa.select(table.c.trial_number, seconds).where(table.c.study == name)
+    return {row.trial_number: row.seconds for row in connection.execute(query.group_by(table.c.trial_number))}
 
 
 COMPARISON_FORM = 2

@@ -111,6 +111,8 @@ class StudyRecord:
     """
     state: str = "open"
     """`open`, `paused` or `cancelled`."""
+    spent: Mapping[int, float] = field(default_factory=dict)
+    """Of a study that has a budget: seconds of device time, by the trial's number."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
     """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
 

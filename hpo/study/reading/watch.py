@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
+from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.schema import slots, workers
@@ -44,7 +45,8 @@ class Look:
     num_done: int = 0
     """Of the study's slots."""
     work: tuple[float, float] | None = None
-    """How much is done and how much there is, in whole trials, where trials pause (`Promotion.work`)."""
+    """How much is done and how much there is: in device-hours where the study has a budget, else in whole
+    trials where they pause (`Promotion.work`)."""
 
 
 class StudyWatch:
@@ -59,6 +61,7 @@ class StudyWatch:
         self._storage = storage
         self._study = storage.load_study(config.name)
         self._num_trials = config.num_slots
+        self._budget = StudyBudget(config.name, config.budget.seconds) if config.budget else None
         self._promotion = promotion_of(config.pruner, config.objective[0].direction)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
@@ -77,7 +80,10 @@ class StudyWatch:
         slot_of, num_done = self._read_slots()
         running, ended, complete, work = [], [], [], None
         trials = self._study.get_trials(deepcopy=False)
-        if self._promotion is not None:
+        if self._budget is not None:
+            with self._storage.engine.connect() as connection:
+                work = self._budget.spent(connection) / 3600, self._budget.seconds / 3600
+        elif self._promotion is not None:
             finished = (trial.user_attrs for trial in trials if trial.state.is_finished())
             begins = [attrs.get(RESUMED_ATTR, 0.0) for attrs in finished]
             work = self._promotion.work(self._num_trials, begins)

@@ -1,0 +1,149 @@
+"""Studies that have a budget of device time: what workers spend, whoever dies and whoever comes late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState, create_trial
+from worker_process import die_at, evaluate, finish, note, notes, result, start_process, study
+
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.report.status import study_status
+from hpo.study.claims.budget import DeviceClock, StudyBudget
+from hpo.study.claims.leases import Lease
+from hpo.study.reading.reader import read_study
+from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, promotion_of
+from hpo.study.store.schema import spent
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+SECONDS = 12.0
+EVALUATION = 0.15
+"""Seconds from one evaluation of a trial to the next."""
+PRUNERS = ({"name": "none"}, {"name": "promote", "starts": 0.1, "keep": 1})
+
+
+def config_of(pruner: dict[str, Any], seconds: float = SECONDS) -> StudyConfig:
+    values = {"n_trials": 1000, "pruner": pruner, "budget": {"hours": seconds / 3600}}
+    return study(**values)  # type: ignore[arg-type]
+
+
+def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: int = 1) -> RunSummary:
+    """Be a worker whose trials take ten evaluations; it dies at the `kill_at`-th one that it reports.
+
+    It begins when so many are there.
+    """
+    (log.parent / f"worker-{os.getpid()}").touch()
+    while len(list(log.parent.glob("worker-*"))) < beside:
+        time.sleep(0.01)
+    config = config_of(pruner)
+    promotion = promotion_of(config.pruner, "maximize")
+    die_at("evaluation reported" if kill_at else "", kill_at)
+
+    def train(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        suggest(config.search_space, trial)
+        lease.store_params()
+        resumed_at = trial.user_attrs.get(RESUMED_ATTR, 0.0)
+        for index in range(round(10 * resumed_at) + 1, 11):
+            begun = time.time()
+            time.sleep(EVALUATION)
+            note(log, begun=begun, ended=time.time())
+            evaluate(storage, trial, index, trial.number % 7 + index / 100)
+            if index < 10 and lease.is_budget_spent():
+                return result("pruned", reason="spent")
+            rung = promotion and promotion.pauses_at(index / 10, resumed_at)
+            if rung:
+                storage.persist(partial(trial.set_user_attr, PAUSED_ATTR, rung))
+                return result("pruned", reason="paused")
+        return result("complete", values=(trial.number % 7 + 0.1,))
+
+    with open_storage(url) as storage:
+        return run_worker(config, storage, train, WorkerOptions(poll_seconds=0.05))
+
+
+@pytest.mark.parametrize("pruner", PRUNERS, ids=lambda pruner: pruner["name"])
+def test_four_workers_spend_the_budget_and_no_more(
+    storage_url: str, tmp_path: Path, pruner: dict[str, Any]
+) -> None:
+    """Two are killed and one joins late. What they worked is what their own clocks say."""
+    log = tmp_path / "log"
+    first = [start_process(work, storage_url, log, pruner, kill_at, 3) for kill_at in (0, 3, 6)]
+    while not log.exists():
+        time.sleep(0.01)
+    late = start_process(work, storage_url, log, pruner, 0)
+    for process in first:
+        process.join(120)
+    finish(late)
+    assert [process.exitcode for process in first] == [0, -signal.SIGKILL, -signal.SIGKILL]
+    worked = sum(line["ended"] - line["begun"] for line in notes(log))
+    with open_storage(storage_url) as storage:
+        record = read_study(storage, "tiny")
+        seconds = sum(record.spent.values())
+        told = study_status(record)["budget"]
+    assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
+    assert record.slots["open"] == record.slots["running"] == 0
+    assert record.slots["done"] == sum(record.slots.values()) < 200, "no slot is left over"
+    assert any(trial.state == "COMPLETE" for trial in record.trials)
+    in_flight = [max(line["ended"] - line["begun"] for line in notes(log))] * 4
+    assert worked <= SECONDS + sum(in_flight)
+    assert seconds <= SECONDS + 4 * (max(in_flight) + 1.0), "and what a report takes"
+    assert seconds >= SECONDS / 2, "it was not left unused"
+    assert told["spent_hours"] == pytest.approx(sum(told["by_outcome"].values()))
+    assert work(storage_url, log, pruner).outcomes == {}, "nothing is left to do"
+
+
+def test_more_is_spent_when_the_budget_is_raised(storage: Storage) -> None:
+    def train(*_: Any) -> Any:
+        time.sleep(0.1)
+        return result("complete")
+
+    counts = []
+    for seconds in (1.0, 3.0):
+        config = config_of(PRUNERS[0], seconds)
+        create_or_resume_study(storage, config)
+        assert run_worker(config, storage, train).ended == "finished"
+        counts.append(storage.slot_counts("tiny")["done"])
+    assert 2 <= counts[0] <= 10
+    assert 2 * counts[0] <= counts[1] <= 30
+
+
+def test_trials_that_share_a_device_count_it_once(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    create_or_resume_study(storage, config_of(PRUNERS[0]))
+    clocks = [DeviceClock(), DeviceClock()]
+    for clock in clocks:
+        clock.num_sharing = 2
+    with storage.engine.begin() as connection:
+        for now[0] in (10.0, 30.0, 30.0):
+            for number, clock in enumerate(clocks):
+                clock.store(connection, "tiny", number)
+        assert StudyBudget("tiny", 60.0).spent(connection) == pytest.approx(30.0)
+        assert connection.execute(sa.select(sa.func.count()).select_from(spent)).scalar() == 2
+
+
+def test_no_trial_begins_that_those_that_go_on_would_pay_for(storage: Storage) -> None:
+    """Nine starts took 9 s, so a whole trial takes 10: three go on to 0.3, and one of them to the end."""
+    create_or_resume_study(storage, config_of(PRUNERS[1]))
+    trials = []
+    for number in range(9):
+        attrs = {"outcome": "pruned", PAUSED_ATTR: 0.1}
+        trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
+        trial.number = number
+        trials.append(trial)
+    promotion = Promotion((0.1, 0.3), 3, 1, maximize=True)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.insert(spent).values(id="x", study="tiny", trial_number=0, seconds=9.0))
+        for seconds, may_begin in ((9.0 + 6 + 7 + 0.9, False), (9.0 + 6 + 7 + 1.1, True), (8.0, False)):
+            budget = StudyBudget("tiny", seconds, promotion)
+            assert budget.may_begin(connection, trials, set(range(9))) == may_begin
