@@ -27,7 +27,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     remaining: float = sum(record.slots.values()) - record.slots["done"]
     if remaining and (promotion := _promotion(record)):
         begins = [trial.attributes.get(RESUMED_ATTR, 0.0) for trial in record.trials if trial.ended]
-        done, total = promotion.work(sum(record.slots.values()), begins)
+        done, total = promotion.work(begins)
         remaining = (total - done) * len(begins) / done if done else remaining
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
@@ -72,7 +72,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 def _promotion(record: StudyRecord) -> Promotion | None:
     pruner = PrunerConfig.model_validate(record.definition.get("pruner", {}))
-    return promotion_of(pruner, record.directions[0])
+    return promotion_of(pruner, record.directions[0], sum(record.slots.values()))
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

@@ -36,6 +36,7 @@ from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner,
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
+from hpo.config.budget import MAX_TRIALS
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import FloatDistribution, SearchSpace, suggest
 from hpo.config.study_config import EvaluationConfig, StudyConfig
@@ -137,7 +138,7 @@ class Policy:
 
 
 def _ours(pruner: PrunerConfig, sampler: str = "tpe") -> Policy:
-    promotion = promotion_of(pruner, "minimize")
+    promotion = promotion_of(pruner, "minimize", MAX_TRIALS)
 
     def build(space: SearchSpace, seed: int) -> BaseSampler:
         return build_sampler(SamplerConfig(name=sampler, seed=seed), space, explores=promotion is not None)
@@ -155,7 +156,8 @@ POLICIES = {
     "asha": _ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
     "no pruner": _ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
-        lambda _, seed: RandomSampler(seed=seed), promotion=Promotion((0.1,), 10**6, 3, maximize=False)
+        lambda _, seed: RandomSampler(seed=seed),
+        promotion=Promotion((0.1,), 10**6, 3, maximize=False, num_trials=MAX_TRIALS),
     ),
     # `optuna.create_study` without a pruner has this one, as `Trainer.hyperparameter_search`.
     "Optuna TPE, median": _plain(MedianPruner),

@@ -76,7 +76,7 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
 
     with monkeypatch.context() as patched:
         patched.setattr(WorkerLease, "record_outcome", die)
-        write_study(tmp_path, pruner=PROMOTE, training=DROPOUT, evaluation={"per_trial": 5})
+        write_study(tmp_path, n_trials=3, pruner=PROMOTE, training=DROPOUT, evaluation={"per_trial": 5})
         assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 9
     assert [trial.state for trial in stored(tmp_path).trials] == ["RUNNING"]
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))

@@ -58,7 +58,7 @@ class TrialRunner:
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
         study = executor.study
-        self._promotion = promotion_of(study.pruner, study.objective[0].direction)
+        self._promotion = promotion_of(study.pruner, study.objective[0].direction, study.num_slots)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:

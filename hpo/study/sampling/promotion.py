@@ -47,6 +47,8 @@ class Promotion:
     reduction_factor: int
     keep: int
     maximize: bool
+    num_trials: int
+    """Of the study. At a rung from which all of them would go on, none pauses."""
 
     def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
         """The rung at which a trial is to pause at an evaluation; None: it trains on.
@@ -54,7 +56,7 @@ class Promotion:
         Args:
             resumed_at: the rung at which it paused before; 0: it has not.
         """
-        reached = (rung for rung in self.rungs if resumed_at < rung <= budget_used < 1)
+        reached = (rung for rung in self._used if resumed_at < rung <= budget_used < 1)
         return max(reached, default=None)
 
     def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
@@ -100,14 +102,14 @@ class Promotion:
             left += arriving * (end - share)
         return left
 
-    def work(self, num_trials: int, resumed_at: Iterable[float]) -> tuple[float, float]:
+    def work(self, resumed_at: Iterable[float]) -> tuple[float, float]:
         """How much of a study is done, and about how much there is, in whole trials.
 
         Args:
             resumed_at: of each trial that has ended, the rung at which it had paused before; 0: at none.
         """
         ends = dict(zip((0.0, *self.rungs), (*self.rungs, 1.0), strict=True))
-        total, num_left = 0.0, num_trials
+        total, num_left = 0.0, self.num_trials
         for (begin, end), at_least in zip(ends.items(), (*self._at_least, 0), strict=True):
             total += num_left * (end - begin)
             num_left = min(num_left, max(num_left // self.reduction_factor, at_least))
@@ -115,8 +117,13 @@ class Promotion:
 
     def done(self, resumed_at: Iterable[float]) -> float:
         """What trials that have ended took, in whole trials, by the rungs at which they had paused before."""
-        ends = (*self.rungs, 1.0)
+        ends = (*self._used, 1.0)
         return sum(ends[bisect_right(ends, begin)] - begin for begin in resumed_at)
+
+    @property
+    def _used(self) -> list[float]:
+        pairs = zip(self.rungs, self._at_least, strict=True)
+        return [rung for rung, at_least in pairs if at_least < self.num_trials]
 
     @property
     def _at_least(self) -> list[int]:
@@ -179,13 +186,14 @@ class _Rung:
         return is_over and trial.state != TrialState.COMPLETE and not is_paused(trial)
 
 
-def promotion_of(pruner: PrunerConfig, direction: str) -> Promotion | None:
+def promotion_of(pruner: PrunerConfig, direction: str, num_trials: int) -> Promotion | None:
     """How the trials of a study with this pruner and direction pause; None: they do not."""
     if pruner.name != "promote":
         return None
     options = pruner.options
     rungs = tuple(map(float, pruner.rungs))
-    return Promotion(rungs, options["reduction_factor"], options["keep"], direction == "maximize")
+    factor, maximize = options["reduction_factor"], direction == "maximize"
+    return Promotion(rungs, factor, options["keep"], maximize, num_trials)
 
 
 def is_paused(trial: FrozenTrial) -> bool:

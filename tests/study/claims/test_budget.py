@@ -47,7 +47,7 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
     while len(list(log.parent.glob("worker-*"))) < beside:
         time.sleep(0.01)
     config = config_of(pruner)
-    promotion = promotion_of(config.pruner, "maximize")
+    promotion = promotion_of(config.pruner, "maximize", config.num_slots)
     die_at("evaluation reported" if kill_at else "", kill_at)
 
     def train(trial: optuna.trial.Trial, lease: Lease) -> Any:
@@ -77,7 +77,7 @@ def test_four_workers_spend_the_budget_and_no_more(
 ) -> None:
     """Two are killed and one joins late. What they worked is what their own clocks say."""
     log = tmp_path / "log"
-    first = [start_process(work, storage_url, log, pruner, kill_at, 3) for kill_at in (0, 3, 6)]
+    first = [start_process(work, storage_url, log, pruner, kill_at, 3) for kill_at in (0, 2, 3)]
     while not log.exists():
         time.sleep(0.01)
     late = start_process(work, storage_url, log, pruner, 0)
@@ -141,7 +141,7 @@ def test_no_trial_begins_that_those_that_go_on_would_pay_for(storage: Storage) -
         trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
         trial.number = number
         trials.append(trial)
-    promotion = Promotion((0.1, 0.3), 3, 1, maximize=True)
+    promotion = Promotion((0.1, 0.3), 3, 1, maximize=True, num_trials=1000)
     with storage.engine.begin() as connection:
         connection.execute(sa.insert(spent).values(id="x", study="tiny", trial_number=0, seconds=9.0))
         for seconds, may_begin in ((9.0 + 6 + 7 + 0.9, False), (9.0 + 6 + 7 + 1.1, True), (8.0, False)):

@@ -30,7 +30,7 @@ from hpo.study.store.studies import create_or_resume_study
 def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
     storage: Storage, tmp_path: Path, values: list[float | None], broken: str, paused_at: int | None
 ) -> None:
-    config = study(1, pruner={"name": "promote", "starts": 0.2})
+    config = study(3, pruner={"name": "promote", "starts": 0.2})
 
     def run(_params: Any, _folder: Path, _key: str, callbacks: Any, **_: Any) -> Any:
         for index, value in enumerate(values, 1):

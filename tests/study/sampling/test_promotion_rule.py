@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.study.sampling.promotion import Promotion
 
-PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, maximize=True)
+PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, maximize=True, num_trials=9)
 """At least three go on from the first rung, and one from the last."""
 
 
@@ -66,13 +67,13 @@ def test_those_who_never_will_are_known_without_those_that_have_gone_on() -> Non
 def test_a_study_is_done_when_its_last_trials_are() -> None:
     """Of nine trials, three go on from the first rung and one from the last."""
     ended = [0.0] * 9 + [0.1] * 3 + [0.3]
-    done, total = PROMOTION.work(9, ended)
+    done, total = PROMOTION.work(ended)
     assert done == pytest.approx(total) == pytest.approx(9 * 0.1 + 3 * 0.2 + 0.7)
-    assert PROMOTION.work(9, ended[:-1])[0] == pytest.approx(total - 0.7)
+    assert PROMOTION.work(ended[:-1])[0] == pytest.approx(total - 0.7)
 
 
 def test_a_minimum_is_searched_as_well() -> None:
-    promotion = Promotion((0.1,), reduction_factor=3, keep=1, maximize=False)
+    promotion = Promotion((0.1,), reduction_factor=3, keep=1, maximize=False, num_trials=9)
     assert promotion.going_on(study_of(*STARTS), {0, 1, 2, None}) == [0]
 
 
@@ -89,3 +90,14 @@ def test_a_minimum_is_searched_as_well() -> None:
 )
 def test_where_a_trial_pauses(used: float, resumed_at: float, rung: float | None) -> None:
     assert PROMOTION.pauses_at(used, resumed_at) == rung
+
+
+@pytest.mark.parametrize(("num_trials", "rungs"), [(1, []), (2, [0.3]), (3, [0.3]), (4, [0.1, 0.3])])
+def test_none_pauses_where_all_would_go_on(num_trials: int, rungs: list[float]) -> None:
+    promotion = replace(PROMOTION, num_trials=num_trials)
+    assert [share for share in (0.1, 0.3) if promotion.pauses_at(share, 0.0) == share] == rungs
+    ended = [*([0.0] * num_trials), *([rungs[-1]] if rungs else [])]
+    done, total = promotion.work(ended)
+    assert done <= total
+    if num_trials < 4:  # of these one goes on to the end
+        assert done == pytest.approx(total)
