@@ -34,7 +34,8 @@ from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import choosable_trials, loss_signs, nearest_told
+from hpo.study.reading.study_record import choosable_trials, nearest_told
+from hpo.study.sampling.fronts import loss_signs
 from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:

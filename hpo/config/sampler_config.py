@@ -92,8 +92,8 @@ class PrunerConfig(_Algorithm):
     }
 
     name: Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"] = "none"
-    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `none` with several
-    objectives. With `promote` every trial pauses at each rung, and the best of them go on."""
+    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `promote`
+    or `none` with several objectives. With `promote` trials pause at each rung, and the best go on."""
     min_resource: Count | None = None
     """`hyperband`, `asha`: evaluations before the first rung."""
     reduction_factor: Annotated[Whole, Field(ge=2)] | None = None

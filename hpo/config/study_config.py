@@ -136,9 +136,8 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
 
     Trials of different budgets are not at the same point of it when they pause.
     """
-    objectives = study["objective"]
-    tells_nothing_early = len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS
-    if tells_nothing_early or study["search_space"].keys() & BUDGETS:
+    metrics = {objective.metric for objective in study["objective"]}
+    if metrics <= {*MEASURED_METRICS} or study["search_space"].keys() & BUDGETS:
         return PrunerConfig(name="none")
     return PrunerConfig(name="promote")
 
@@ -205,8 +204,13 @@ class StudyConfig(CheckedSection):
     """`tpe`, `gp`: an earlier study of the database whose results guide at most every second trial, the less
     often the less alike data, encoder, metric and device are, until they prove to mislead."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
-    """When a trial stops early. Left out: `promote`; `none` where there are several objectives, the objective
-    is no metric of the model, or the trials' budget is searched."""
+    """When a trial stops early. Left out: `promote`; `none` where no objective is a metric of the model,
+    or the trials' budget is searched."""
+
+    @property
+    def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
+        """Of the objectives."""
+        return tuple(objective.direction for objective in self.objective)
 
     @property
     def space_hash(self) -> str:
@@ -290,8 +294,8 @@ class StudyConfig(CheckedSection):
     @field_validator("pruner")
     @classmethod
     def _check_takes_objectives(cls, pruner: PrunerConfig, info: ValidationInfo) -> PrunerConfig:
-        if pruner.name != "none" and len(info.data.get("objective", ())) > 1:
-            refuse(Problem(("name",), "must be `none` with several objectives."))
+        if pruner.name not in ("promote", "none") and len(info.data.get("objective", ())) > 1:
+            refuse(Problem(("name",), "must be `promote` or `none` with several objectives."))
         return pruner
 
     @field_validator("training", "amp")

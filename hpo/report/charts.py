@@ -22,7 +22,7 @@ from hpo.report.tables import (
     searched_parameters,
 )
 from hpo.report.verdicts import forest, speed_and_quality
-from hpo.study.reading.study_record import pareto_front
+from hpo.study.sampling.fronts import pareto_front
 
 LINE_COLOR = "#333333"
 """The colour of what is computed over several trials."""

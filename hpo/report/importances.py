@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from hpo.study.reading.study_record import complete_trials, loss_signs
+from hpo.study.reading.study_record import complete_trials
+from hpo.study.sampling.fronts import loss_signs
 
 if TYPE_CHECKING:
     import optuna

@@ -72,7 +72,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 def _promotion(record: StudyRecord) -> Promotion | None:
     pruner = PrunerConfig.model_validate(record.definition.get("pruner", {}))
-    return promotion_of(pruner, record.directions[0], sum(record.slots.values()))
+    return promotion_of(pruner, record.directions, sum(record.slots.values()))
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

@@ -137,8 +137,8 @@ class Policy:
     """Whether a run that breaks is an infeasible one; else it FAILs."""
 
 
-def _ours(pruner: PrunerConfig, sampler: str = "tpe") -> Policy:
-    promotion = promotion_of(pruner, "minimize", MAX_TRIALS)
+def ours(pruner: PrunerConfig, sampler: str = "tpe", directions: Sequence[str] = ("minimize",)) -> Policy:
+    promotion = promotion_of(pruner, directions, MAX_TRIALS)
 
     def build(space: SearchSpace, seed: int) -> BaseSampler:
         return build_sampler(SamplerConfig(name=sampler, seed=seed), space, explores=promotion is not None)
@@ -151,13 +151,13 @@ def _plain(pruner: Callable[[], BasePruner]) -> Policy:
 
 
 POLICIES = {
-    "default": _ours(StudyConfig.model_validate(STUDY).pruner),
-    "default, random": _ours(StudyConfig.model_validate(STUDY).pruner, "random"),
-    "asha": _ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
-    "no pruner": _ours(PrunerConfig(name="none")),
+    "default": ours(StudyConfig.model_validate(STUDY).pruner),
+    "default, random": ours(StudyConfig.model_validate(STUDY).pruner, "random"),
+    "asha": ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
+    "no pruner": ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
         lambda _, seed: RandomSampler(seed=seed),
-        promotion=Promotion((0.1,), 10**6, 3, maximize=False, num_trials=MAX_TRIALS),
+        promotion=Promotion((0.1,), 10**6, 3, directions=("minimize",), num_trials=MAX_TRIALS),
     ),
     # `optuna.create_study` without a pruner has this one, as `Trainer.hyperparameter_search`.
     "Optuna TPE, median": _plain(MedianPruner),
@@ -170,10 +170,12 @@ POLICIES = {
 class Search:
     """One search of a table."""
 
+    directions: tuple[str, ...] = ("minimize",)
+
     def __init__(self, policy: Policy, curves: Curves, seed: int) -> None:
         self.policy, self.curves = policy, curves
         self.study = optuna.create_study(
-            sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), direction="minimize"
+            sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), directions=self.directions
         )
         self.left = np.ones(len(curves.settings_NK), dtype=bool)
         self.spent = 0.0
@@ -215,7 +217,7 @@ class Search:
         self._train(trial, 0.0)
 
     def _go_on(self, number: int) -> None:
-        paused = self.study.trials[number]
+        paused = self.study.get_trials(deepcopy=False)[number]
         self.paused.remove(number)
         at, origin = paused.user_attrs[PAUSED_ATTR], origin_of(number, paused.user_attrs)
         self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: origin, RESUMED_ATTR: at})
@@ -236,16 +238,21 @@ class Search:
                 self._end_broken(trial)
                 return
             self.spent = before + float(share) - begin
-            trial.report(loss, index)
+            is_pruned = self._report(trial, loss, index)
             rung = promotion and promotion.pauses_at(float(share), begin)
             if rung:
                 trial.set_user_attr(PAUSED_ATTR, rung)
                 self.paused.add(trial.number)
-            if rung or (trial.should_prune() and share < 1):
+            if rung or (is_pruned and share < 1):
                 self._end(trial, Outcome.PRUNED)
                 return
         self.ended.append((self.spent, loss))
         self._end(trial, Outcome.COMPLETE, loss)
+
+    def _report(self, trial: Trial, loss: float, index: int) -> bool:
+        """Tell an evaluation; whether the pruner would stop the trial."""
+        trial.report(loss, index)
+        return trial.should_prune()
 
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)

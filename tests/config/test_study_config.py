@@ -44,7 +44,8 @@ def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
     ("lines", "name"),
     [
         ("training: {epochs: 4}", "promote"),
-        ("objective: [{metric: score}, {metric: peak_memory_bytes, direction: minimize}]", "none"),
+        ("objective: [{metric: score}, {metric: peak_memory_bytes, direction: minimize}]", "promote"),
+        ("objective: [{metric: train_tokens_per_second}, {metric: train_examples_per_second}]", "none"),
         ("objective: {metric: train_tokens_per_second}", "none"),
         ("search_space: {epochs: {type: int, low: 2, high: 10}}", "none"),
     ],

@@ -194,7 +194,7 @@ training: {encoder: b}
 # sampler
 objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
-  => 4: pruner.name: must be `none` with several objectives.
+  => 4: pruner.name: must be `promote` or `none` with several objectives.
 sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}

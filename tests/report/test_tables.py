@@ -29,7 +29,8 @@ from hpo.report.tables import (
     precision_comparison,
     task_metrics_table,
 )
-from hpo.study.reading.study_record import best_trials, pareto_front
+from hpo.study.reading.study_record import best_trials
+from hpo.study.sampling.fronts import pareto_front
 
 
 def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:

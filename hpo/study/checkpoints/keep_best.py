@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
-from hpo.study.reading.study_record import loss_signs, pareto_front
+from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import origin_of
 
 if TYPE_CHECKING:

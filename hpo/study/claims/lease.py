@@ -18,7 +18,7 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.sampling.promotion import ORIGIN_ATTR
+from hpo.study.sampling.promotion import ORIGIN_ATTR, VALUES_ATTR
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
 from hpo.study.store.storage import Storage
@@ -222,6 +222,8 @@ class Lease:
             if name not in stored.constraints:
                 trial.set_constraint(name, value)
         values = result.values if result.outcome == Outcome.COMPLETE else None
-        if result.outcome == Outcome.PRUNED and stored.last_step is not None:
-            values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
+        if result.outcome == Outcome.PRUNED:
+            values = stored.user_attrs.get(VALUES_ATTR)
+            if stored.last_step is not None:
+                values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
         self.storage.optuna.set_trial_state_values(trial_id_of(trial), state, values)

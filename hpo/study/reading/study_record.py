@@ -13,6 +13,7 @@ import numpy as np
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
+from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import PAUSED_ATTR, origin_of
 
 if TYPE_CHECKING:
@@ -233,19 +234,6 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
             "The score stands, but the model that is left is one of an older evaluation, or there is none.",
         )
     ]
-
-
-def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
-    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
-    losses = values * loss_signs(directions)
-    return np.array(
-        [not ((losses <= row).all(axis=1) & (losses < row).any(axis=1)).any() for row in losses], dtype=bool
-    )
-
-
-def loss_signs(directions: Sequence[str]) -> np.ndarray:
-    """Factors that make lower better."""
-    return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
 
 
 def is_number(value: Any) -> bool:

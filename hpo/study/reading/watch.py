@@ -62,7 +62,7 @@ class StudyWatch:
         self._study = storage.load_study(config.name)
         self._num_trials = config.num_slots
         self._budget = StudyBudget(config.name, config.budget.seconds) if config.budget else None
-        self._promotion = promotion_of(config.pruner, config.objective[0].direction, config.num_slots)
+        self._promotion = promotion_of(config.pruner, config.directions, config.num_slots)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
         self._ended = {trial.number for trial in trials if trial.state.is_finished()}

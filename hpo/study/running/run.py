@@ -296,6 +296,6 @@ def _remove_checkpoints(
 ) -> None:
     """Remove the checkpoints of trials that have ended, but those of the best and of those that may go on."""
     config, in_work = study.config, study.storage.trials_in_work(study.config.name)
-    if promotion := promotion_of(config.pruner, config.objective[0].direction, config.num_slots):
+    if promotion := promotion_of(config.pruner, config.directions, config.num_slots):
         in_work -= promotion.hopeless(stored.get_trials(deepcopy=False), in_work)
     keep_best_checkpoints(stored, folder, config.checkpoint.top_k, remote, in_work)

@@ -18,7 +18,13 @@ from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, origin_of, promotion_of
+from hpo.study.sampling.promotion import (
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    VALUES_ATTR,
+    origin_of,
+    promotion_of,
+)
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -58,7 +64,7 @@ class TrialRunner:
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
         study = executor.study
-        self._promotion = promotion_of(study.pruner, study.objective[0].direction, study.num_slots)
+        self._promotion = promotion_of(study.pruner, study.directions, study.num_slots)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
@@ -120,11 +126,14 @@ class TrialRunner:
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
         if evaluation.budget_used < 1 and lease.is_budget_spent():
             raise Pruned(BUDGET_SPENT)
-        if self._promotion is None or not is_number(scored.values[0]):  # by which it is ranked
+        if self._promotion is None or not all(map(is_number, scored.values)):  # by which it is ranked
             return
         rung = self._promotion.pauses_at(evaluation.budget_used, trial.user_attrs.get(RESUMED_ATTR, 0.0))
         if rung is not None:
             # Before the checkpoint, so that whoever goes on from that knows.
+            if len(scored.values) > 1:
+                values = list(scored.values)
+                self._storage.persist(lambda: trial.set_user_attr(VALUES_ATTR, values))
             self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
             raise _paused(evaluation.budget_used)
 

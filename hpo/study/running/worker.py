@@ -106,7 +106,7 @@ def run_worker(
         return RunSummary("elsewhere", elsewhere=lacking)
     runnable = _Runnable(study, config.precisions, skipped)
     outcomes: Counter[str] = Counter()
-    promotion = promotion_of(config.pruner, config.objective[0].direction, config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
     with WorkerLease(
         storage,
         study,

@@ -1,7 +1,8 @@
 """What Optuna's Gaussian process is shown: it looks at COMPLETE trials only.
 
 So it would never learn what is infeasible and propose it again, and learn nothing from what the pruner
-stopped. Here such trials are COMPLETE to it, with a value that stands for them.
+stopped. Here such trials are COMPLETE to it, with a value that stands for them. So they are to TPE where
+there are several objectives, as it takes all PRUNED trials for equally good then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 
+from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -20,15 +22,22 @@ from hpo.study.store.optuna_internals import StudyView
 
 
 class PrunedAwareSampler(WrapperSampler):
-    """Shows its sampler PRUNED trials as COMPLETE.
+    """Shows its sampler PRUNED trials as COMPLETE, if the study has at least so many objectives.
 
-    One that the pruner stopped has the value of its best evaluation. An infeasible one has the worst of these
+    One that the pruner stopped has the value of its best evaluation, or with several objectives those with
+    which it paused. An infeasible one has the worst of these
     values and those of the COMPLETE trials. One that paused and went on is shown as of where it paused, so
     that all are compared at the same length, unless it turned out to be infeasible. Each shows all limits of
     the study, those of one that went on as of its end; an infeasible one breaks each like the worst that did.
     """
 
+    def __init__(self, sampler: BaseSampler, num_objectives: int = 1) -> None:
+        super().__init__(sampler)
+        self._num_objectives = num_objectives
+
     def view(self, study: Study, _: FrozenTrial) -> Study:
+        if len(study.directions) < self._num_objectives:
+            return study
         return StudyView(study, lambda: _with_pruned(study))
 
 
@@ -67,8 +76,8 @@ def _limits(trial: FrozenTrial) -> dict[str, float]:
 
 def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
     """Of a COMPLETE trial its values, of a PRUNED one its best evaluation; None: there is nothing finite."""
-    if trial.state == TrialState.COMPLETE:
-        return list(trial.values)
+    if trial.state == TrialState.COMPLETE or len(study.directions) > 1:
+        return trial.values and list(trial.values)
     reports = filter(math.isfinite, trial.intermediate_values.values())
     better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
     best = better(reports, default=None) if trial.state == TrialState.PRUNED else None

@@ -10,6 +10,9 @@ Of `reduction_factor` trials at a rung one goes on, at once and before another t
 successive halving). When every trial of the study has begun, so many go on besides that `keep` reach the end.
 Nothing waits for a straggler: one that pauses late and is among the best goes on as well.
 
+With several objectives the best of a rung are those of its first fronts (`hpo.study.sampling.fronts`), by the
+values of all objectives there.
+
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
 Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
@@ -22,16 +25,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
+from hpo.study.sampling.fronts import loss_signs, num_better, order
+from hpo.study.store.optuna_internals import non_domination_ranks
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
 """User attribute of a trial: the rung at which it is to pause."""
+VALUES_ATTR = "paused_values"
+"""User attribute of a trial with several objectives: their values at that rung, which become its own when it
+pauses; Optuna keeps reports for one objective only."""
 RESUMED_ATTR = "resumed_at"
 """User attribute of a trial that goes on: the rung at which it had paused."""
 ORIGIN_ATTR = "origin"
@@ -46,7 +55,8 @@ class Promotion:
     """Shares of the budget."""
     reduction_factor: int
     keep: int
-    maximize: bool
+    directions: tuple[str, ...]
+    """`minimize` or `maximize`, of each objective."""
     num_trials: int
     """Of the study. At a rung from which all of them would go on, none pauses."""
 
@@ -73,7 +83,7 @@ class Promotion:
         if chosen or None in unfinished:
             return chosen
         # Where there are more to come, the last rungs wait for the first.
-        at_least = (rung.chosen(at_least) for rung, at_least in zip(rungs, self._at_least, strict=True))
+        at_least = (rung.chosen(rung.at_least) for rung in rungs)
         return next(filter(None, at_least), [])
 
     def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
@@ -81,11 +91,12 @@ class Promotion:
 
         Of each rung some are kept that take the places of those that break.
         """
-        hopeless: set[int] = set()
-        for at_least, share in zip(self._at_least, self.rungs, strict=True):
-            rung = _Rung(self, share, trials, unfinished)
-            hopeless.update(rung.beyond(max(at_least, rung.num_promoted) + 2 * self.keep))
-        return hopeless
+        rungs = [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
+        return {
+            number
+            for rung in rungs
+            for number in rung.beyond(max(rung.at_least, rung.num_promoted) + 2 * self.keep)
+        }
 
     def left(
         self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None], num_new: int = 0
@@ -94,10 +105,10 @@ class Promotion:
         starts = [t for t in trials if not t.state.is_finished() and RESUMED_ATTR not in t.user_attrs]
         arriving = len(starts) + num_new
         left = arriving * self.rungs[0]
-        for share, end, at_least in zip(self.rungs, (*self.rungs[1:], 1.0), self._at_least, strict=True):
+        for share, end in zip(self.rungs, (*self.rungs[1:], 1.0), strict=True):
             rung = _Rung(self, share, trials, unfinished)
             num_there = rung.num_paused + arriving
-            num_promoted = min(num_there, max(num_there // self.reduction_factor, at_least))
+            num_promoted = min(num_there, max(num_there // self.reduction_factor, rung.at_least))
             arriving = max(0, num_promoted - rung.num_kept) + rung.num_running
             left += arriving * (end - share)
         return left
@@ -110,7 +121,7 @@ class Promotion:
         """
         ends = dict(zip((0.0, *self.rungs), (*self.rungs, 1.0), strict=True))
         total, num_left = 0.0, self.num_trials
-        for (begin, end), at_least in zip(ends.items(), (*self._at_least, 0), strict=True):
+        for (begin, end), at_least in zip(ends.items(), (*self.at_least, 0), strict=True):
             total += num_left * (end - begin)
             num_left = min(num_left, max(num_left // self.reduction_factor, at_least))
         return min(total, self.done(resumed_at)), total
@@ -122,11 +133,11 @@ class Promotion:
 
     @property
     def _used(self) -> list[float]:
-        pairs = zip(self.rungs, self._at_least, strict=True)
+        pairs = zip(self.rungs, self.at_least, strict=True)
         return [rung for rung, at_least in pairs if at_least < self.num_trials]
 
     @property
-    def _at_least(self) -> list[int]:
+    def at_least(self) -> list[int]:
         """How many trials of each rung go on, if so many have begun."""
         last = len(self.rungs) - 1
         return [self.keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
@@ -142,7 +153,6 @@ class _Rung:
         trials: Sequence[FrozenTrial],
         unfinished: Collection[int | None],
     ) -> None:
-        sign = -1.0 if promotion.maximize else 1.0
         self._unfinished = unfinished
         # The last one, where one that failed was tried again.
         self._later = {
@@ -155,16 +165,32 @@ class _Rung:
         self.num_promoted = len(paused) // promotion.reduction_factor
         # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
         known = [trial for trial in paused if trial.number in unfinished or _origin(trial) in self._later]
-        known.sort(key=lambda t: (violation(t.constraints) > 0, sign * t.values[0], t.number))
-        self._origin_of = {trial.number: _origin(trial) for trial in known}
+        signs_K = loss_signs(promotion.directions)
+        losses_NK = np.array([t.values for t in known], dtype=float).reshape(-1, len(signs_K)) * signs_K
+        # What breaks limits is behind all that meets them.
+        behind_K = 1 + losses_NK.max(axis=0, initial=0) - losses_NK.min(axis=0, initial=0)
+        losses_NK[[violation(trial.constraints) > 0 for trial in known]] += behind_K
+        order_N = order(losses_NK)
+        self._losses_NK = losses_NK[order_N]
+        self._origin_of = {known[index].number: _origin(known[index]) for index in order_N}
+        self.at_least = promotion.at_least[promotion.rungs.index(rung)]
+        if len(signs_K) > 1:
+            self.at_least = max(self.at_least, int((non_domination_ranks(self._losses_NK) == 0).sum()))
         later = self._later.values()
         self.num_running = sum(not trial.state.is_finished() for trial in later)
         self.num_kept = sum(not self._broke(trial) for trial in later)
 
     def beyond(self, place: int) -> list[int]:
-        """Those that have not gone on, behind so many that are better."""
-        behind = list(self._origin_of.items())[place:]
-        return [number for number, origin in behind if origin not in self._later]
+        """Those that have not gone on, behind so many that are better.
+
+        With several objectives a trial that comes may change the order of others, but not who beats whom.
+        """
+        return [
+            number
+            for row, (number, origin) in enumerate(self._origin_of.items())
+            if row >= place and origin not in self._later
+            if self._losses_NK.shape[1] == 1 or num_better(self._losses_NK, row) >= place
+        ]
 
     def chosen(self, num_promoted: int) -> list[int]:
         """Those that go on now, so that so many have gone on without breaking."""
@@ -186,14 +212,14 @@ class _Rung:
         return is_over and trial.state != TrialState.COMPLETE and not is_paused(trial)
 
 
-def promotion_of(pruner: PrunerConfig, direction: str, num_trials: int) -> Promotion | None:
-    """How the trials of a study with this pruner and direction pause; None: they do not."""
+def promotion_of(pruner: PrunerConfig, directions: Sequence[str], num_trials: int) -> Promotion | None:
+    """How the trials of a study with this pruner and these directions pause; None: they do not."""
     if pruner.name != "promote":
         return None
     options = pruner.options
     rungs = tuple(map(float, pruner.rungs))
-    factor, maximize = options["reduction_factor"], direction == "maximize"
-    return Promotion(rungs, factor, options["keep"], maximize, num_trials)
+    factor = options["reduction_factor"]
+    return Promotion(rungs, factor, options["keep"], tuple(directions), num_trials)
 
 
 def is_paused(trial: FrozenTrial) -> bool:

@@ -7,7 +7,8 @@ as PRUNED with an infeasible constraint (see `leases`):
 - TPE ranks infeasible trials last, but its first trials are random, as are all trials of NSGA-II's first
   generation and its mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was
   infeasible.
-- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study.
+- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and TPE one of several
+  objectives whose trials pause. NSGA-II learns from COMPLETE trials alone.
 
 Random, QMC and the grid do not learn: with them, such a trial ends before training.
 
@@ -93,8 +94,8 @@ def _build_optuna_sampler(
         options["independent_sampler"] = RandomSampler(seed=seed)
     options["seed"] = config.seed if name == "qmc" else seed
     sampler: BaseSampler = _build(optuna.samplers, config, options)
-    if name == "gp":
-        sampler = PrunedAwareSampler(sampler)
+    if name == "gp" or explores:
+        sampler = PrunedAwareSampler(sampler, 1 if name == "gp" else 2)
     if explores:
         sampler = HalfRandom(sampler, seed)
     if name not in ("tpe", "gp", "nsga2"):

@@ -2,7 +2,7 @@
 
 - Its tables: a trial is made in the transaction that notes it in its slot, and a study is read, copied and
   deleted by whole tables.
-- The ids of its objects, and a study that shows its samplers other trials than it has.
+- The ids of its objects, a study that shows its samplers other trials than it has, and its sorting by fronts.
 
 `tests/study/store/test_optuna_internals.py` names the versions of Optuna for which this is right.
 """
@@ -21,6 +21,7 @@ from optuna.storages import BaseStorage
 from optuna.storages._rdb.models import BaseModel
 from optuna.study import Study
 from optuna.study._constrained_optimization import _get_constraints_from_system_attrs
+from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
@@ -39,6 +40,8 @@ intermediate_values = _named["trial_intermediate_values"]
 
 constraints_of = _get_constraints_from_system_attrs
 """The constraints among the system attributes of a trial."""
+non_domination_ranks = _fast_non_domination_rank
+"""Of each row of losses [N, K] its front: 0 for the first."""
 
 
 # Objects

@@ -51,7 +51,7 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
     study = optuna.create_study(
         study_name=config.name,
         storage=storage.optuna,
-        directions=[objective.direction for objective in config.objective],
+        directions=config.directions,
         load_if_exists=True,
     )
     token = storage.optuna.get_study_system_attrs(study_id_of(study)).get(TOKEN_ATTR)

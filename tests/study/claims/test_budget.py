@@ -47,7 +47,7 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
     while len(list(log.parent.glob("worker-*"))) < beside:
         time.sleep(0.01)
     config = config_of(pruner)
-    promotion = promotion_of(config.pruner, "maximize", config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
     die_at("evaluation reported" if kill_at else "", kill_at)
 
     def train(trial: optuna.trial.Trial, lease: Lease) -> Any:
@@ -141,7 +141,7 @@ def test_no_trial_begins_that_those_that_go_on_would_pay_for(storage: Storage) -
         trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
         trial.number = number
         trials.append(trial)
-    promotion = Promotion((0.1, 0.3), 3, 1, maximize=True, num_trials=1000)
+    promotion = Promotion((0.1, 0.3), 3, 1, directions=("maximize",), num_trials=1000)
     with storage.engine.begin() as connection:
         connection.execute(sa.insert(spent).values(id="x", study="tiny", trial_number=0, seconds=9.0))
         for seconds, may_begin in ((9.0 + 6 + 7 + 0.9, False), (9.0 + 6 + 7 + 1.1, True), (8.0, False)):

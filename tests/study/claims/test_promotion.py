@@ -35,7 +35,7 @@ PRUNER = {"name": "promote", "starts": 0.05, "keep": 2, "reduction_factor": 9}
 CONFIG = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner=PRUNER)
 
 
-PROMOTION = promotion_of(CONFIG.pruner, "maximize", 1000)
+PROMOTION = promotion_of(CONFIG.pruner, CONFIG.directions, 1000)
 assert PROMOTION is not None
 AT_ONCE = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={**PRUNER, "reduction_factor": 2})
 """Of each rung half go on at once."""
@@ -166,7 +166,7 @@ def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) ->
     study = create_or_resume_study(storage, config)
     study.sampler = build_sampler(config.sampler, config.search_space)
     study.pruner = build_pruner(config.pruner)
-    promotion = promotion_of(config.pruner, config.objective[0].direction, config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
     return WorkerLease(storage, study, max_retries=1, promotion=promotion, **options)
 
 

@@ -10,6 +10,9 @@ import pytest
 from worker_process import result, study
 
 from hpo.errors import Paused
+from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import best_trials
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import run_worker
@@ -61,3 +64,55 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
     [trial] = storage.load_study(config.name).trials
     assert trial.user_attrs.get(PAUSED_ATTR) == paused_at
     assert storage.slot_counts(config.name).get("paused", 0) == (paused_at is not None)
+
+
+def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_none(
+    storage: Storage, tmp_path: Path
+) -> None:
+    """A batch size is the memory it takes. Every score is 1 better at the rung than at the end."""
+    scores = dict(enumerate((0.1, 0.3, 0.2, 0.5, 0.4, 0.45, 0.9, 0.6, 0.8), 1))
+    config = study(
+        9,
+        objective=[{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}],
+        sampler={"name": "grid"},
+        search_space={"batch_size": {"type": "categorical", "choices": list(scores)}},
+        pruner={"name": "promote", "starts": 0.2, "keep": 1},
+    )
+    done: dict[str, int] = {}
+
+    def run(params: dict[str, Any], _folder: Path, key: str, callbacks: Any, **_: Any) -> Any:
+        size = params["batch_size"]
+        for index in range(done.get(key, 0) + 1, 6):
+            done[key] = index
+            values = (scores[size] + (index < 5), float(size))
+            shares = {"budget_used": index / 5, "seconds": 1.0, "epoch": 1.0}
+            one = SimpleNamespace(step=index, index=index, metrics={}, rates={}, numerics=None, **shares)
+            try:
+                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=values, broken=""))
+            except Paused:
+                return result("pruned", telemetry={"device": {}})
+        return result("complete", values=values, telemetry={"device": {}})
+
+    executor: Any = SimpleNamespace(
+        study=config,
+        device=SimpleNamespace(device_id="cpu"),
+        trial_folder=lambda _token, number: tmp_path / str(number),
+        run=run,
+    )
+    create_or_resume_study(storage, config)
+    run_worker(config, storage, TrialRunner(executor, storage, Stop()))
+    record, stored = read_study(storage, config.name), storage.load_study(config.name)
+    front = [7, 4, 2, 1]
+    complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
+    assert {*front} <= complete < {*scores}
+    for trial in stored.trials:
+        size, is_paused = trial.params["batch_size"], PAUSED_ATTR in trial.user_attrs
+        assert (trial.state.name, trial.values) == (
+            "PRUNED" if is_paused else "COMPLETE",
+            [scores[size] + is_paused, size],
+        )
+    assert [trial.params["batch_size"] for trial in best_trials(record)] == front
+    assert {trial.params["batch_size"] for trial in stored.best_trials} == {*front}
+    kept = {trial.origin for trial in record.trials} - without_checkpoints(stored, 4)
+    assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
+    assert record.slots == {"open": 0, "running": 0, "done": 9}

@@ -104,11 +104,11 @@ def test_a_paused_trial_that_breaks_a_limit_goes_on_last() -> None:
         current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
         trial, _ = current.ask()
         trial.report(value, 1)
-        current.end(trial, str(Outcome.PRUNED), **{PAUSED_ATTR: 1})
+        current.end(trial, str(Outcome.PRUNED), **{PAUSED_ATTR: 0.2})
     numbers: list[int | None] = [0, 1, 2]
-    promotion = Promotion(0.2, 2, maximize=True)
+    promotion = Promotion((0.2,), 9, 2, ("maximize",), num_trials=9)
     assert promotion.going_on(current.trials, numbers) == [2, 1]
-    assert Promotion(0.2, 3, maximize=True).going_on(current.trials, numbers) == [2, 1, 0]
+    assert Promotion((0.2,), 9, 3, ("maximize",), num_trials=9).going_on(current.trials, numbers) == [2, 1, 0]
     goes_on = current.study.ask()
     goes_on.set_user_attr(ORIGIN_ATTR, 2)
     goes_on.set_constraint("peak_memory_bytes", 0.25)

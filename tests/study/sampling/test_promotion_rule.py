@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.study.sampling.promotion import Promotion
 
-PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, maximize=True, num_trials=9)
+PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three go on from the first rung, and one from the last."""
 
 
@@ -73,7 +73,7 @@ def test_a_study_is_done_when_its_last_trials_are() -> None:
 
 
 def test_a_minimum_is_searched_as_well() -> None:
-    promotion = Promotion((0.1,), reduction_factor=3, keep=1, maximize=False, num_trials=9)
+    promotion = Promotion((0.1,), reduction_factor=3, keep=1, directions=("minimize",), num_trials=9)
     assert promotion.going_on(study_of(*STARTS), {0, 1, 2, None}) == [0]
 
 
