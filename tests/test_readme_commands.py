@@ -61,7 +61,14 @@ PLACEHOLDERS = {"SPLIT": "test", "N": "3"}
 
 TYPED = (
     # The study that comes first, as `multitask` here.
-    *("hpo init STUDY", "hpo check STUDY", "hpo train STUDY", "hpo worker STUDY", "hpo run STUDY"),
+    *(
+        "hpo init STUDY",
+        "hpo check STUDY",
+        "hpo plan STUDY",
+        "hpo train STUDY",
+        "hpo worker STUDY",
+        "hpo run STUDY",
+    ),
     *("make hpo STUDY=multitask", "make hpo", "make report STUDY=multitask", "hpo report STUDY"),
     *("hpo status STUDY", "hpo best STUDY", "hpo best multitask", "hpo best STUDY --evaluate test"),
     "hpo best STUDY --export model",

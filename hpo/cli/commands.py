@@ -24,6 +24,7 @@ from hpo.cli import (  # noqa: F401  (their commands)
     comparing,
     deploying,
     diagnosing,
+    planning,
     predicting,
     running,
     studies,

@@ -196,9 +196,14 @@ def load_to_run(study: str, n_trials: int | None = None, hours: float | None = N
 
 
 def _to_run(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
+    make_runs_folder(config.name)
+    return resized(config, n_trials, hours)
+
+
+def resized(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
+    """The study with so many trials or device-hours, where they are given."""
     from hpo.config.budget import MAX_TRIALS, BudgetConfig
 
-    make_runs_folder(config.name)
     if hours is not None:
         config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
     return config if n_trials is None else config.with_values(n_trials=n_trials)

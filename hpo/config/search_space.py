@@ -8,6 +8,7 @@ fresh encoder) is kept there as its JSON text.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,22 @@ def lowest(space: SearchSpace) -> dict[str, Any]:
         return one.choices[0] if isinstance(one, CategoricalDistribution) else one.low
 
     return _chosen(space, first)
+
+
+def middle(space: SearchSpace) -> dict[str, Any]:
+    """The choice in the middle, or the middle of the range, of every setting whose conditions hold."""
+
+    def of_range(name: str) -> Any:
+        one = space[name]
+        if isinstance(one, CategoricalDistribution):
+            return one.choices[len(one.choices) // 2]
+        if one.step is not None and not one.log:
+            values = one.grid()
+            return values[len(values) // 2]
+        value = math.sqrt(one.low * one.high) if one.log else (one.low + one.high) / 2
+        return round(value) if isinstance(one, IntDistribution) else value
+
+    return _chosen(space, of_range)
 
 
 def _chosen(space: SearchSpace, choose: Callable[[str], Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +119,15 @@ class Promotion:
         Args:
             resumed_at: of each trial that has ended, the rung at which it had paused before; 0: at none.
         """
-        ends = dict(zip((0.0, *self.rungs), (*self.rungs, 1.0), strict=True))
-        total, num_left = 0.0, self.num_trials
-        for (begin, end), at_least in zip(ends.items(), (*self.at_least, 0), strict=True):
-            total += num_left * (end - begin)
-            num_left = min(num_left, max(num_left // self.reduction_factor, at_least))
+        total = sum(count * (end - begin) for begin, end, count in self.stages(self.num_trials))
         return min(total, self.done(resumed_at)), total
+
+    def stages(self, num_trials: int) -> Iterator[tuple[float, float, int]]:
+        """From where to where how many of so many trials train, if none breaks; from the first rung to 1."""
+        ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
+        for begin, end, at_least in ends:
+            yield begin, end, num_trials
+            num_trials = min(num_trials, max(num_trials // self.reduction_factor, at_least))
 
     def done(self, resumed_at: Iterable[float]) -> float:
         """What trials that have ended took, in whole trials, by the rungs at which they had paused before."""

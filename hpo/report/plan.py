@@ -1,0 +1,175 @@
+"""What a study's trials or its budget come to, before the first one and as they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from hpo.config.sampler_config import PrunerConfig
+from hpo.config.search_space import middle
+from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_settings import BUDGETS
+from hpo.errors import RunError
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
+from hpo.study.reading.study_record import StudyRecord, complete_trials
+from hpo.study.sampling.promotion import Promotion, promotion_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpo.config.study_config import StudyConfig
+    from hpo.device import DeviceInfo
+
+MEASURED_STEPS = 13
+"""Steps that are trained where no trial tells; three of them are warm-up."""
+
+
+@dataclass(frozen=True)
+class TrialCost:
+    """A whole trial in one precision."""
+
+    precision: str
+    examples_per_second: float | None
+    """In training."""
+    seconds: float
+    """With its evaluations and what comes before the first step."""
+    measured_by: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many trials train from one share of their budget to another."""
+
+    begin: float
+    end: float
+    num_trials: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a study."""
+
+    costs: list[TrialCost]
+    stages: list[Stage]
+    """As when no trial breaks."""
+    whole_trials: float
+    hours: float
+    """Of device time, in all."""
+    spent_hours: float
+    num_workers: int
+    budget_hours: float | None
+
+    @property
+    def hours_to_the_end(self) -> float:
+        """On a clock, with these workers."""
+        return max(0.0, self.hours - self.spent_hours) / self.num_workers
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"hours_to_the_end": self.hours_to_the_end}
+
+
+def make_plan(
+    config: StudyConfig, costs: list[TrialCost], record: StudyRecord | None, num_workers: int
+) -> Plan:
+    """The plan of a study whose trials cost so much, each precision as often as the others.
+
+    Args:
+        record: of the study, where it is in the database.
+    """
+    seconds = fmean(cost.seconds for cost in costs)
+    spent = _spent_seconds(record) if record else 0.0
+    num_trials, promotion = config.num_slots, _promotion(config, config.num_slots)
+    if config.budget is not None:
+        whole = config.budget.seconds / seconds
+        fitting = (n for n in range(config.num_slots, 0, -1) if _whole_trials(_stages(promotion, n)) <= whole)
+        num_trials = next(fitting, 1)
+    stages = list(_stages(promotion, num_trials))
+    return Plan(
+        costs,
+        stages,
+        _whole_trials(stages),
+        _whole_trials(stages) * seconds / 3600,
+        spent / 3600,
+        num_workers,
+        config.budget.seconds / 3600 if config.budget else None,
+    )
+
+
+def _promotion(config: StudyConfig, num_trials: int) -> Promotion | None:
+    return promotion_of(config.pruner, config.objective[0].direction, num_trials)
+
+
+def _stages(promotion: Promotion | None, num_trials: int) -> Iterator[Stage]:
+    if promotion is None:
+        yield Stage(0.0, 1.0, num_trials)
+        return
+    for begin, end, count in promotion.stages(num_trials):
+        yield Stage(begin, end, count)
+
+
+def _whole_trials(stages: Iterable[Stage]) -> float:
+    return sum(stage.num_trials * (stage.end - stage.begin) for stage in stages)
+
+
+def _spent_seconds(record: StudyRecord) -> float:
+    if record.spent:
+        return sum(record.spent.values())
+    return sum(trial.seconds or 0.0 for trial in record.trials)
+
+
+def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
+    """What whole trials took, by the precision that ran."""
+    of_precision: dict[str, list[Mapping[str, Any]]] = {}
+    for trial in complete_trials(record):
+        telemetry = trial.telemetry
+        if not telemetry.get("device", {}).get("shared"):
+            told = {**telemetry, **trial.attributes}
+            of_precision.setdefault(telemetry["precision"]["effective"], []).append(told)
+    return {
+        name: TrialCost(
+            name,
+            median([one.get("train_examples_per_second") or 0.0 for one in told]) or None,
+            median([_seconds(one) for one in told]),
+            f"{len(told)} complete trial{'s' * (len(told) > 1)}",
+        )
+        for name, told in of_precision.items()
+    }
+
+
+def _seconds(telemetry: Mapping[str, Any]) -> float:
+    parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
+    return sum(telemetry.get(part) or 0.0 for part in parts)
+
+
+def measure_cost(config: StudyConfig, device: DeviceInfo, runs_dir: Path, precision: str) -> TrialCost:
+    """Train some steps with the settings in the middle of their ranges, and evaluate once.
+
+    Raises:
+        RunError: that does not work.
+    """
+    from hpo.trial.executor import Executor
+    from hpo.trial.trial_parts import training_args
+
+    searched = {name: one for name, one in config.search_space.items() if name not in BUDGETS}
+    params = middle(searched) | ({PRECISION: precision} if PRECISION in searched else {})
+    steps = {**dict.fromkeys(BUDGETS), "max_steps": MEASURED_STEPS}
+    short = config.with_values(
+        training=config.training.model_copy(update=steps),
+        search_space=searched,
+        evaluation=config.evaluation.model_copy(update={"per_trial": 1}),
+        pruner=PrunerConfig(name="none"),
+    )
+    executor = Executor(short, device, runs_dir)
+    result = executor.run(params, None, "plan")
+    if result.outcome != Outcome.COMPLETE:
+        raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
+    told = {**result.telemetry, **result.headline}
+    trial = build_trial_config(config, middle(config.search_space) | params, precision)
+    windows = executor.loader.tokens("train", trial).num_windows
+    args, rate = training_args(config, trial, windows), told["train_examples_per_second"]
+    seconds = args.budget.max_seconds or (args.budget.max_steps or 0) * args.batch_size / rate
+    seconds += len(args.evaluate_at) * told["evaluation_seconds"] + told["setup_seconds"]
+    return TrialCost(precision, rate, seconds, f"{MEASURED_STEPS} steps")
