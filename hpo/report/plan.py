@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _promotion(config: StudyConfig, num_trials: int) -> Promotion | None:
-    return promotion_of(config.pruner, config.objective[0].direction, num_trials)
+    return promotion_of(config.pruner, config.directions, num_trials)
 
 
 def _stages(promotion: Promotion | None, num_trials: int) -> Iterator[Stage]:
