@@ -66,12 +66,18 @@ def write_study(folder: Path, **changes: Any) -> Path:
 
 
 def write_long_study(
-    folder: Path, every_seconds: float, n_trials: int = 2, per_trial: int = 1, **budget: float
+    folder: Path,
+    every_seconds: float,
+    n_trials: int = 2,
+    per_trial: int = 1,
+    pruner: dict[str, Any] = {"name": "none"},  # noqa: B006
+    **budget: float,
 ) -> Path:
     """Of trials that last long enough to be met in the middle, with a checkpoint `every_seconds`."""
     return write_study(
         folder,
         n_trials=n_trials,
+        pruner=pruner,
         training={"batch_size": 8, "max_length": 64, "fp_precision": "fp32", **budget},
         evaluation={"per_trial": per_trial},
         checkpoint={"top_k": 9, "every_seconds": every_seconds},

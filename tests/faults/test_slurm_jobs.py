@@ -87,6 +87,33 @@ def test_a_job_that_is_requeued_again_and_again(
     check_went_on(slurm, postgres_url, job)
 
 
+def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """Two workers of four trials, of which two go on from the first rung and one to the end."""
+    promote = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
+    write_long_study(tmp_path, 0.1, n_trials=4, per_trial=5, max_seconds=8, pruner=promote)
+    options = ("--slurm", "--workers", "2", "--storage", postgres_url, "--json")
+    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
+    slurm.wait(lambda: any(trial.outcome == "pruned" for trial in read(postgres_url).trials), 120)
+    preempt(slurm, job)
+    slurm.wait(lambda: "PENDING" in slurm.states(job).values())
+    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 180)
+    record = read(postgres_url)
+    assert record.slots == {"open": 0, "running": 0, "done": 4}
+    assert {trial.state for trial in record.trials} == {"COMPLETE", "PRUNED"}
+    starts = [trial for trial in record.trials if trial.origin == trial.number]
+    assert len(starts) == 4
+    assert any("resumed_from_step" in trial.telemetry for trial in record.trials)
+    for trial in record.trials:
+        steps = [row.step for row in trial.evaluations]
+        assert steps == sorted(set(steps)), "no evaluation twice"
+        if trial.origin != trial.number:
+            before = [row.step for row in record.trials[trial.origin].evaluations]
+            assert steps[: len(before)] == before, "from where the one that paused had come"
+            assert trial.telemetry["resumed_from_step"] >= before[-1]
+
+
 @pytest.mark.slow
 def test_a_job_that_comes_to_its_time_limit(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
     job = submit(tmp_path, postgres_url, "--sbatch", "signal=B:USR1@50", seconds=45)
