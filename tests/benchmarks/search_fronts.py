@@ -17,6 +17,7 @@ be on the front of all that were begun, and did not end.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import warnings
@@ -24,12 +25,13 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
-from optuna.pruners import BasePruner, MedianPruner
+from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
-from optuna.trial import Trial
+from optuna.trial import Trial, TrialState
 from search_tables import Curves, Policy, Search, load, ours
 
 from hpo.config.sampler_config import PrunerConfig
@@ -40,28 +42,20 @@ from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (10, 20)
 """Whole runs."""
-DIRECTIONS = ("minimize", "minimize")
+METRICS, DIRECTIONS = ("first", "second"), ("minimize", "minimize")
 
 
-def _peer(base: type[BasePruner]) -> Policy:
-    directions = {"first": "minimize", "second": "minimize"}
-
-    def pruner() -> BasePruner:
-        module = import_module("multi_metric_pruner")
-        made: BasePruner = module.MultiMetricPruner(base(), metric_directions=directions, joint=True)
-        return made
-
-    return Policy(lambda _, seed: TPESampler(seed=seed), pruner)
+def _peer() -> Any:
+    pruner = import_module("multi_metric_pruner").MultiMetricPruner
+    # Around `SuccessiveHalvingPruner` and `HyperbandPruner` it raises KeyError (at ee68019).
+    return pruner(MedianPruner(), metric_directions=dict(zip(METRICS, DIRECTIONS, strict=True)), joint=True)
 
 
 POLICIES = {
     "promote, the default": ours(PrunerConfig(name="promote"), directions=DIRECTIONS),
-    "promote, random": ours(PrunerConfig(name="promote"), "random", directions=DIRECTIONS),
     "no pruner": ours(PrunerConfig(name="none")),
-    "no pruner, random": ours(PrunerConfig(name="none"), "random"),
 }
-# Around `SuccessiveHalvingPruner` and `HyperbandPruner` it raises KeyError (at ee68019).
-PEERS = {"multi_metric_pruner, MedianPruner": _peer(MedianPruner)}
+PEERS = {"multi_metric_pruner, MedianPruner": Policy(lambda _, seed: TPESampler(seed=seed), _peer)}
 
 
 def second_losses(path: Path, curves: Curves, second: str) -> np.ndarray:
@@ -102,25 +96,23 @@ class FrontSearch(Search):
 
     def _report(self, trial: Trial, loss: float, index: int) -> bool:
         share = self.evaluate_at[index - 1]
-        part = round(share * (self.second_NP.shape[1] - 1) + 0.499)
+        part = math.ceil(share * (self.second_NP.shape[1] - 1))
         self.values = [loss, float(self.second_NP[self.row_of[trial.number], part])]
         if self.policy.is_ours:
             return False
         told = import_module("multi_metric_pruner").MultiMetricPrunerTrial(trial)
-        told.report(dict(zip(("first", "second"), self.values, strict=True)), index)
+        told.report(dict(zip(METRICS, self.values, strict=True)), index)
         return bool(told.should_prune())
 
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
+        if loss is None and PAUSED_ATTR not in trial.user_attrs:
+            super()._end(trial, outcome)
+            return
         if loss is not None:
             self.found.append((self.spent, self.row_of[trial.number]))
-            trial.set_user_attr("outcome", outcome)
-            self.study.tell(trial, self.values)
-        elif PAUSED_ATTR in trial.user_attrs:  # its values with it, as `Lease` has it
-            trial.set_user_attr("outcome", outcome)
-            state = optuna.trial.TrialState.PRUNED
-            storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, self.values)
-        else:
-            super()._end(trial, outcome)
+        trial.set_user_attr("outcome", outcome)
+        state = TrialState[outcome.optuna_state]  # PRUNED with values, as `Lease` has it
+        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, self.values)
 
 
 def hypervolume(gains_N2: np.ndarray) -> float:
@@ -152,7 +144,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--second", default="learning_rate", help="a setting, or `test_loss`")
-    parser.add_argument("--policies", nargs="+", choices=[*POLICIES, *PEERS])
     parser.add_argument("--peer", type=Path)
     arguments = parser.parse_args()
     tables = sorted(arguments.folder.glob("*.npz"))
@@ -161,7 +152,7 @@ def main() -> None:
     if arguments.peer:
         sys.path.insert(0, str(arguments.peer))
     with ProcessPoolExecutor() as pool:
-        for name in arguments.policies or [*POLICIES, *(PEERS if arguments.peer else ())]:
+        for name in [*POLICIES, *(PEERS if arguments.peer else ())]:
             of_tables = [
                 list(pool.map(partial(searched, name, path, arguments.second), range(arguments.seeds)))
                 for path in tables

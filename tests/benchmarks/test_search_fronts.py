@@ -53,6 +53,6 @@ def test_short_starts_find_a_larger_front_than_whole_runs(monkeypatch: pytest.Mo
     monkeypatch.setattr(search_fronts, "COMPUTE", (10,))
     shares = {
         name: [search_fronts.searched(name, TABLE, "beta1", seed)[0][0] for seed in range(4)]
-        for name in ("promote, random", "no pruner, random")
+        for name in POLICIES
     }
-    assert np.mean(shares["promote, random"]) > np.mean(shares["no pruner, random"])
+    assert np.mean(shares["promote, the default"]) > np.mean(shares["no pruner"])

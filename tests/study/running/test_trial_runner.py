@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from worker_process import result, study
 
+from hpo.config.study_config import StudyConfig
 from hpo.errors import Paused
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.reading.reader import read_study
@@ -19,6 +21,21 @@ from hpo.study.running.worker import run_worker
 from hpo.study.sampling.promotion import PAUSED_ATTR
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
+
+
+def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
+    facts = {"budget_used": budget_used, "seconds": 1.0, "epoch": 1.0, "metrics": {}, "rates": {}}
+    evaluation = SimpleNamespace(step=index, index=index, numerics=None, **facts)
+    return SimpleNamespace(evaluation=evaluation, values=values, broken=broken)
+
+
+def executor_of(config: StudyConfig, folder: Path, run: Callable[..., Any]) -> Any:
+    return SimpleNamespace(
+        study=config,
+        device=SimpleNamespace(device_id="cpu"),
+        trial_folder=lambda _token, number: folder / str(number),
+        run=run,
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,20 +54,13 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
 
     def run(_params: Any, _folder: Path, _key: str, callbacks: Any, **_: Any) -> Any:
         for index, value in enumerate(values, 1):
-            shares = {"budget_used": index / 10, "seconds": 1.0, "epoch": 1.0}
-            one = SimpleNamespace(step=index, index=index, metrics={}, rates={}, numerics=None, **shares)
             try:
-                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=(value,), broken=broken))
+                callbacks.on_evaluation(scored(index, index / 10, (value,), broken))
             except Paused:
                 return result("pruned", telemetry={"device": {}})
         return result("pruned" if broken else "complete", telemetry={"device": {}})
 
-    executor: Any = SimpleNamespace(
-        study=config,
-        device=SimpleNamespace(device_id="cpu"),
-        trial_folder=lambda _token, number: tmp_path / str(number),
-        run=run,
-    )
+    executor = executor_of(config, tmp_path, run)
     create_or_resume_study(storage, config)
     stop = Stop()
     first: list[Any] = []
@@ -85,20 +95,13 @@ def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_non
         for index in range(done.get(key, 0) + 1, 6):
             done[key] = index
             values = (scores[size] + (index < 5), float(size))
-            shares = {"budget_used": index / 5, "seconds": 1.0, "epoch": 1.0}
-            one = SimpleNamespace(step=index, index=index, metrics={}, rates={}, numerics=None, **shares)
             try:
-                callbacks.on_evaluation(SimpleNamespace(evaluation=one, values=values, broken=""))
+                callbacks.on_evaluation(scored(index, index / 5, values))
             except Paused:
                 return result("pruned", telemetry={"device": {}})
         return result("complete", values=values, telemetry={"device": {}})
 
-    executor: Any = SimpleNamespace(
-        study=config,
-        device=SimpleNamespace(device_id="cpu"),
-        trial_folder=lambda _token, number: tmp_path / str(number),
-        run=run,
-    )
+    executor = executor_of(config, tmp_path, run)
     create_or_resume_study(storage, config)
     run_worker(config, storage, TrialRunner(executor, storage, Stop()))
     record, stored = read_study(storage, config.name), storage.load_study(config.name)

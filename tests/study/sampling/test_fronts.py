@@ -11,83 +11,63 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from worker_process import study
 
 from hpo.config.search_space import suggest
-from hpo.study.sampling.fronts import num_better, order, pareto_front
+from hpo.study.sampling.fronts import order, pareto_front
 from hpo.study.sampling.gp_sampler import _with_pruned
 from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, RESUMED_ATTR, Promotion
 from hpo.study.sampling.samplers import build_sampler
 
 DIRECTIONS = ("maximize", "minimize")
-"""Of a score and of memory."""
+RATE = optuna.distributions.FloatDistribution(0.0001, 0.9)
 SPACE = {"learning_rate": {"type": "float", "low": 0.0001, "high": 0.9}}
-STEP = [(0.1, 1), (0.3, 2), (0.2, 3), (0.5, 4), (0.4, 5), (0.9, 7), (0.8, 9)]
+VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0), (0.8, 9.0)]
 """The first front: 0, 1, 3 and 5; the second: 2, 4 and 6."""
 
 
-def paused(number: int, values: tuple[float, float], rate: float = 0.1, **attributes: Any) -> FrozenTrial:
+def trial_of(number: int, values: tuple[float, float], rate: float = 0.1, **attributes: Any) -> FrozenTrial:
+    """One that has paused; one that goes on has ended."""
+    state = TrialState.COMPLETE if ORIGIN_ATTR in attributes else TrialState.PRUNED
+    attributes = {"outcome": "pruned", PAUSED_ATTR: 0.1, **attributes}
+    kinds, params = {"learning_rate": RATE}, {"learning_rate": rate}
     trial = create_trial(
-        state=TrialState.PRUNED,
-        values=list(values),
-        params={"learning_rate": rate},
-        distributions={"learning_rate": optuna.distributions.FloatDistribution(0.0001, 0.9)},
-        user_attrs={"outcome": "pruned", PAUSED_ATTR: 0.1, **attributes},
+        state=state, values=values, params=params, distributions=kinds, user_attrs=attributes
     )
     trial.number = number
     return trial
 
 
-STARTS = [paused(number, values) for number, values in enumerate(STEP)]
+STARTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
+OUTSIDE = trial_of(7, (1.0, 0.5))
+OUTSIDE.set_constraint("memory", 0.5)
+GONE = [trial_of(7 + i, (1.0, 1.0), **{RESUMED_ATTR: 0.1, ORIGIN_ATTR: i}) for i in (5, 0)]
 
 
-def test_whole_fronts_go_first_and_of_each_the_ends() -> None:
-    losses_NK = np.array(STEP) * (-1, 1)
-    assert order(losses_NK).tolist() == [5, 0, 3, 1, 6, 2, 4]
-
-
-def test_the_order_is_that_of_dominance_alone() -> None:
-    generator = np.random.default_rng(0)
-    losses_NK = generator.integers(0, 12, size=(200, 3)).astype(float)
-    left, place = losses_NK[order(losses_NK)], 0
-    while place < len(left):
-        front = pareto_front(left[place:], ("minimize",) * 3)
-        assert front[: front.sum()].all(), "a front is whole before the next begins"
-        place += front.sum()
-    better = [num_better(losses_NK, row) for row in range(200)]
-    assert [one == 0 for one in better] == pareto_front(losses_NK, ("minimize",) * 3).tolist()
+def test_a_front_is_whole_before_the_next_begins() -> None:
+    losses_NK = np.random.default_rng(0).integers(0, 12, size=(200, 3)).astype(float)
+    left = losses_NK[order(losses_NK)]
+    while len(left):
+        front = pareto_front(left, ("minimize",) * 3)
+        assert front[: front.sum()].all()
+        left = left[front.sum() :]
 
 
 @pytest.mark.parametrize(
-    ("num_begun", "unfinished", "going_on"),
+    ("trials", "unfinished", "going_on"),
     [
-        (7, {*range(7), None}, [5, 0]),  # others are to come: two of seven
-        (7, {*range(7)}, [5, 0]),
-        (2, {0, 1}, [1, 0]),  # the whole front, though `keep` is 1
+        (STARTS, {*range(7), None}, [5, 0]),  # others are to come: two of seven, the ends of the front
+        (STARTS[:2], {0, 1}, [1, 0]),  # all have begun: the whole front, though `keep` is 1
+        ([*STARTS, *GONE], {1, 2, 3, 4, 6}, [3, 1]),
+        ([*STARTS, OUTSIDE], {*range(8)}, [5, 0]),  # which is better than all, and breaks a limit
     ],
 )
-def test_the_first_front_goes_on_when_all_have_begun(
-    num_begun: int, unfinished: set[int | None], going_on: list[int]
-) -> None:
-    promotion = Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16)
-    assert promotion.going_on(STARTS[:num_begun], unfinished) == going_on
-    if num_begun == 7 and None not in unfinished:
-        gone = [paused(7 + i, (1.0, 1.0), **{RESUMED_ATTR: 0.1, ORIGIN_ATTR: i}) for i in (5, 0)]
-        for trial in gone:
-            trial.state = TrialState.COMPLETE
-        assert promotion.going_on([*STARTS, *gone], unfinished - {0, 5}) == [3, 1]
+def test_who_goes_on(trials: list[FrozenTrial], unfinished: set[int | None], going_on: list[int]) -> None:
+    assert Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16).going_on(trials, unfinished) == going_on
 
 
 def test_a_trial_whose_place_may_still_get_better_is_not_given_up() -> None:
     """Seven are before 7, and none beats it: it is on their front, between two that are near."""
-    starts = [*STARTS, paused(7, (0.31, 2.01)), *(paused(8 + i, (0.05, 9.0 + i)) for i in range(8))]
-    hopeless = Promotion((0.1,), 9, 1, DIRECTIONS, num_trials=16).hopeless(starts, {*range(16), None})
-    assert hopeless == {*range(8, 16)}
-
-
-def test_limits_go_before_fronts() -> None:
-    outside = paused(7, (1.0, 0.5))
-    outside.set_constraint("memory", 0.5)
-    promotion = Promotion((0.1,), 2, 1, DIRECTIONS, num_trials=16)
-    going_on = promotion.going_on([*STARTS, outside], {*range(8), None})
-    assert going_on == [5, 0, 3, 1], "though 7 is better than all"
+    starts = [*STARTS, trial_of(7, (0.31, 2.01)), *(trial_of(8 + i, (0.05, 9.0 + i)) for i in range(8))]
+    promotion = Promotion((0.1,), 9, 1, DIRECTIONS, num_trials=16)
+    assert promotion.hopeless(starts, {*range(16), None}) == {*range(8, 16)}
 
 
 def study_of(trials: list[FrozenTrial]) -> optuna.Study:
@@ -97,9 +77,8 @@ def study_of(trials: list[FrozenTrial]) -> optuna.Study:
 
 
 def test_a_trial_is_shown_as_of_its_first_rung_whatever_it_came_to() -> None:
-    ended = paused(2, (0.2, 1.0), **{RESUMED_ATTR: 0.1, ORIGIN_ATTR: 0})
-    ended.state = TrialState.COMPLETE
-    shown = _with_pruned(study_of([STARTS[0], STARTS[1], ended]))
+    ended = trial_of(2, (0.2, 1.0), **{RESUMED_ATTR: 0.1, ORIGIN_ATTR: 0})
+    shown = _with_pruned(study_of([*STARTS[:2], ended]))
     assert [(trial.state.name, trial.values) for trial in shown] == [
         ("COMPLETE", [0.1, 1]),
         ("COMPLETE", [0.3, 2]),
@@ -109,10 +88,9 @@ def test_a_trial_is_shown_as_of_its_first_rung_whatever_it_came_to() -> None:
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
 def test_samplers_learn_from_paused_trials(sampler: str) -> None:
     """The first fifteen are bad; all are PRUNED, which TPE by itself would take for equals in their order."""
-    bad = [paused(i, (0.1, 9.0), 0.8 + i / 200) for i in range(15)]
-    good = [paused(i, (0.5 + i / 100, 1.0 + i / 100), 0.1 + i / 200) for i in range(15)]
-    config = study(30, sampler={"name": sampler}, search_space=SPACE)
-    known = study_of([*bad, *good])
+    bad = [trial_of(i, (0.1, 9.0), 0.8 + i / 200) for i in range(15)]
+    good = [trial_of(i, (0.5 + i / 100, 1.0 + i / 100), 0.1 + i / 200) for i in range(15)]
+    config, known = study(30, sampler={"name": sampler}, search_space=SPACE), study_of([*bad, *good])
     known.sampler = build_sampler(config.sampler, config.search_space, explores=True)
     rates = []
     for _ in range(30):
