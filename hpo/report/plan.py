@@ -170,6 +170,10 @@ def measure_cost(config: StudyConfig, device: DeviceInfo, runs_dir: Path, precis
     trial = build_trial_config(config, middle(config.search_space) | params, precision)
     windows = executor.loader.tokens("train", trial).num_windows
     args, rate = training_args(config, trial, windows), told["train_examples_per_second"]
+    if rate is None:
+        raise RunError(
+            f"{precision}: in each of {MEASURED_STEPS} steps something was compiled; none tells the speed."
+        )
     seconds = args.budget.max_seconds or (args.budget.max_steps or 0) * args.batch_size / rate
     seconds += len(args.evaluate_at) * told["evaluation_seconds"] + told["setup_seconds"]
     return TrialCost(precision, rate, seconds, f"{MEASURED_STEPS} steps")

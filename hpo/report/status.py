@@ -33,7 +33,10 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None
     workers = [worker for worker in record.workers if worker.alive]
-    end = datetime.now(UTC) + timedelta(hours=remaining / rate) if rate and remaining and workers else None
+    hours_left = remaining / rate if rate else None
+    if (budget := spending(record)) and remaining and workers:
+        hours_left = budget["left_hours"] / len(workers)
+    end = datetime.now(UTC) + timedelta(hours=hours_left) if hours_left and workers else None
     return {
         "study": record.name,
         "state": record.state,
@@ -50,7 +53,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             for trial in best_trials(record)
         ],
         "limits": limit_counts(record),
-        "budget": spending(record),
+        "budget": budget,
         "workers": [
             {
                 "id": worker.id,

@@ -11,6 +11,8 @@ have begun, would need more than is left: the rest is for those that go on.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import threading
 import time
@@ -19,10 +21,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.budget import BudgetConfig
 from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion
-from hpo.study.store.schema import spent
+from hpo.study.store.schema import spent, studies
 
 
 class DeviceClock:
@@ -50,22 +53,30 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """What a study may spend."""
+    """What a study may spend, as its definition in the database says now."""
 
     study: str
-    seconds: float
-    """Of device time."""
     promotion: Promotion | None = None
     """How its trials pause and go on."""
 
-    def spent(self, connection: sa.Connection) -> float:
-        """Seconds of device time, over all workers."""
-        query = sa.select(sa.func.sum(spent.c.seconds)).where(spent.c.study == self.study)
-        return float(connection.execute(query).scalar() or 0.0)
+    def seconds(self, connection: sa.Connection) -> float:
+        """Of device time; infinite where the study has no budget any more."""
+        query = sa.select(studies.c.definition).where(studies.c.name == self.study)
+        definition = json.loads(connection.execute(query).scalar() or "{}")
+        given = definition.get("budget")
+        return math.inf if given is None else BudgetConfig.model_validate(given).seconds
+
+    def spent(self, connection: sa.Connection) -> dict[int, float]:
+        """Seconds of device time over all workers, by the trial's number."""
+        seconds = sa.func.sum(spent.c.seconds).label("seconds")
+        query = sa.select(spent.c.trial_number, seconds).where(spent.c.study == self.study)
+        return {
+            row.trial_number: row.seconds for row in connection.execute(query.group_by(spent.c.trial_number))
+        }
 
     def is_spent(self, connection: sa.Connection) -> bool:
         """Whether nothing is left."""
-        return self.spent(connection) >= self.seconds
+        return sum(self.spent(connection).values()) >= self.seconds(connection)
 
     def may_begin(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]
@@ -75,12 +86,19 @@ class StudyBudget:
         Args:
             unfinished: the numbers of the trials that unfinished slots have.
         """
-        ended = [trial for trial in trials if trial.state.is_finished()]
-        num_running = sum(not trial.state.is_finished() for trial in trials)
-        done, left = float(len(ended)), num_running + 1.0
-        if self.promotion is not None:
-            done = self.promotion.done(trial.user_attrs.get(RESUMED_ATTR, 0.0) for trial in ended)
-            left = self.promotion.left(trials, unfinished, num_new=1)
-        seconds = self.spent(connection)
-        # Of the first trials nothing is known.
-        return seconds < self.seconds and (not done or seconds + left * seconds / done <= self.seconds)
+        seconds_of = self.spent(connection)
+        left = self.seconds(connection) - sum(seconds_of.values())
+        running = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        # Those that ended before they trained say nothing of what a trial takes.
+        ended = (trial for trial in trials if trial.state.is_finished())
+        trained = [trial for trial in ended if trial.intermediate_values or trial.values]
+        if self.promotion is None:
+            num_done, num_needed = float(len(trained)), len(running) + 1.0
+        else:
+            num_done = self.promotion.done(trial.user_attrs.get(RESUMED_ATTR, 0.0) for trial in trained)
+            num_needed = self.promotion.left(trials, unfinished, num_new=1)
+        if not num_done:
+            return left > 0
+        of_whole_trial = sum(seconds_of.get(trial.number, 0.0) for trial in trained) / num_done
+        of_running = sum(seconds_of.get(trial.number, 0.0) for trial in running)
+        return left > 0 and num_needed * of_whole_trial - of_running <= left

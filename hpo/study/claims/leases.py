@@ -135,7 +135,10 @@ class WorkerLease(Membership):
             the study is not open.
         """
         self._lease = None
-        self._lease = self._storage.persist(self._claim)
+        lease = self._storage.persist(self._claim)
+        if lease is not None and self.budget is not None:
+            lease.clock.num_sharing = self._storage.read(self._num_sharing)
+        self._lease = lease
         return self._lease
 
     def _claim(self) -> Lease | None:
@@ -148,7 +151,7 @@ class WorkerLease(Membership):
             if not may_begin:
                 runnable = sa.and_(runnable, slots.c.trial_number.is_not(None))
             if self.promotion is not None:
-                self._openings.let_go_on(connection, may_begin=may_begin)
+                self._openings.let_go_on(connection)
             looks = time.monotonic() >= self._looks_at
             if not looks and (slot := self._open_slot(connection, runnable)):
                 return self._lease_of(slot)
@@ -157,7 +160,7 @@ class WorkerLease(Membership):
             slot = self._take_over(connection, runnable)
             if slot is None and looks:
                 slot = self._open_slot(connection, runnable)
-            if slot is None and self._openings.let_go_on(connection, may_begin=may_begin):
+            if slot is None and self._openings.let_go_on(connection):
                 slot = self._open_slot(connection, runnable)
             if slot is None and not may_begin:
                 self._openings.drop_fresh_slots(connection)
@@ -215,7 +218,8 @@ class WorkerLease(Membership):
                 alive = self._storage.live_workers(connection, workers.c.study == self._study.study_name)
                 if not any(row.state == "running" and row.owner in alive for row in rows):
                     rows = [row for row in rows if row.state != "paused"]
-            return {row.trial_number for row in rows}
+            numbers = {row.trial_number for row in rows}
+            return numbers & self._openings.in_work(connection).keys()
 
         return self._params_of(self._storage.read(read))
 
@@ -280,7 +284,7 @@ class WorkerLease(Membership):
             if last is not None and last.state == TrialState.RUNNING:
                 return optuna.trial.Trial(self._study, trial_id_of(last))
             if last is not None and self.promotion is not None and is_paused(last):
-                unfinished = self._storage.read(self._openings.states).keys()
+                unfinished = self._storage.read(self._openings.in_work).keys()
                 trials = self._study.get_trials(deepcopy=False)
                 if last.number not in self.promotion.going_on(trials, unfinished):
                     self.release(lease, "paused")  # its worker had not told the slot that it has paused, say

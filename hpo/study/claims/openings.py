@@ -30,13 +30,15 @@ class Openings:
 
     def __post_init__(self) -> None:
         self._of_study = slots.c.study == self.study.study_name
+        self._may_begin = True
 
     def may_begin(self, connection: sa.Connection) -> bool:
         """Whether another trial may begin: whether the budget, if there is one, is enough for it."""
-        if self.budget is None:
-            return True
-        unfinished = self.states(connection).keys()
-        return self.budget.may_begin(connection, self.study.get_trials(deepcopy=False), unfinished)
+        if self.budget is not None:
+            unfinished = self.states(connection).keys()
+            trials = self.study.get_trials(deepcopy=False)
+            self._may_begin = self.budget.may_begin(connection, trials, unfinished)
+        return self._may_begin
 
     def drop_fresh_slots(self, connection: sa.Connection) -> None:
         """Let a study end that may begin no other trial, once those that have begun have ended."""
@@ -48,17 +50,12 @@ class Openings:
             of_study = studies.c.name == self.study.study_name
             connection.execute(sa.update(studies).where(of_study).values(n_trials=num_slots))
 
-    def let_go_on(self, connection: sa.Connection, *, may_begin: bool) -> bool:
+    def let_go_on(self, connection: sa.Connection) -> bool:
         """Open the slots of the paused trials that go on; whether there are any.
 
         Those of which it is sure that they do not are closed.
-
-        Args:
-            may_begin: whether other trials may begin.
         """
-        states = self.states(connection)
-        if not may_begin and states.get(None) == "open":
-            del states[None]
+        states = self.in_work(connection)
         if "paused" not in states.values():
             return False
         trials = self.study.get_trials(deepcopy=False)  # after the slots: all that these have is there
@@ -76,6 +73,13 @@ class Openings:
                 paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
                 connection.execute(sa.update(slots).where(*paused, is_open).values(state=state))
         return bool(going_on)
+
+    def in_work(self, connection: sa.Connection) -> dict[int | None, str]:
+        """As `states`, without slots for trials that, by the last `may_begin`, will not begin."""
+        states = self.states(connection)
+        if not self._may_begin and states.get(None) == "open":
+            del states[None]
+        return states
 
     def states(self, connection: sa.Connection) -> dict[int | None, str]:
         """The states of the unfinished slots by the number of their trial; None: one has none yet."""

@@ -117,14 +117,21 @@ class Membership:
         lease = self._lease
         if lease is None:
             return None
-        if lease.budget is not None and self.device is not None:
-            here = (workers.c.machine == this_machine(), workers.c.device == self.device)
-            lease.clock.num_sharing = max(1, len(self._storage.live_workers(connection, *here)))
+        if lease.budget is not None:
+            lease.clock.num_sharing = self._num_sharing(connection)
         if not lease.update(connection, slots.c.state == "running"):
             lease.lost.set()
         if lease.progress is None:
             return None
         return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.trial_number}))
+
+    def _num_sharing(self, connection: sa.Connection) -> int:
+        """How many live workers have a trial on this one's device; at least this one."""
+        if self.device is None:
+            return 1
+        here = (workers.c.machine == this_machine(), workers.c.device == self.device)
+        has_trial = sa.exists().where(slots.c.owner == workers.c.id, slots.c.state == "running")
+        return max(1, len(self._storage.live_workers(connection, *here, has_trial)))
 
     def _look_whether_open(self, connection: sa.Connection) -> bool:
         """Whether the study is open; where it is not, `study_closed` is set."""

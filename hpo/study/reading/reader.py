@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 
 from hpo.config.study_config import check_study_name
 from hpo.outcome import Outcome
+from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.process import is_alive
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
@@ -77,16 +78,9 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
         workers=workers,
         slots={"open": 0, "running": 0, "done": 0} | Counter(states),
         state=study.state,
-        spent=_read_spent(connection, name),
+        spent=StudyBudget(name).spent(connection),
         comparisons=_read_comparisons(connection, study_id),
     )
-
-
-def _read_spent(connection: sa.Connection, name: str) -> dict[int, float]:
-    table = schema.spent
-    seconds = sa.func.sum(table.c.seconds).label("seconds")
-    query = sa.select(table.c.trial_number, seconds).where(table.c.study == name)
-    return {row.trial_number: row.seconds for row in connection.execute(query.group_by(table.c.trial_number))}
 
 
 COMPARISON_FORM = 2

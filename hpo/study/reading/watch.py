@@ -61,7 +61,7 @@ class StudyWatch:
         self._storage = storage
         self._study = storage.load_study(config.name)
         self._num_trials = config.num_slots
-        self._budget = StudyBudget(config.name, config.budget.seconds) if config.budget else None
+        self._budget = StudyBudget(config.name) if config.budget else None
         self._promotion = promotion_of(config.pruner, config.directions, config.num_slots)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
@@ -82,7 +82,8 @@ class StudyWatch:
         trials = self._study.get_trials(deepcopy=False)
         if self._budget is not None:
             with self._storage.engine.connect() as connection:
-                work = self._budget.spent(connection) / 3600, self._budget.seconds / 3600
+                spent = sum(self._budget.spent(connection).values())
+                work = spent / 3600, self._budget.seconds(connection) / 3600
         elif self._promotion is not None:
             finished = (trial.user_attrs for trial in trials if trial.state.is_finished())
             begins = [attrs.get(RESUMED_ATTR, 0.0) for attrs in finished]

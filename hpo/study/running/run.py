@@ -30,7 +30,6 @@ from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_mem
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
@@ -295,7 +294,5 @@ def _remove_checkpoints(
     study: OpenStudy, stored: optuna.Study, folder: Path, remote: RemoteStore | None
 ) -> None:
     """Remove the checkpoints of trials that have ended, but those of the best and of those that may go on."""
-    config, in_work = study.config, study.storage.trials_in_work(study.config.name)
-    if promotion := promotion_of(config.pruner, config.directions, config.num_slots):
-        in_work -= promotion.hopeless(stored.get_trials(deepcopy=False), in_work)
-    keep_best_checkpoints(stored, folder, config.checkpoint.top_k, remote, in_work)
+    in_work = study.storage.trials_in_work(study.config.name)
+    keep_best_checkpoints(stored, folder, study.config.checkpoint.top_k, remote, in_work)

@@ -115,7 +115,7 @@ def run_worker(
         can_run=runnable if skipped else None,
         refusal=partial(refusal, {} if plan else config.search_space),
         promotion=promotion,
-        budget=StudyBudget(config.name, config.budget.seconds, promotion) if config.budget else None,
+        budget=StudyBudget(config.name, promotion) if config.budget else None,
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(

@@ -89,20 +89,21 @@ class Promotion:
     def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
         """The numbers of the paused trials that will never go on: there are better ones.
 
-        Of each rung some are kept that take the places of those that break.
+        Of each rung some are kept: for the places of those that break, and as more trials come more go on.
         """
         rungs = [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
         return {
             number
             for rung in rungs
-            for number in rung.beyond(max(rung.at_least, rung.num_promoted) + 2 * self.keep)
+            for number in rung.beyond(max(rung.at_least, rung.num_promoted * 3 // 2) + 2 * self.keep)
         }
 
     def left(
         self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None], num_new: int = 0
     ) -> float:
         """What it takes, in whole trials, until all that have begun and so many new ones have ended."""
-        starts = [t for t in trials if not t.state.is_finished() and RESUMED_ATTR not in t.user_attrs]
+        running = (trial for trial in trials if trial.state == TrialState.RUNNING)
+        starts = [trial for trial in running if RESUMED_ATTR not in trial.user_attrs]
         arriving = len(starts) + num_new
         left = arriving * self.rungs[0]
         for share, end in zip(self.rungs, (*self.rungs[1:], 1.0), strict=True):

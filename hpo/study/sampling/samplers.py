@@ -114,7 +114,8 @@ class HalfRandom(WrapperSampler):
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
         self._seed = seed
-        self._random_sampler = RandomSampler(seed=seed)
+        # Another sequence than that of the first trials of `sampler`, which are random too.
+        self._random_sampler = RandomSampler(seed=random.Random(f"half at random {seed}").getrandbits(32))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         self._is_random = random.Random(f"{self._seed} {trial.number}").random() < 0.5

@@ -4,6 +4,7 @@ the data that its trials train with."""
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 import warnings
 from collections.abc import Collection
@@ -23,6 +24,8 @@ from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
+
+_logger = logging.getLogger(__name__)
 
 
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
@@ -78,7 +81,12 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
                 enqueue_trials(connection, study_id, enqueued)
             set_study_attribute(connection, study_id, TOKEN_ATTR, new_token)
         else:
-            resumed = _definition(config.resumed(json.loads(row.definition)))
+            stored = json.loads(row.definition)
+            resumed = _definition(config.resumed(stored))
+            if resize and stored.get("budget") and config.budget is None:
+                _logger.warning(
+                    "The study had a budget; now it has none, and goes on to %d trials.", config.num_slots
+                )
             values = resumed if resize else {"n_trials": row.n_trials}
             # Also where nothing changes: from here on nobody else writes to a SQLite file.
             connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))

@@ -12,14 +12,14 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.trial import TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from worker_process import die_at, evaluate, finish, note, notes, result, start_process, study
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.report.status import study_status
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.claims.leases import Lease
+from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, promotion_of
@@ -128,22 +128,80 @@ def test_trials_that_share_a_device_count_it_once(storage: Storage, monkeypatch:
         for now[0] in (10.0, 30.0, 30.0):
             for number, clock in enumerate(clocks):
                 clock.store(connection, "tiny", number)
-        assert StudyBudget("tiny", 60.0).spent(connection) == pytest.approx(30.0)
+        assert sum(StudyBudget("tiny").spent(connection).values()) == pytest.approx(30.0)
         assert connection.execute(sa.select(sa.func.count()).select_from(spent)).scalar() == 2
 
 
-def test_no_trial_begins_that_those_that_go_on_would_pay_for(storage: Storage) -> None:
-    """Nine starts took 9 s, so a whole trial takes 10: three go on to 0.3, and one of them to the end."""
-    create_or_resume_study(storage, config_of(PRUNERS[1]))
-    trials = []
-    for number in range(9):
-        attrs = {"outcome": "pruned", PAUSED_ATTR: 0.1}
-        trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
-        trial.number = number
-        trials.append(trial)
-    promotion = Promotion((0.1, 0.3), 3, 1, directions=("maximize",), num_trials=1000)
+def started(number: int) -> FrozenTrial:
+    attrs = {"outcome": "pruned", PAUSED_ATTR: 0.1}
+    trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
+    trial.number = number
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("seconds", "may_begin"), [(9 + 6 + 7 + 0.9, False), (9 + 6 + 7 + 1.1, True), (8, False)]
+)
+def test_no_trial_begins_that_those_that_go_on_would_pay_for(
+    storage: Storage, seconds: float, may_begin: bool
+) -> None:
+    """Nine starts took 9 s, so a whole trial takes 10: three go on to 0.3, and one of them to the end.
+
+    One that is enqueued, and one that could not train, say nothing of that.
+    """
+    create_or_resume_study(storage, config_of(PRUNERS[1], seconds))
+    unsupported = create_trial(state=TrialState.PRUNED, user_attrs={"outcome": "unsupported"})
+    trials = [*map(started, range(9)), create_trial(state=TrialState.WAITING), unsupported]
+    promotion = Promotion((0.1, 0.3), 3, 1, ("maximize",), num_trials=1000)
     with storage.engine.begin() as connection:
-        connection.execute(sa.insert(spent).values(id="x", study="tiny", trial_number=0, seconds=9.0))
-        for seconds, may_begin in ((9.0 + 6 + 7 + 0.9, False), (9.0 + 6 + 7 + 1.1, True), (8.0, False)):
-            budget = StudyBudget("tiny", seconds, promotion)
-            assert budget.may_begin(connection, trials, set(range(9))) == may_begin
+        for number in range(9):
+            one = {"id": str(number), "study": "tiny", "trial_number": number, "seconds": 1.0}
+            connection.execute(sa.insert(spent).values(one))
+        assert StudyBudget("tiny", promotion).may_begin(connection, trials, set(range(9))) == may_begin
+
+
+def test_a_budget_for_few_trials_is_enough_for_one_that_ends(storage: Storage) -> None:
+    """Fewer start than by the rungs' rule go on, and with a long poll: none is refused again and again."""
+    config = study(1000, pruner=PRUNERS[1] | {"keep": 2}, budget={"hours": 3.0 / 3600})
+    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
+    assert promotion is not None
+
+    def train(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        suggest(config.search_space, trial)
+        lease.store_params()
+        resumed_at = trial.user_attrs.get(RESUMED_ATTR, 0.0)
+        index = {0.0: 1, 0.1: 3, 0.3: 10}[resumed_at]
+        time.sleep((index / 10 - resumed_at) * 0.8)
+        evaluate(storage, trial, index, 0.5)
+        if index < 10:
+            trial.set_user_attr(PAUSED_ATTR, index / 10)
+            return result("pruned")
+        return result("complete", values=(0.5,))
+
+    create_or_resume_study(storage, config)
+    begun = time.monotonic()
+    summary = run_worker(config, storage, train)
+    assert summary.ended == "finished"
+    assert summary.outcomes["complete"] >= 1
+    assert time.monotonic() - begun < 60, "it waits for nothing"
+
+
+def test_enqueued_trials_do_not_count_as_running(storage: Storage) -> None:
+    first = [{"learning_rate": 10.0**-index} for index in range(4, 5)] * 3
+    config = study(1000, pruner=PRUNERS[0], budget={"hours": 2.0 / 3600}, first=first)
+    create_or_resume_study(storage, config)
+    summary = run_worker(config, storage, lambda *_: time.sleep(0.1) or result("complete"))
+    assert summary.outcomes["complete"] > 3
+
+
+def test_idle_workers_share_no_device(storage: Storage) -> None:
+    config = config_of(PRUNERS[0])
+    study_ = create_or_resume_study(storage, config)
+    options = {"max_retries": 1, "device": "cpu", "budget": StudyBudget("tiny")}
+    with WorkerLease(storage, study_, **options) as one, WorkerLease(storage, study_, **options) as other:
+        lease = one.claim()
+        assert lease is not None
+        assert lease.clock.num_sharing == 1
+        second = other.claim()
+        assert second is not None
+        assert second.clock.num_sharing == 2

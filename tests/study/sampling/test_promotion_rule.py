@@ -61,7 +61,7 @@ def test_those_who_never_will_are_known_without_those_that_have_gone_on() -> Non
     trials = [(0.1, None, None, value / 100) for value in range(12)]
     trials += [(1, 0.1, 0, 0.9)]
     hopeless = PROMOTION.hopeless(study_of(*trials), {*range(1, 12), None})
-    assert hopeless == {1, 2, 3, 4, 5}, "four and two more are kept, and 0 has gone on"
+    assert hopeless == {1, 2, 3}, "half as many again as the four, and two more, are kept; 0 has gone on"
 
 
 def test_a_study_is_done_when_its_last_trials_are() -> None:
