@@ -63,7 +63,7 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
         with exclusive(target.engine) as lock, target.engine.begin() as connection:
             if lock is not None:  # it waits for as long as the writing takes
                 lock.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
-            _make_room(connection, target.url, name)
+            _make_room(connection, target.url, rows[studies][0]["token"], name)
             return _write(connection, name, rows)
     except SQLAlchemyError as error:
         raise explain(target.url, error) from error
@@ -89,13 +89,16 @@ def _read(source: Storage, name: str, study_id: int) -> _Rows:
         return rows
 
 
-def _make_room(connection: sa.Connection, url: str, name: str) -> None:
+def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> None:
     """Remove what a deleted study of that name has left; raise InputError where one is there."""
     if connection.execute(sa.select(_STUDIES).where(_STUDIES.c.study_name == name)).first() is not None:
-        raise InputError(
-            f"{redact(url)} must have no study `{name}`, but has one. Go on with that one where it is a copy "
-            "of this, or name another database."
-        )
+        same = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
+        if connection.execute(same).first() is not None:
+            raise InputError(
+                f"{redact(url)} holds the study `{name}` already, with the same checkpoints. Go on with that "
+                "one, or name another database."
+            )
+        raise InputError(f"{redact(url)} has another study `{name}`. Name another database.")
     schema.delete_rows(connection, name)
 
 

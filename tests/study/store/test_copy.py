@@ -87,7 +87,7 @@ def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> No
         filled(source)
         create_or_resume_study(target, study(2))
         before = contents(target)
-        with pytest.raises(InputError, match=r"must have no study `tiny`, but has one\."):
+        with pytest.raises(InputError, match=r"has another study `tiny`\. Name another database"):
             copy_study(source, target, "tiny")
         with pytest.raises(StorageError, match=r"There is no study `tin`.*Did you mean `tiny`"):
             copy_study(source, target, "tin")
@@ -96,7 +96,7 @@ def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> No
         copy_study(source, target, "tiny")
         assert contents(target) == contents(source)
         for there in (target, source):
-            with pytest.raises(InputError, match="must have no study `tiny`, but has one"):
+            with pytest.raises(InputError, match="holds the study `tiny` already"):
                 copy_study(source, there, "tiny")
 
 
