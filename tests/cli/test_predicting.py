@@ -46,7 +46,7 @@ def refused(finished: Finished, message: str, lines: int = 1) -> None:
 
 def test_the_command_of_the_readme(exported: Path) -> None:
     section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
-    (command,) = re.findall(r"^hpo (predict .*)$", section, re.MULTILINE)
+    (command,) = re.findall(r"`hpo (predict .*?)`", section)
     (exported / "texts.csv").write_text("text\nI sleep badly.\n")
     ok(hpo_command(exported, *command.split()))
     (row,) = rows_of((exported / "predictions.jsonl").read_text())

@@ -77,8 +77,7 @@ def test_a_trial_that_ends_at_a_limit_does_not_pause(tmp_path: Path) -> None:
         tmp_path,
         constraints={"train_examples_per_second": {"min": 1e9}},
         training=STEPS,
-        evaluation={"per_trial": 2},
-        pruner={"name": "promote", "starts": 0.3, "keep": 1},
+        pruner={"name": "promote", "starts": 0.5, "keep": 1},
     )
     finished = hpo_command(tmp_path, "run", "tiny.yaml", width=1000)
     assert finished.exit_code == 1, "no trial is complete"

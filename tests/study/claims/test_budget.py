@@ -27,7 +27,7 @@ from hpo.study.store.schema import spent
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
-SECONDS = 12.0
+SECONDS = 20.0
 EVALUATION = 0.15
 """Seconds from one evaluation of a trial to the next."""
 PRUNERS = ({"name": "none"}, {"name": "promote", "starts": 0.1, "keep": 1})
