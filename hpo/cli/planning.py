@@ -44,6 +44,7 @@ def plan(
     """
     from hpo.device import probe_device
     from hpo.errors import NoDatabaseError
+    from hpo.precision.table import apply_preset
     from hpo.report.plan import costs_of, make_plan, measure_cost
     from hpo.study.reading.reader import read_study
     from hpo.study.running.run import check_precisions
@@ -62,7 +63,7 @@ def plan(
     with progress_shown(quiet=as_json):
         lacking = check_precisions(config, device)
         costs = costs_of(record) if record else {}
-        for name in config.precisions or ("fp32",):
+        for name in config.precisions or apply_preset(config.amp, device)[1:]:
             if name not in costs and name not in lacking:
                 typer.echo(f"measuring {name} ...", err=True)
                 costs[name] = measure_cost(config, device, RUNS, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import StudyRecord, complete_trials
-from hpo.study.sampling.promotion import Promotion, promotion_of
+from hpo.study.sampling.promotion import Promotion, Stage, promotion_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,15 +37,6 @@ class TrialCost:
     seconds: float
     """With its evaluations and what comes before the first step."""
     measured_by: str
-
-
-@dataclass(frozen=True)
-class Stage:
-    """So many trials train from one share of their budget to another."""
-
-    begin: float
-    end: float
-    num_trials: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,8 @@ def make_plan(
     """
     seconds = fmean(cost.seconds for cost in costs)
     spent = _spent_seconds(record) if record else 0.0
-    num_trials, promotion = config.num_slots, _promotion(config, config.num_slots)
+    num_trials = config.num_slots
+    promotion = promotion_of(config.pruner, config.directions, num_trials)
     if config.budget is not None:
         whole = config.budget.seconds / seconds
         fitting = (n for n in range(config.num_slots, 0, -1) if _whole_trials(_stages(promotion, n)) <= whole)
@@ -98,20 +90,12 @@ def make_plan(
     )
 
 
-def _promotion(config: StudyConfig, num_trials: int) -> Promotion | None:
-    return promotion_of(config.pruner, config.directions, num_trials)
-
-
-def _stages(promotion: Promotion | None, num_trials: int) -> Iterator[Stage]:
-    if promotion is None:
-        yield Stage(0.0, 1.0, num_trials)
-        return
-    for begin, end, count in promotion.stages(num_trials):
-        yield Stage(begin, end, count)
+def _stages(promotion: Promotion | None, num_trials: int) -> Iterable[Stage]:
+    return [Stage(0.0, 1.0, num_trials)] if promotion is None else promotion.stages(num_trials)
 
 
 def _whole_trials(stages: Iterable[Stage]) -> float:
-    return sum(stage.num_trials * (stage.end - stage.begin) for stage in stages)
+    return sum(stage.whole_trials for stage in stages)
 
 
 def _spent_seconds(record: StudyRecord) -> float:

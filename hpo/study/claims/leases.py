@@ -160,8 +160,8 @@ class WorkerLease(Membership):
             slot = self._take_over(connection, runnable)
             if slot is None and looks:
                 slot = self._open_slot(connection, runnable)
-            if slot is None and self._openings.let_go_on(connection):
-                slot = self._open_slot(connection, runnable)
+            if slot is None and self.promotion is None:  # paused ones are of a pruner that the study had
+                self._openings.let_go_on(connection)
             if slot is None and not may_begin:
                 self._openings.drop_fresh_slots(connection)
             return self._lease_of(slot) if slot else None

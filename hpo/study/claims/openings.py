@@ -50,14 +50,11 @@ class Openings:
             of_study = studies.c.name == self.study.study_name
             connection.execute(sa.update(studies).where(of_study).values(n_trials=num_slots))
 
-    def let_go_on(self, connection: sa.Connection) -> bool:
-        """Open the slots of the paused trials that go on; whether there are any.
-
-        Those of which it is sure that they do not are closed.
-        """
+    def let_go_on(self, connection: sa.Connection) -> None:
+        """Open the slots of the paused trials that go on, and close those that surely do not."""
         states = self.in_work(connection)
         if "paused" not in states.values():
-            return False
+            return
         trials = self.study.get_trials(deepcopy=False)  # after the slots: all that these have is there
         going_on: Collection[int | None] = ()
         over: Collection[int | None] = ()
@@ -72,7 +69,6 @@ class Openings:
             if numbers:
                 paused = (self._of_study, slots.c.state == "paused", slots.c.trial_number.in_(numbers))
                 connection.execute(sa.update(slots).where(*paused, is_open).values(state=state))
-        return bool(going_on)
 
     def in_work(self, connection: sa.Connection) -> dict[int | None, str]:
         """As `states`, without slots for trials that, by the last `may_begin`, will not begin."""

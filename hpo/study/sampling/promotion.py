@@ -48,6 +48,20 @@ ORIGIN_ATTR = "origin"
 
 
 @dataclass(frozen=True)
+class Stage:
+    """So many trials train from one share of their budget to another."""
+
+    begin: float
+    end: float
+    num_trials: int
+
+    @property
+    def whole_trials(self) -> float:
+        """How much that is."""
+        return self.num_trials * (self.end - self.begin)
+
+
+@dataclass(frozen=True)
 class Promotion:
     """Where trials pause, and how many of them go on."""
 
@@ -78,7 +92,7 @@ class Promotion:
             unfinished: the numbers of the trials that unfinished slots have, with None where one has not
                 begun: only these can go on, and one that failed and is among them is tried again.
         """
-        rungs = [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
+        rungs = self._at_rungs(trials, unfinished)
         chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_promoted)]
         if chosen or None in unfinished:
             return chosen
@@ -91,10 +105,9 @@ class Promotion:
 
         Of each rung some are kept: for the places of those that break, and as more trials come more go on.
         """
-        rungs = [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
         return {
             number
-            for rung in rungs
+            for rung in self._at_rungs(trials, unfinished)
             for number in rung.beyond(max(rung.at_least, rung.num_promoted * 3 // 2) + 2 * self.keep)
         }
 
@@ -106,10 +119,9 @@ class Promotion:
         starts = [trial for trial in running if RESUMED_ATTR not in trial.user_attrs]
         arriving = len(starts) + num_new
         left = arriving * self.rungs[0]
-        for share, end in zip(self.rungs, (*self.rungs[1:], 1.0), strict=True):
-            rung = _Rung(self, share, trials, unfinished)
-            num_there = rung.num_paused + arriving
-            num_promoted = min(num_there, max(num_there // self.reduction_factor, rung.at_least))
+        ends = (*self.rungs[1:], 1.0)
+        for share, end, rung in zip(self.rungs, ends, self._at_rungs(trials, unfinished), strict=True):
+            num_promoted = self._num_promoted(rung.num_paused + arriving, rung.at_least)
             arriving = max(0, num_promoted - rung.num_kept) + rung.num_running
             left += arriving * (end - share)
         return left
@@ -120,15 +132,22 @@ class Promotion:
         Args:
             resumed_at: of each trial that has ended, the rung at which it had paused before; 0: at none.
         """
-        total = sum(count * (end - begin) for begin, end, count in self.stages(self.num_trials))
+        total = sum(stage.whole_trials for stage in self.stages(self.num_trials))
         return min(total, self.done(resumed_at)), total
 
-    def stages(self, num_trials: int) -> Iterator[tuple[float, float, int]]:
-        """From where to where how many of so many trials train, if none breaks; from the first rung to 1."""
+    def stages(self, num_trials: int) -> Iterator[Stage]:
+        """What so many trials train, if none breaks: to the first rung, and so on to the end."""
         ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
         for begin, end, at_least in ends:
-            yield begin, end, num_trials
-            num_trials = min(num_trials, max(num_trials // self.reduction_factor, at_least))
+            yield Stage(begin, end, num_trials)
+            num_trials = self._num_promoted(num_trials, at_least)
+
+    def _num_promoted(self, num_paused: int, at_least: int) -> int:
+        """How many of so many go on from a rung in the end."""
+        return min(num_paused, max(num_paused // self.reduction_factor, at_least))
+
+    def _at_rungs(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[_Rung]:
+        return [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
 
     def done(self, resumed_at: Iterable[float]) -> float:
         """What trials that have ended took, in whole trials, by the rungs at which they had paused before."""
