@@ -25,6 +25,7 @@ FLOORS = (
     "models",
     "data",
     "config",
+    "tasks",
     "precision",
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

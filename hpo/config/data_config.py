@@ -19,12 +19,9 @@ from pydantic import (
     field_validator,
 )
 
-from hpo.config.study_file import CheckedSection, Problem, refuse, show
+from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
 from hpo.section import Count, Section, Whole
-
-TaskKind = Literal[
-    "single_label", "multi_label", "token_classification", "span_extraction", "span_per_label", "regression"
-]
+from hpo.tasks.registry import KINDS
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
@@ -57,12 +54,19 @@ def _names(names: tuple[str, ...]) -> tuple[str, ...]:
 Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_names)]
 
 
+def _kind(name: Any) -> Any:
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(one_of(list(KINDS), name))
+    return name
+
+
 class TaskConfig(CheckedSection):
     """One task, in `tasks.json` or in the study file. Other keys describe the data for people."""
 
     model_config = ConfigDict(extra="allow")
 
-    kind: TaskKind
+    kind: Annotated[str, BeforeValidator(_kind)]
+    """One of `hpo.tasks.registry.KINDS`."""
     classes: Names | None = None
     """Of single_label and multi_label; left out, those of the training rows."""
     span_names: Names | None = None
@@ -75,22 +79,14 @@ class TaskConfig(CheckedSection):
 
     @property
     def has_classes(self) -> bool:
-        return self.kind in ("single_label", "multi_label")
+        return KINDS[self.kind].has_classes
 
     def problems(self) -> Iterator[Problem]:
         for key in self.model_extra or ():
             if near := get_close_matches(key, type(self).model_fields, n=1, cutoff=0.8):
                 yield Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
-        needed = {
-            "token_classification": "span_names",
-            "span_extraction": "span_names",
-            "span_per_label": "evidence_for",
-        }.get(self.kind)
-        if needed and getattr(self, needed) is None:
-            yield Problem((needed,), f"must be given for the kind {self.kind}.")
-        if self.kind == "span_extraction" and len(self.span_names or ()) > 1:
-            message = "span_extraction finds one span of one name. Use token_classification for several."
-            yield Problem(("kind",), message)
+        for key, message in KINDS[self.kind].problems(self):
+            yield Problem((key,), message)
 
 
 def _task_name(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpo.data.tasks import IGNORE_INDEX, Task
+from hpo.data.tasks import Task
 from hpo.data.tokenized_split import (
     BEGINS_BEFORE,
     LENGTH_MULTIPLE,
@@ -24,6 +24,7 @@ from hpo.data.tokenized_split import (
     TokenizedSplit,
     ragged_arange,
 )
+from hpo.tasks.kind import IGNORE_INDEX
 
 CHUNK_BATCHES = 50
 """Batches among which training sorts by length."""
@@ -33,7 +34,7 @@ JITTER_BATCHES = 1.5
 
 @dataclass
 class Batch:
-    """Windows padded to one length, with their targets as `hpo.data.tasks` lays them out."""
+    """Windows padded to one length, with their targets as `hpo.tasks.kind` lays them out."""
 
     input_ids_BL: Tensor
     attention_mask_BL: Tensor

@@ -28,6 +28,7 @@ from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_reader
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
+from hpo.tasks.registry import KINDS
 
 _logger = logging.getLogger("hpo.data")
 
@@ -134,7 +135,8 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
     for name, config in completed.items():
         labelled = completed.get(config.evidence_for or "")
-        if config.kind == "span_per_label" and config.span_names is None and labelled is not None:
+        is_evidence = KINDS[config.kind].needed_key == "evidence_for"
+        if is_evidence and config.span_names is None and labelled is not None:
             completed[name] = config.model_copy(update={"span_names": labelled.classes})
     return completed
 

@@ -1,17 +1,4 @@
-"""What a task is: its kind, its classes, its metrics, and the layout of its logits and targets.
-
-A data set names its tasks in `tasks.json`; every task has one of six kinds, and the kind alone decides
-the layout of logits and targets, the losses (`hpo.training.losses`) and the metrics:
-
-    kind                  logits        target                      missing  an item is
-    single_label          [B, C]        int64 [B]                   -100     a row
-    multi_label           [B, C]        float32 [B, C] in {0, 1}    -1       a row
-    regression            [B, 1]        float32 [B], raw units      NaN      a row
-    token_classification  [B, L, 2N+1]  int64 [B, L]                -100     a token
-      spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token
-    span_extraction       [B, L, 2]     int64 [B, 2], inclusive     -100     a row
-    span_per_label        [B, L, C]     float32 [B, L, C] in {0, 1} -1       a token and class
-"""
+"""What a task is: its name, its kind (`hpo.tasks`), and its classes or span names; `tasks.json` has them."""
 
 from __future__ import annotations
 
@@ -24,18 +11,7 @@ from pydantic import ValidationError
 from hpo.config.data_config import TaskConfig, task_configs
 from hpo.config.study_file import Problem, problems_of, show
 from hpo.errors import DataError, did_you_mean
-
-IGNORE_INDEX = -100
-
-# The first metric of a kind is its primary one.
-METRICS = {
-    "single_label": ("f1_macro", "f1_micro", "accuracy"),
-    "multi_label": ("f1_macro", "f1_micro", "exact_match"),
-    "token_classification": ("span_f1", "span_overlap_f1", "f1_macro"),
-    "span_extraction": ("span_f1", "span_overlap_f1", "exact_match"),
-    "span_per_label": ("span_f1", "span_overlap_f1", "f1_macro"),
-    "regression": ("r2", "mae", "rmse"),
-}
+from hpo.tasks.registry import KINDS, kind_of
 
 
 @dataclass(frozen=True)
@@ -59,29 +35,22 @@ class Task:
     @property
     def level(self) -> str:
         """`sequence` (one vector of logits a window) or `token` (one a token)."""
-        return "sequence" if self.kind in ("single_label", "multi_label", "regression") else "token"
+        return KINDS[self.kind].level
 
     @property
     def num_outputs(self) -> int:
-        """Size of the logits' last dimension; for the layouts see the module's table.
-
-        token_classification: O, B-1, I-1, B-2, ... jointly, or (O, B, I) for each name when spans may
-        overlap. span_extraction: start and end.
-        """
-        num_labels = len(self.labels)
-        if self.kind == "token_classification":
-            return 3 * num_labels if self.spans_may_overlap else 2 * num_labels + 1
-        return {"span_extraction": 2, "regression": 1}.get(self.kind, num_labels)
+        """Size of the logits' last dimension; for the layouts see `hpo.tasks.kind`."""
+        return kind_of(self).num_outputs
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics that `hpo.training.metrics.score` gives, the primary one first."""
-        return METRICS[self.kind]
+        return KINDS[self.kind].metrics
 
     @property
     def primary_metric(self) -> str:
         """The metric that enters the objective `score`."""
-        return METRICS[self.kind][0]
+        return self.metrics[0]
 
 
 def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:
@@ -109,13 +78,14 @@ def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...
     tasks: dict[str, Task] = {}
     problems: list[Problem] = []
     for name, config in configs.items():
-        labels = (config.classes if config.has_classes else config.span_names) or ()
-        at_least = {"single_label": 2, "multi_label": 1, "span_per_label": 1}.get(config.kind, 0)
-        if len(labels) < at_least:
-            at = (name, "classes" if config.has_classes else "span_names")
-            problems.append(Problem(at, f"must hold at least {at_least}, but got {show(list(labels))}."))
-        labels = () if config.kind == "regression" else labels
-        evidence_for = config.evidence_for if config.kind == "span_per_label" else None
+        kind = KINDS[config.kind]
+        labels = (config.classes if kind.has_classes else config.span_names) or ()
+        if len(labels) < kind.min_labels:
+            at = (name, "classes" if kind.has_classes else "span_names")
+            message = f"must hold at least {kind.min_labels}, but got {show(list(labels))}."
+            problems.append(Problem(at, message))
+        labels = () if kind.is_number else labels
+        evidence_for = config.evidence_for if kind.needed_key == "evidence_for" else None
         overlap, segment = config.spans_may_overlap, config.inside_segment
         tasks[name] = Task(name, config.kind, labels, evidence_for, overlap, segment)
     for task in tasks.values():
@@ -133,8 +103,9 @@ def _evidence_problems(task: Task, tasks: Mapping[str, Task]) -> list[Problem]:
     if labelled is None:
         hint = did_you_mean(task.evidence_for, [name for name in tasks if name != task.name])
         return [Problem(at, f"there is no task {show(task.evidence_for)}.{hint}")]
-    if labelled.kind not in ("single_label", "multi_label"):
-        message = f"must name a single_label or multi_label task, but `{labelled.name}` is {labelled.kind}."
+    if not KINDS[labelled.kind].has_classes:
+        kinds = " or ".join(name for name, kind in KINDS.items() if kind.has_classes)
+        message = f"must name a {kinds} task, but `{labelled.name}` is {labelled.kind}."
         return [Problem(at, message)]
     at = (task.name, "span_names")
     return [

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.examples import SPAN_KINDS, Example
-from hpo.data.tasks import IGNORE_INDEX, Task
+from hpo.data.tasks import Task
 from hpo.data.token_stream import (
     Layout,
     TokenStream,
@@ -47,6 +47,7 @@ from hpo.data.tokenized_split import (
     starts,
 )
 from hpo.errors import DataError, ModelError
+from hpo.tasks.kind import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

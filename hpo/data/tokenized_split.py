@@ -61,7 +61,7 @@ class WindowSpans:
 class TokenizedSplit:
     """A split as the encoder reads it.
 
-    `targets` of sequence tasks and of span_extraction are those of `hpo.data.tasks`, one row a window, in
+    `targets` of sequence tasks and of span_extraction are those of `hpo.tasks.kind`, one row a window, in
     small integer types; of span_per_label it is int8 [W, C], 1 for classes that hold and have evidence
     somewhere in the text. The other targets of token tasks are made from `spans` batch by batch.
     """

@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from hpo.data.tasks import METRICS, Task
+from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.table import PRECISIONS
+from hpo.tasks.registry import KINDS
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3}
 """The format of hpo.json by runtime."""
@@ -228,7 +229,7 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
         raise ModelError(not_intact(directory, error)) from error
     if content.get("float32_parts"):
         raise ModelError(f"{directory} has parts in fp32: use the earlier hpo that wrote it.")
-    named: list[tuple[str, Collection[str]]] = [(task.kind, METRICS) for task in tasks]
+    named: list[tuple[str, Collection[str]]] = [(task.kind, KINDS) for task in tasks]
     named += [(settings.attention, ATTENTION_IMPLEMENTATIONS), (settings.precision, PRECISIONS)]
     for name, known in named:
         if name not in known:

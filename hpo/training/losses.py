@@ -23,19 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.data.tasks import IGNORE_INDEX, Task, tags_each_name
+from hpo.data.tasks import Task, tags_each_name
 from hpo.errors import InputError
-
-# The first loss of a kind is its `auto`. focal is left out of span_extraction: its classes are positions,
-# and the imbalance that focal is for does not exist between them.
-LOSSES = {
-    "single_label": ("cross_entropy", "focal"),
-    "multi_label": ("bce", "focal"),
-    "token_classification": ("cross_entropy", "focal"),
-    "span_extraction": ("cross_entropy",),
-    "span_per_label": ("bce", "focal"),
-    "regression": ("mse", "huber"),
-}
+from hpo.tasks.kind import IGNORE_INDEX
+from hpo.tasks.registry import KINDS
 
 # Balanced weights stay within these bounds: a class seen 9 times in 2000 rows would otherwise weigh 220
 # times its negatives, and one mislabelled row would steer the whole head.
@@ -64,7 +55,7 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
     change no task is a mistake.
     """
     kinds = sorted({task.kind for task in tasks})
-    fits = [kind for kind in LOSSES if loss in LOSSES[kind]]
+    fits = [name for name, kind in KINDS.items() if loss in kind.losses]
     if loss != "auto" and not set(kinds) & set(fits):
         raise InputError(
             f"loss: `{loss}` fits the kinds {', '.join(fits)}, "
@@ -73,7 +64,7 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
 
 
 def count_items(task: Task, target: Tensor) -> int:
-    """Return the number of labelled items of a target, as the table of `hpo.data.tasks` counts them.
+    """Return the number of labelled items of a target, as the table of `hpo.tasks.kind` counts them.
 
     An item is labelled if any of its classes or names is. Call it with the target on the CPU: on a GPU it
     would wait for the device.
@@ -94,13 +85,13 @@ def loss_sum(
 ) -> Tensor:
     """Return the fp32 sum of the task's loss over the labelled items.
 
-    For shapes see `hpo.data.tasks`. `class_weight` comes from `class_weights` and lies on the device
+    For shapes see `hpo.tasks.kind`. `class_weight` comes from `class_weights` and lies on the device
     of the logits. `attention_mask_BL` (nonzero at real tokens) keeps padding out of span_extraction's
     softmax over positions; the other kinds mark padding in their targets. A batch without items gives 0
     with a gradient of 0.
     """
     logits = logits.float()
-    loss = options.loss if options.loss in LOSSES[task.kind] else LOSSES[task.kind][0]
+    loss = options.loss if options.loss in KINDS[task.kind].losses else KINDS[task.kind].losses[0]
     gamma = options.focal_gamma if loss == "focal" else 0.0
     if task.kind == "regression":
         return _regression_sum(task, logits.squeeze(-1), target, loss)

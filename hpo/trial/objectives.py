@@ -15,15 +15,14 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.study_config import ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
+from hpo.tasks.registry import KINDS
 from hpo.training.metrics import primary_mean
-
-LABEL_METRICS = ("mae", "rmse")
-"""Metrics in the units of the labels."""
 
 
 def unit_of(metric: str) -> str:
     """Of differences in a metric: `points`, hundredths, or `label units`."""
-    return "label units" if metric.rpartition("/")[2] in LABEL_METRICS else "points"
+    name = metric.rpartition("/")[2]
+    return "label units" if any(name in kind.label_unit_metrics for kind in KINDS.values()) else "points"
 
 
 def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:

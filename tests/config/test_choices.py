@@ -11,7 +11,7 @@ import torch
 from hpo.config.trial_settings import TrialSettings
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
 from hpo.models.multitask import _POOLINGS
-from hpo.training.losses import LOSSES
+from hpo.tasks.registry import KINDS
 from hpo.training.optim import OPTIMIZERS, SCHEDULES
 
 # The compiler's modules use `torch.jit.script_method`, which torch 2.13 deprecates.
@@ -29,7 +29,7 @@ def choices(setting: str) -> set[str]:
         ("attention", ATTENTION_IMPLEMENTATIONS),
         ("optimizer", OPTIMIZERS),
         ("schedule", SCHEDULES),
-        ("loss", {"auto", *(loss for losses in LOSSES.values() for loss in losses)}),
+        ("loss", {"auto", *(loss for kind in KINDS.values() for loss in kind.losses)}),
     ],
 )
 def test_the_choices_are_those_that_are_known(setting: str, known: Collection[str]) -> None:

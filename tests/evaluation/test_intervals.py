@@ -7,9 +7,10 @@ import pytest
 from scipy.stats import bootstrap
 
 from hpo.data.examples import Example
-from hpo.data.tasks import METRICS, Task
+from hpo.data.tasks import Task
 from hpo.evaluation import intervals
 from hpo.evaluation.intervals import difference_intervals, metric_intervals
+from hpo.tasks.registry import KINDS
 from hpo.training.metrics import RowStatistics, row_statistics
 
 LABELS = ("a", "b", "c")
@@ -64,7 +65,7 @@ def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
     return float(np.mean(values))
 
 
-@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_weighted_score_is_that_of_the_rows_drawn(kind: str) -> None:
     task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
     rng = np.random.default_rng(1)

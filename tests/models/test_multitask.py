@@ -13,7 +13,7 @@ from tiny_encoders import (
 )
 from torch import Tensor, nn
 
-from hpo.data.tasks import METRICS, Task
+from hpo.data.tasks import Task
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import (
     AttentionPooling,
@@ -22,6 +22,7 @@ from hpo.models.multitask import (
     pool_max,
     pool_mean,
 )
+from hpo.tasks.registry import KINDS
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -37,7 +38,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_logits_have_the_shape_of_their_kind() -> None:
-    assert {task.kind for task in KIND_TASKS} == set(METRICS)
+    assert {task.kind for task in KIND_TASKS} == set(KINDS)
     logits = make_model(tasks=KIND_TASKS)(*make_batch((12, 7)))
     assert {name: tuple(value.shape) for name, value in logits.items()} == {
         "single": (2, 3),

@@ -12,8 +12,8 @@ from torch import Tensor
 from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.models.multitask import initial_bias
+from hpo.tasks.registry import KINDS
 from hpo.training.losses import (
-    LOSSES,
     LossOptions,
     check_loss,
     class_weights,
@@ -38,7 +38,7 @@ CLASS_WEIGHTS = {
     "span_per_label": [0.5, 2.0, 1.5],
 }
 UNLABELLED = dict.fromkeys(TASKS, -100) | {"multi_label": -1, "span_per_label": -1, "regression": math.nan}
-CASES = [(name, loss) for name, task in TASKS.items() for loss in LOSSES[task.kind]]
+CASES = [(name, loss) for name, task in TASKS.items() for loss in KINDS[task.kind].losses]
 GAMMA_CASES = [(*case, gamma) for case in CASES for gamma in ((0.5, 2.0) if case[1] == "focal" else (2.0,))]
 
 
@@ -225,8 +225,8 @@ def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own(name: str) -> None:
         loss_sum(TASKS[name], logits, target, LossOptions(loss), None, mask)
         for loss in ("auto", "focal", "huber")
     )
-    assert (focal == auto) == ("focal" not in LOSSES[TASKS[name].kind])
-    assert (huber == auto) == ("huber" not in LOSSES[TASKS[name].kind])
+    assert (focal == auto) == ("focal" not in KINDS[TASKS[name].kind].losses)
+    assert (huber == auto) == ("huber" not in KINDS[TASKS[name].kind].losses)
 
 
 def test_a_loss_that_fits_no_task_is_refused() -> None:

@@ -11,7 +11,8 @@ from sklearn import metrics as sklearn_metrics
 from sklearn.metrics import f1_score
 
 from hpo.data.examples import Example
-from hpo.data.tasks import METRICS, Task
+from hpo.data.tasks import Task
+from hpo.tasks.registry import KINDS
 from hpo.training.metrics import score
 
 LABELS = ("a", "b", "c", "d")
@@ -102,7 +103,7 @@ def test_r2_where_it_is_not_defined() -> None:
     assert score(NUMBER, [1.0, float("nan")], labelled(2.0, 3.0)) == {}
 
 
-@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_the_truth_are_left_out(kind: str) -> None:
     task = Task("t", kind, ("answer",) if kind == "span_extraction" else LABELS)
     missing = Row("some text", annotated=frozenset({"other"}))

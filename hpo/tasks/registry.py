@@ -1,0 +1,36 @@
+"""The kinds of task by their names: the six of this folder, and those that a program registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from hpo.tasks.kind import Kind
+from hpo.tasks.labels import MultiLabel, SingleLabel
+from hpo.tasks.regression import Regression
+from hpo.tasks.span_extraction import SpanExtraction
+from hpo.tasks.span_per_label import SpanPerLabel
+from hpo.tasks.token_classification import TokenClassification
+
+if TYPE_CHECKING:
+    from hpo.data.tasks import Task
+
+KINDS: dict[str, type[Kind]] = {}
+
+AnyKind = TypeVar("AnyKind", bound=type[Kind])
+
+
+def register(kind: AnyKind) -> AnyKind:
+    """Make a kind known by its name, in this process; a decorator of its class. Raises ValueError where
+    another kind has the name."""
+    if KINDS.setdefault(kind.name, kind) is not kind:
+        raise ValueError(f"there is a kind of task `{kind.name}` already.")
+    return kind
+
+
+def kind_of(task: Task) -> Kind:
+    """What the kind of a task says of it."""
+    return KINDS[task.kind](task)
+
+
+for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):
+    register(_kind)
