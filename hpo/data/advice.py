@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts
+from hpo.tasks.registry import KINDS
 
 
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
@@ -64,7 +65,7 @@ def _unlabelled(task: TaskFacts, data: DataFacts, *, is_csv: bool) -> Iterator[s
                 "write `[]` where nothing holds, or leave the task out of `data.tasks`."
             )
     empty, num = task.num_empty.get("train", 0), task.num_annotated["train"]
-    if is_csv and task.kind == "multi_label" and empty > 0.9 * num:
+    if is_csv and KINDS[task.kind].is_list and empty > 0.9 * num:
         yield (
             f"{_part(empty, num, 'row', 'train')} without a class of `{task.name}`: if nobody labelled them, "
             "set `data.csv.empty: unlabelled`."

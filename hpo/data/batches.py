@@ -1,6 +1,6 @@
 """Batches: which windows of a split go together, and their tensors.
 
-Suffixes: B windows of a batch; L padded length; S spans; C classes; N span names.
+Suffixes: B windows of a batch; L padded length; T their tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import (
-    BEGINS_BEFORE,
     LENGTH_MULTIPLE,
     AnyArray,
-    BoolArray,
     IntArray,
     TokenizedSplit,
     ragged_arange,
 )
-from hpo.tasks.kind import IGNORE_INDEX
+from hpo.tasks.registry import kind_of
 
 CHUNK_BATCHES = 50
 """Batches among which training sorts by length."""
@@ -106,7 +104,10 @@ def collate(
         return values_BL
 
     is_text_BL = padded(split.char_start_T, -1) >= 0
-    targets = {task.name: torch.from_numpy(_target(split, task, windows_B, is_text_BL)) for task in tasks}
+    targets = {
+        task.name: torch.from_numpy(kind_of(task).batch_target(split, windows_B, is_text_BL))
+        for task in tasks
+    }
     return Batch(
         input_ids_BL=torch.from_numpy(padded(split.input_ids_T, pad_id)),
         attention_mask_BL=torch.from_numpy(is_token_BL.astype(np.int64)),
@@ -115,44 +116,6 @@ def collate(
         windows_B=windows_B,
         lengths_B=lengths_B,
     )
-
-
-def _target(split: TokenizedSplit, task: Task, windows_B: IntArray, is_text_BL: BoolArray) -> AnyArray:
-    if task.level == "sequence" or task.kind == "span_extraction":
-        is_float = task.kind in ("multi_label", "regression")
-        return split.targets[task.name][windows_B].astype(np.float32 if is_float else np.int64)
-    spans = split.spans[task.name]
-    from_B = spans.start_W1[windows_B]
-    count_B = spans.start_W1[windows_B + 1] - from_B
-    label_S, first_S, last_S, cut_S = spans.rows_S4[ragged_arange(from_B, count_B)].T.astype(np.int64)
-    row_S = np.repeat(np.arange(len(windows_B)), count_B)
-    # Every token of every span: which span it is of, and where it stands in the batch.
-    inside = last_S - first_S + 1
-    span = np.repeat(np.arange(len(row_S)), inside)
-    row, position = row_S[span], ragged_arange(first_S, inside)
-    begins_S = (cut_S & BEGINS_BEFORE) == 0
-    known_BL = is_text_BL & split.annotated[task.name][windows_B][:, None]
-    num_labels = len(task.labels)
-
-    if task.kind == "span_per_label":
-        holds_BC = split.targets[task.name][windows_B] == 1
-        evidence_BLC = np.zeros((*is_text_BL.shape, num_labels), dtype=np.float32)
-        evidence_BLC[row, position, label_S[span]] = 1.0
-        evidence_BLC[~(known_BL[:, :, None] & holds_BC[:, None, :])] = -1.0
-        return evidence_BLC
-
-    if task.spans_may_overlap:
-        tags_BLN = np.zeros((*is_text_BL.shape, num_labels), dtype=np.int64)
-        tags_BLN[row, position, label_S[span]] = 2
-        tags_BLN[row_S[begins_S], first_S[begins_S], label_S[begins_S]] = 1
-        tags_BLN[~known_BL] = IGNORE_INDEX
-        return tags_BLN
-
-    tags_BL = np.zeros(is_text_BL.shape, dtype=np.int64)
-    tags_BL[row, position] = 2 * label_S[span] + 2
-    tags_BL[row_S[begins_S], first_S[begins_S]] = 2 * label_S[begins_S] + 1
-    tags_BL[~known_BL] = IGNORE_INDEX
-    return tags_BL
 
 
 def num_batches(num_windows: int, batch_size: int) -> int:

@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
-from hpo.data.examples import SPAN_KINDS, Example
+from hpo.data.examples import Example
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
+from hpo.tasks.kind import Kind
+from hpo.tasks.registry import KINDS, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +83,7 @@ class TaskFacts:
     @property
     def counts_spans(self) -> bool:
         """Whether `counts` are of spans."""
-        return self.kind in SPAN_KINDS
+        return KINDS[self.kind].in_spans
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def data_facts(dataset: DataSet) -> DataFacts:
         key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)
         keys[split] = key_E
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
-        for facts in tasks:
-            _count(facts, split, examples)
+        for task, facts in zip(dataset.tasks, tasks, strict=True):
+            _count(facts, kind_of(task), split, examples)
     leaks = [
         leak
         for other, split in combinations(splits, 2)
@@ -113,31 +115,23 @@ def data_facts(dataset: DataSet) -> DataFacts:
     return DataFacts(splits, tasks, leaks)
 
 
-def _count(facts: TaskFacts, split: str, examples: Iterable[Example]) -> None:
+def _count(facts: TaskFacts, kind: Kind, split: str, examples: Iterable[Example]) -> None:
     """Note what the rows of a split hold of one task."""
     rows = [example for example in examples if facts.name in example.annotated]
     facts.num_annotated[split] = len(rows)
-    if facts.kind == "regression":
+    if kind.is_number:
         if rows:
             values = np.array([row.labels[facts.name] for row in rows])
             moments = {"minimum": values.min(), "mean": values.mean(), "std": values.std()}
             moments["maximum"] = values.max()
             facts.numbers[split] = {name: float(value) for name, value in moments.items()}
         return
-    held = [_classes(facts, row) for row in rows]
+    held = [kind.held(row) for row in rows]
     counts = Counter(chain.from_iterable(held))
     facts.counts[split] = {label: counts[label] for label in facts.labels}
-    if facts.kind != "single_label":
+    if kind.is_list or kind.in_spans:
         facts.num_empty[split] = sum(not classes for classes in held)
         facts.num_several[split] = sum(len(classes) > 1 for classes in held)
-
-
-def _classes(facts: TaskFacts, row: Example) -> Sequence[str]:
-    """The classes of a row, or the name of each of its spans."""
-    if facts.counts_spans:
-        return [name for name in facts.labels for _ in row.spans.get(name, ())]
-    label = row.labels[facts.name]
-    return label if isinstance(label, list) else [str(label)]
 
 
 def _leak(

@@ -17,10 +17,8 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from hpo.config.data_config import DataConfig, SyntheticConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker, listed
@@ -28,7 +26,7 @@ from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_reader
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
-from hpo.tasks.registry import KINDS
+from hpo.tasks.registry import KINDS, kind_of
 
 _logger = logging.getLogger("hpo.data")
 
@@ -64,7 +62,7 @@ def _load(config: DataConfig) -> DataSet:
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
     _check_annotated(splits, tasks, readers)
-    tasks = _standardised(tasks, splits["train"])
+    tasks = _fitted(tasks, splits["train"])
     return DataSet(tasks, splits, _fingerprint(tasks, splits))
 
 
@@ -74,7 +72,7 @@ def _generate(config: DataConfig) -> DataSet:
     settings = config.synthetic.model_dump(exclude={f"num_{split}" for split in SPLITS})
     made = {split: SyntheticRows(split, size, **settings) for split, size in sizes.items()}
     # The distribution is known by its first rows; a million need not be made for it.
-    tasks = _standardised(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
+    tasks = _fitted(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
     if settings["look_alikes"] == SyntheticConfig().look_alikes:  # stored studies are older than it
         del settings["look_alikes"]
     identity = (GENERATOR_VERSION, sizes, settings)
@@ -141,16 +139,8 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
     return completed
 
 
-def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
-    """Give regression tasks the mean and standard deviation of their training targets."""
-    standardised: list[Task] = []
-    for task in tasks:
-        if task.kind == "regression":
-            values = np.array([e.labels[task.name] for e in train if task.name in e.labels], dtype=np.float64)
-            mean, std = float(values.mean()), float(values.std()) or 1.0
-            task = replace(task, target_mean=mean, target_std=std)
-        standardised.append(task)
-    return tuple(standardised)
+def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
+    return tuple(kind_of(task).fitted(train) for task in tasks)
 
 
 # The set as a whole

@@ -9,21 +9,19 @@ that task's loss and metrics.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
 from hpo.data.tasks import Task
 from hpo.errors import did_you_mean, shorten
+from hpo.tasks.registry import kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
-SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
 
 MAX_LISTED = 20
 
@@ -68,10 +66,9 @@ class RowChecker:
         pair_segments: tuple[str, str] | None,
         passed_over: Mapping[str, TaskConfig],
     ) -> None:
-        self._tasks = {task.name: task for task in tasks}
-        self._classes = {task.name: {label: label for label in task.labels} for task in tasks}
+        self._kinds = {task.name: kind_of(task) for task in tasks}
         self._annotated: dict[frozenset[str], frozenset[str]] = {}
-        self._span_tasks = [task for task in tasks if task.kind in SPAN_KINDS]
+        self._span_tasks = [task for task in tasks if self._kinds[task.name].in_spans]
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
         self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
         self._pair_segments = pair_segments or ()
@@ -123,7 +120,9 @@ class RowChecker:
         for task in self._span_tasks:
             if task.name in span_tasks and (task.evidence_for is None or task.evidence_for in labels):
                 annotated.add(task.name)
-            problems += _task_span_problems(task, labels, spans, segments)
+            of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
+            if of_task:
+                problems += self._kinds[task.name].span_problems(of_task, labels, segments)
         if problems:
             return None, problems
         # What most rows have in common is kept once: it takes most of the memory of short rows.
@@ -135,39 +134,20 @@ class RowChecker:
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
         labels: dict[str, Label] = {}
         for name, value in _items("labels", given, "task: value", problems):
-            task = self._tasks.get(name)
-            if task is None and name in self._labels_passed_over:
+            kind = self._kinds.get(name)
+            if kind is None and name in self._labels_passed_over:
                 continue
-            if task is None or task.kind in SPAN_KINDS:
-                known = [n for n, t in self._tasks.items() if t.kind not in SPAN_KINDS]
-                what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
+            if kind is None or kind.in_spans:
+                known = [n for n, of in self._kinds.items() if not of.in_spans]
+                what = "unknown task" if kind is None else f"`{kind.name}` is annotated in `spans`, not here"
                 problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
             elif value is not None:
-                wrong = self._label_problems(task, value)
-                problems += wrong
-                labels[name] = value if wrong else self._label(task, value)
+                labels[name] = value
+                try:
+                    labels[name] = kind.label(value)
+                except ValueError as error:
+                    problems.append(f"labels.{name}{error}")
         return labels
-
-    def _label(self, task: Task, value: Any) -> Label:
-        """A label without problems; classes as the strings of the task."""
-        if task.kind == "regression":
-            return float(value)
-        classes = self._classes[task.name]
-        return [classes[item] for item in value] if isinstance(value, list) else classes[value]
-
-    def _label_problems(self, task: Task, value: Any) -> list[str]:
-        where = f"labels.{task.name}"
-        if task.kind == "regression":
-            is_number = type(value) in (int, float) and math.isfinite(value)
-            return [] if is_number else [f"{where} must be a finite number, but got {_show(value)}"]
-        classes = [value] if task.kind == "single_label" else value
-        if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
-            form = "one class as a string" if task.kind == "single_label" else "a list of classes"
-            return [f"{where} must be {form}, but got {_show(value)}"]
-        unknown = [item for item in classes if item not in self._classes[task.name]]
-        if unknown:
-            return [f"{where}: unknown class `{unknown[0]}`.{did_you_mean(unknown[0], task.labels)}"]
-        return [f"{where} names a class twice: {_show(value)}"] if len(set(classes)) < len(classes) else []
 
     def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
         spans: dict[str, list[Span]] = {}
@@ -204,43 +184,6 @@ def listed(bad: Sequence[str]) -> str:
     """The first of the rows that cannot be read, a line each."""
     more = f"\n  ... and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
     return "\n  ".join(["", *bad[:MAX_LISTED]]) + more
-
-
-def _task_span_problems(
-    task: Task, labels: Mapping[str, Label], spans: Mapping[str, Sequence[Span]], segments: Mapping[str, Span]
-) -> list[str]:
-    """Rules of one span task that need more than one span, or the labels, to be seen."""
-    of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
-    if not of_task:
-        return []
-    if task.kind == "span_extraction":
-        problems = []
-        if len(of_task) > 1:
-            problems.append(f"`{task.name}` takes one span a row, but got {len(of_task)}")
-        if task.inside_segment is not None:
-            low, high = segments.get(task.inside_segment, (0, 0))
-            problems += [
-                f"spans.{name}: [{start}, {end}] must lie inside segment "
-                f"`{task.inside_segment}` [{low}, {high}]"
-                for start, end, name in of_task
-                if not low <= start < end <= high
-            ]
-        return problems
-    if task.kind == "token_classification" and not task.spans_may_overlap:
-        return [
-            f"spans.{name} [{a}, {b}] and spans.{other} [{c}, {d}] overlap, but `{task.name}` "
-            "has spans_may_overlap: false"
-            for (a, b, name), (c, d, other) in pairwise(of_task)
-            if c < b
-        ]
-    if task.evidence_for is None or task.evidence_for not in labels:
-        return []
-    held = labels[task.evidence_for]
-    classes = held if isinstance(held, list) else [held]
-    return [
-        f"spans.{name} is evidence for a class that labels.{task.evidence_for} does not name"
-        for name in sorted({name for _, _, name in of_task}.difference(map(str, classes)))
-    ]
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:

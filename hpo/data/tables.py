@@ -9,15 +9,13 @@ unless `data.csv.empty` is `unlabelled`. No class and no span at all are written
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
-from hpo.data.examples import SPAN_KINDS
 from hpo.errors import DataError, did_you_mean
+from hpo.tasks.registry import KINDS
 
 TaskConfigs = Mapping[str, TaskConfig]
 _NO_CSV = CsvConfig(delimiter=",", empty="unlabelled")
@@ -58,7 +56,7 @@ class Table:
         self._columns = columns
         self._tasks = tasks
         self._span_names = {
-            task: config.span_names or () for task, config in tasks.items() if config.kind in SPAN_KINDS
+            task: config.span_names or () for task, config in tasks.items() if KINDS[config.kind].in_spans
         }
         with_labels = [task for task in tasks if task not in self._span_names]
         for key, known in (("labels", with_labels), ("spans", list(self._span_names))):
@@ -80,7 +78,7 @@ class Table:
         for task, column in self._columns.labels.items():
             if not _is_empty(cells[column]):
                 labels[task] = self._label(task, cells[column], column, problems)
-            elif self._tasks[task].kind == "multi_label" and self._csv.empty == "none":
+            elif KINDS[self._tasks[task].kind].is_list and self._csv.empty == "none":
                 labels[task] = []
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
@@ -104,21 +102,8 @@ class Table:
         return Row(where, row, problems, frozenset(annotated))
 
     def _label(self, task: str, cell: Any, column: str, problems: list[str]) -> Any:
-        kind = self._tasks[task].kind
-        if kind == "single_label" and isinstance(cell, int):
-            return str(cell)
-        if not isinstance(cell, str):
-            return cell
-        if kind == "regression":
-            # Excel writes `;` between cells exactly where the comma is that of decimals.
-            is_decimal_comma = self._csv.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
-            with suppress(ValueError):
-                return float(cell.replace(",", ".") if is_decimal_comma else cell)
-        if kind == "multi_label":
-            if cell.lstrip().startswith("["):
-                return _parsed(cell, column, problems)
-            return [part for piece in cell.split(self._csv.list_separator or "|") if (part := piece.strip())]
-        return cell
+        read = KINDS[self._tasks[task].kind].from_cell
+        return _parsed(cell, column, problems, lambda text: read(text, self._csv))
 
 
 class TextTable(Table):
@@ -136,9 +121,9 @@ def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
-def _parsed(cell: str, column: str, problems: list[str]) -> Any:
+def _parsed(cell: Any, column: str, problems: list[str], read: Callable[[Any], Any] = json.loads) -> Any:
     try:
-        return json.loads(cell)
-    except ValueError as error:
+        return read(cell)
+    except json.JSONDecodeError as error:
         problems.append(f'column {column} must be JSON in double quotes, as `["a", "b"]`, but {error}')
         return None

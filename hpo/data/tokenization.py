@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import SPAN_KINDS, Example
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.token_stream import (
     Layout,
@@ -47,7 +47,7 @@ from hpo.data.tokenized_split import (
     starts,
 )
 from hpo.errors import DataError, ModelError
-from hpo.tasks.kind import IGNORE_INDEX
+from hpo.tasks.registry import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,11 +129,12 @@ def tokenize_chunks(
             f"max_length must leave room for text beside {num_special} special tokens, "
             f"but got {windowing.max_length}."
         )
-    if not layout.special.count_E[0] and any(task.kind == "span_extraction" for task in tasks):
-        raise ModelError(
-            "span_extraction marks 'no answer' at the first token, which must be a special token, "
-            f"but {type(tokenizer).__name__} puts none before a text."
-        )
+    for task in tasks:
+        if (marked := kind_of(task).at_first_token) is not None and not layout.special.count_E[0]:
+            raise ModelError(
+                f"{task.kind} marks '{marked}' at the first token, which must be a special token, "
+                f"but {type(tokenizer).__name__} puts none before a text."
+            )
     if windowing.pair_segments is not None and not layout.special.count_E[1]:
         raise ModelError(
             "data.pair_segments: the tokenizer must put a special token between two segments, or nothing "
@@ -166,15 +167,15 @@ def _tokenize_chunk(
     targets: dict[str, AnyArray] = {}
     annotated: dict[str, BoolArray] = {}
     for task in tasks:
-        name = task.name
+        name, kind = task.name, kind_of(task)
         has_E = np.fromiter((name in e.annotated for e in examples), dtype=bool, count=len(examples))
         annotated[name] = has_E[windows.example_W]
-        if task.kind in SPAN_KINDS:
+        if (of_rows := kind.row_targets(examples, has_E)) is not None:
+            targets[name] = of_rows[windows.example_W]
+        if kind.in_spans:
             spans[name], num_lost[name] = _window_spans(task, examples, segments, windows, at_2W)
-        if task.kind == "span_extraction":
-            targets[name] = _answers(spans[name], annotated[name])
-        elif task.kind != "token_classification":
-            targets[name] = _example_targets(task, examples, has_E)[windows.example_W]
+            if (of_windows := kind.window_targets(spans[name], annotated[name])) is not None:
+                targets[name] = of_windows
     return TokenizedSplit(
         examples=examples,
         max_length=windowing.max_length,
@@ -271,31 +272,3 @@ def _window_spans(
     start_W1 = starts(np.bincount(rows_S5[:, 0], minlength=len(windows.example_W)))
     rows_S4 = np.ascontiguousarray(rows_S5[:, 1:], dtype=np.int32)
     return WindowSpans(rows_S4, start_W1), int((~is_whole_S).sum())
-
-
-def _answers(spans: WindowSpans, annotated_W: BoolArray) -> AnyArray:
-    """First and last token of the answer that a window holds whole, else (0, 0): no answer."""
-    target_W2 = np.zeros((len(annotated_W), 2), dtype=np.int32)
-    window_S = np.repeat(np.arange(len(annotated_W)), np.diff(spans.start_W1))
-    is_whole_S = spans.rows_S4[:, 3] == 0
-    target_W2[window_S[is_whole_S]] = spans.rows_S4[is_whole_S, 1:3]
-    target_W2[~annotated_W] = IGNORE_INDEX
-    return target_W2
-
-
-def _example_targets(task: Task, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
-    """The targets of a task that are the same in every window of an example."""
-    index = {label: c for c, label in enumerate(task.labels)}
-    labels: list[Any] = [e.labels.get(task.name) for e in examples]
-    if task.kind == "single_label":
-        classes = (index.get(label, IGNORE_INDEX) for label in labels)
-        return np.fromiter(classes, dtype=np.int32, count=len(examples))
-    if task.kind == "regression":
-        values = (np.nan if label is None else label for label in labels)
-        return np.fromiter(values, dtype=np.float32, count=len(examples))
-    missing = np.int8(-1 if task.kind == "multi_label" else 0)
-    target_EC = np.repeat(np.where(has_E, np.int8(0), missing)[:, None], len(index), axis=1)
-    held = labels if task.kind == "multi_label" else (e.spans for e in examples)
-    ones = [(e, index[label]) for e, of in enumerate(held) for label in of or () if label in index]
-    target_EC[tuple(np.array(ones, dtype=np.int64).reshape(-1, 2).T)] = 1
-    return target_EC

@@ -56,6 +56,21 @@ class WindowSpans:
     rows_S4: IntArray
     start_W1: IntArray
 
+    def placed(self, windows_B: IntArray) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
+        """Where the spans of some windows lie: of every token in one, and of the first token of each that
+        begins there, which of the windows it is in, its position there, and the span's label."""
+        from_B = self.start_W1[windows_B]
+        count_B = self.start_W1[windows_B + 1] - from_B
+        label_S, first_S, last_S, cut_S = self.rows_S4[ragged_arange(from_B, count_B)].T.astype(np.int64)
+        row_S = np.repeat(np.arange(len(windows_B)), count_B)
+        inside_S = last_S - first_S + 1
+        span = np.repeat(np.arange(len(row_S)), inside_S)
+        begins_S = (cut_S & BEGINS_BEFORE) == 0
+        return (
+            (row_S[span], ragged_arange(first_S, inside_S), label_S[span]),
+            (row_S[begins_S], first_S[begins_S], label_S[begins_S]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedSplit:

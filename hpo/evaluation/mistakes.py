@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import SPAN_KINDS, Example
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
+from hpo.tasks.registry import KINDS
 from hpo.training.metrics import Span, accepted_answers, indicators, true_spans
 
 MAX_MISTAKES = 20
@@ -68,7 +69,7 @@ def _losses(
     probabilities_NC: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
     """[N]; 0 for a row that is right."""
-    if task.kind in SPAN_KINDS:
+    if KINDS[task.kind].in_spans:
         pairs = zip(predicted, examples, strict=True)
         return np.array([float(len(_wrong_spans(task, *pair))) for pair in pairs])
     truth: list[Any] = [example.labels[task.name] for example in examples]
@@ -114,7 +115,7 @@ def _wrong_spans(task: Task, predicted: Sequence[Span], example: Example) -> set
 
 
 def _mistake(task: Task, predicted: Any, example: Example, loss: float) -> Mistake:
-    if task.kind not in SPAN_KINDS:
+    if not KINDS[task.kind].in_spans:
         truth: Any = example.labels[task.name]
         if task.kind == "multi_label":  # both in the order of the task's classes
             truth, predicted = ([c for c in task.labels if c in side] for side in (truth, predicted))

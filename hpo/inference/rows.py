@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
-from hpo.data.examples import SPAN_KINDS, Example
+from hpo.data.examples import Example
 from hpo.data.sources import JSON_LINES, nearest_file, text_rows
 from hpo.data.tasks import Task
 from hpo.errors import DataError, InputError
 from hpo.inference.model import Prediction, TrainedModel
+from hpo.tasks.registry import KINDS
 
 Row = dict[str, Any]
 Columns = dict[str, Task]
@@ -120,7 +121,7 @@ def _cells(row: Row, columns: Columns) -> Row:
     """A predicted row as cells, in the order of the columns."""
     cells: Row = {"id": row["id"], "text": row["text"]}
     for column, task in columns.items():
-        if task.kind in SPAN_KINDS:
+        if KINDS[task.kind].in_spans:
             cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
         else:
             cells[column] = row[column.partition(".")[0]][task.name]
@@ -157,7 +158,7 @@ def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
     for column, task in columns.items():
         kind = column.partition(".")[0]
-        if kind != "scores" and task.kind not in SPAN_KINDS:
+        if kind != "scores" and not KINDS[task.kind].in_spans:
             label = pa.float64() if task.kind == "regression" else pa.string()
             types[column] = pa.list_(label) if task.kind == "multi_label" else label
         else:
@@ -176,7 +177,7 @@ _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 def _columns(tasks: Sequence[Task]) -> Columns:
     columns: Columns = {}
     for task in tasks:
-        kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
+        kinds = ("spans",) if KINDS[task.kind].in_spans else ("labels", "scores")
         columns |= {
             f"{kind}.{task.name}": task for kind in kinds if kind != "scores" or task.kind != "regression"
         }

@@ -7,7 +7,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hpo.data.examples import SPAN_KINDS
 from hpo.report.detailed_charts import intervals_chart, task_charts
 from hpo.report.detailed_tables import (
     Detailed,
@@ -21,6 +20,7 @@ from hpo.report.figures import Chart
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
 from hpo.study.reading.study_record import is_number
+from hpo.tasks.registry import known_kind
 
 HEADING = "What the best model gets right and wrong"
 
@@ -62,7 +62,7 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
     num = len(of_task["classes"] or ())
     facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
     worst = of_task["worst"] or ()
-    in_spans = of_task["kind"] in SPAN_KINDS
+    in_spans = known_kind(of_task["kind"]).in_spans
     legend = [(look, sign, MEANINGS[look]) for look, sign in LOOKS.items()]
     if in_spans:
         legend.append(("mixed", "− +", "several spans, each with its sign"))
@@ -80,7 +80,7 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
 def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     text, kind = row["text"] or "", of_task["kind"]
     shown: dict[str, Any] = {"id": row["id"], "loss": format_number(row["loss"]), "text": text}
-    if kind in SPAN_KINDS:
+    if known_kind(kind).in_spans:
         sides = [row[side] or [] for side in ("truth", "predicted")]
         exact = sum(span in sides[1] for span in sides[0])
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"

@@ -16,14 +16,26 @@ name. The layout of their logits and targets:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from hpo.config.data_config import TaskConfig
+    from hpo.config.data_config import CsvConfig, TaskConfig
+    from hpo.data.examples import Example, Label
     from hpo.data.tasks import Task
+    from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit, WindowSpans
+
+    RowSpans = Sequence[tuple[int, int, str]]
+    RowLabels = Mapping[str, Label]
+    Segments = Mapping[str, tuple[int, int]]
 
 IGNORE_INDEX = -100
+
+Span = tuple[str, int, int]
+"""Name, start and end of a span in characters, end exclusive."""
 
 
 class Kind(ABC):
@@ -47,6 +59,10 @@ class Kind(ABC):
     """Fewest classes or span names of a task."""
     needed_key: ClassVar[str | None] = None
     """Key that a task's configuration must have."""
+    at_first_token: ClassVar[str | None] = None
+    """What it marks at the first token of a window, which must be a special one."""
+    target_type: ClassVar[str] = "int64"
+    """NumPy's name of the type of a batch's targets."""
     label_unit_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics in the units of the labels."""
 
@@ -63,3 +79,53 @@ class Kind(ABC):
     @abstractmethod
     def num_outputs(self) -> int:
         """Size of the logits' last dimension."""
+
+    # Its truth
+
+    @classmethod
+    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+        """The label in a table's cell that is not empty, in the form that it has in a jsonl line.
+
+        Raises JSONDecodeError where it must be JSON and is not.
+        """
+        return cell
+
+    def label(self, value: Any) -> Label:
+        """A row's label as an example holds it. Raises ValueError with what follows its place in the message
+        where it is none."""
+        return value  # type: ignore[no-any-return]
+
+    def span_problems(self, spans: RowSpans, labels: RowLabels, segments: Segments) -> list[str]:
+        """What is wrong with the spans (start, end, name) of a row, which has some, and can be seen of all of
+        them alone, or of its labels and segments."""
+        return []
+
+    def held(self, example: Example) -> Sequence[str]:
+        """The classes of an annotated row, or the name of each of its spans; none of a number."""
+        return ()
+
+    def fitted(self, train: Sequence[Example]) -> Task:
+        """The task with what it must know of the training rows."""
+        return self.task
+
+    def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray | None:
+        """The targets of rows, the same in all their windows, in a small type; None where `window_targets` or
+        `batch_target` makes them of spans. `has_E` says which rows are annotated."""
+        return None
+
+    def window_targets(self, spans: WindowSpans, annotated_W: BoolArray) -> AnyArray | None:
+        """The targets of windows with these spans, or None."""
+        return None
+
+    def batch_target(self, split: TokenizedSplit, windows_B: IntArray, is_text_BL: BoolArray) -> AnyArray:
+        """The target of some windows; `is_text_BL` is true at tokens that are neither special nor padding."""
+        return split.targets[self.task.name][windows_B].astype(self.target_type)
+
+
+def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:
+    """Lists of labels as rows of booleans: [N, C]."""
+    index = {label: c for c, label in enumerate(task.labels)}
+    ones = [(n, index[label]) for n, of_row in enumerate(held) for label in of_row]
+    indicators_NC = np.zeros((len(held), len(index)), bool)
+    indicators_NC[tuple(np.array(ones, np.int64).reshape(-1, 2).T)] = True
+    return indicators_NC

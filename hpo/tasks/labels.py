@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from hpo.tasks.kind import Kind
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpo.errors import did_you_mean, shorten
+from hpo.tasks.kind import IGNORE_INDEX, Kind, indicators
+
+if TYPE_CHECKING:
+    from hpo.config.data_config import CsvConfig
+    from hpo.data.examples import Example, Label
+    from hpo.data.tokenized_split import AnyArray, BoolArray
 
 
 class _Labels(Kind):
@@ -11,6 +24,30 @@ class _Labels(Kind):
     @property
     def num_outputs(self) -> int:
         return len(self.task.labels)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {label: c for c, label in enumerate(self.task.labels)}
+
+    def _listed(self, label: Any) -> list[str]:
+        return label if self.is_list else [label]
+
+    def label(self, value: Any) -> Label:
+        """Its classes are the strings of the task: a million rows hold them once."""
+        classes = self._listed(value)
+        if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
+            form = "a list of classes" if self.is_list else "one class as a string"
+            raise ValueError(f" must be {form}, but got {shorten(repr(value), 60)}")
+        unknown = [item for item in classes if item not in self._index]
+        if unknown:
+            raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
+        if len(set(classes)) < len(classes):
+            raise ValueError(f" names a class twice: {shorten(repr(value), 60)}")
+        own = [self.task.labels[self._index[item]] for item in classes]
+        return own if self.is_list else own[0]
+
+    def held(self, example: Example) -> Sequence[str]:
+        return self._listed(example.labels[self.task.name])
 
 
 class SingleLabel(_Labels):
@@ -21,6 +58,15 @@ class SingleLabel(_Labels):
     losses = ("cross_entropy", "focal")
     min_labels = 2
 
+    @classmethod
+    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+        return str(cell) if isinstance(cell, int) else cell
+
+    def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
+        labels: list[Any] = [example.labels.get(self.task.name) for example in examples]
+        classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
+        return np.fromiter(classes, dtype=np.int32, count=len(examples))
+
 
 class MultiLabel(_Labels):
     """Any number of classes of a row, none included."""
@@ -30,3 +76,17 @@ class MultiLabel(_Labels):
     losses = ("bce", "focal")
     is_list = True
     min_labels = 1
+    target_type = "float32"
+
+    @classmethod
+    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+        if not isinstance(cell, str):
+            return cell
+        if cell.lstrip().startswith("["):
+            return json.loads(cell)
+        return [part for piece in cell.split(csv.list_separator or "|") if (part := piece.strip())]
+
+    def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
+        labels: list[Any] = [example.labels.get(self.task.name, ()) for example in examples]
+        held_EC = indicators(self.task, labels).astype(np.int8)
+        return np.where(has_E[:, None], held_EC, np.int8(-1))

@@ -32,5 +32,10 @@ def kind_of(task: Task) -> Kind:
     return KINDS[task.kind](task)
 
 
+def known_kind(name: str) -> type[Kind]:
+    """A kind, perhaps of a stored evaluation; of one that is not known here what all have in common."""
+    return KINDS.get(name, Kind)
+
+
 for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):
     register(_kind)
