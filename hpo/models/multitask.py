@@ -12,7 +12,6 @@ Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +23,7 @@ from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, max_positions, takes_type_ids
+from hpo.tasks.registry import kind_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MultitaskModel(nn.Module):
                     nn.init.zeros_(module.bias)
         with torch.no_grad():
             for task, head in zip(self.tasks, cast(Any, self.heads), strict=True):
-                head[-1].bias.copy_(initial_bias(task))
+                head[-1].bias.copy_(torch.tensor(kind_of(task).initial_bias()))
         self.log_variances = nn.ParameterList(
             nn.Parameter(torch.zeros(())) for _ in tasks if heads.loss_weighting == "uncertainty"
         )
@@ -213,25 +213,3 @@ def _head(settings: HeadSettings, hidden_size: int, num_outputs: int) -> nn.Modu
         return nn.Sequential(nn.Dropout(p), nn.Linear(hidden_size, num_outputs))
     hidden = (nn.Dropout(p), nn.Linear(hidden_size, inner), nn.GELU())
     return nn.Sequential(*hidden, nn.Dropout(p), nn.Linear(inner, num_outputs))
-
-
-def initial_bias(task: Task) -> Tensor:
-    """Return the bias that a fresh head starts from, float32 [num_outputs]: the log-odds of rough priors.
-
-    One class of a multi_label task holds in a row; a token lies in a span of some name with probability 1/4,
-    in the evidence for a class that holds with 1/10; elsewhere 0. From 0 everywhere, the first steps only
-    learn that positives are rare, with gradients so large that Adam's second moments hold back the next
-    thousand steps (Lin et al. 2017, arXiv:1708.02002, section 4.1, for detection). On the 17 overlapping
-    slots of NLU++ two epochs give a span F1 of 0.69 instead of 0.
-    """
-    bias = torch.zeros(task.num_outputs)
-    if task.kind == "multi_label":
-        bias.fill_(-math.log(max(len(task.labels) - 1, 1)))
-    elif task.kind == "span_per_label":
-        bias.fill_(-math.log(9))
-    elif task.kind == "token_classification":
-        num_names = len(task.labels)
-        inside = 1 / 4 / num_names if task.spans_may_overlap else 1 / 4
-        num_tags = 2 if task.spans_may_overlap else 2 * num_names
-        bias[:: num_tags + 1] = math.log((1 - inside) / (inside / num_tags))
-    return bias

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from hpo.errors import did_you_mean, shorten
 from hpo.tasks.kind import IGNORE_INDEX, Kind, indicators
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpo.config.data_config import CsvConfig
     from hpo.data.examples import Example, Label
     from hpo.data.tokenized_split import AnyArray, BoolArray
+    from hpo.training.losses import LossOptions
 
 
 class _Labels(Kind):
@@ -67,6 +71,18 @@ class SingleLabel(_Labels):
         classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
         return np.fromiter(classes, dtype=np.int32, count=len(examples))
 
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import multiclass_sum
+
+        return multiclass_sum(logits, target, options.gamma, options.label_smoothing, weight)
+
+    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
+        from hpo.tasks.losses import multiclass_weights
+
+        return multiclass_weights(targets, self.num_outputs)
+
 
 class MultiLabel(_Labels):
     """Any number of classes of a row, none included."""
@@ -90,3 +106,21 @@ class MultiLabel(_Labels):
         labels: list[Any] = [example.labels.get(self.task.name, ()) for example in examples]
         held_EC = indicators(self.task, labels).astype(np.int8)
         return np.where(has_E[:, None], held_EC, np.int8(-1))
+
+    def initial_bias(self) -> list[float]:
+        return [-math.log(max(self.num_outputs - 1, 1))] * self.num_outputs
+
+    def labelled(self, target: Tensor) -> Tensor:
+        return (target >= 0).any(dim=-1)
+
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import binary_sum
+
+        return binary_sum(logits, target, options.gamma, options.label_smoothing, weight)
+
+    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
+        from hpo.tasks.losses import binary_weights
+
+        return binary_weights(targets, self.num_outputs)

@@ -15,10 +15,13 @@ from hpo.errors import shorten
 from hpo.tasks.kind import Kind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpo.config.data_config import CsvConfig
     from hpo.data.examples import Example, Label
     from hpo.data.tasks import Task
     from hpo.data.tokenized_split import AnyArray, BoolArray
+    from hpo.training.losses import LossOptions
 
 
 class Regression(Kind):
@@ -58,3 +61,14 @@ class Regression(Kind):
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         values: list[Any] = [example.labels.get(self.task.name, np.nan) for example in examples]
         return np.array(values, dtype=np.float32)
+
+    def labelled(self, target: Tensor) -> Tensor:
+        return ~target.isnan()
+
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import regression_sum
+
+        mean, std = self.task.target_mean, self.task.target_std
+        return regression_sum(logits.squeeze(-1), target, options.loss, mean, std)

@@ -11,9 +11,12 @@ from hpo.tasks.kind import IGNORE_INDEX
 from hpo.tasks.spans import SpanKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpo.config.data_config import TaskConfig
     from hpo.data.tokenized_split import AnyArray, BoolArray, WindowSpans
     from hpo.tasks.kind import RowLabels, RowSpans, Segments
+    from hpo.training.losses import LossOptions
 
 
 class SpanExtraction(SpanKind):
@@ -56,3 +59,13 @@ class SpanExtraction(SpanKind):
         target_W2[window_S[is_whole_S]] = spans.rows_S4[is_whole_S, 1:3]
         target_W2[~annotated_W] = IGNORE_INDEX
         return target_W2
+
+    def labelled(self, target: Tensor) -> Tensor:
+        return (target >= 0).any(dim=-1)
+
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import position_sum
+
+        return position_sum(logits, target, mask_BL != 0, options.label_smoothing)

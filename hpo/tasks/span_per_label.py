@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +12,12 @@ from hpo.tasks.kind import indicators
 from hpo.tasks.spans import SpanKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpo.data.examples import Example
     from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
     from hpo.tasks.kind import RowLabels, RowSpans, Segments
+    from hpo.training.losses import LossOptions
 
 
 class SpanPerLabel(SpanKind):
@@ -49,3 +53,18 @@ class SpanPerLabel(SpanKind):
         known_BL = self._known(split, windows_B, is_text_BL)
         evidence_BLC[~(known_BL[:, :, None] & holds_BC[:, None, :])] = -1.0
         return evidence_BLC
+
+    def initial_bias(self) -> list[float]:
+        return [-math.log(9)] * self.num_outputs
+
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import binary_sum
+
+        return binary_sum(logits, target, options.gamma, options.label_smoothing, weight)
+
+    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
+        from hpo.tasks.losses import binary_weights
+
+        return binary_weights(targets, self.num_outputs)

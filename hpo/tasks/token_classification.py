@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,11 @@ from hpo.tasks.kind import IGNORE_INDEX
 from hpo.tasks.spans import SpanKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
     from hpo.tasks.kind import RowLabels, RowSpans, Segments
+    from hpo.training.losses import LossOptions
 
 
 class TokenClassification(SpanKind):
@@ -48,3 +53,32 @@ class TokenClassification(SpanKind):
             tags[first[:2]] = 2 * first[2] + 1
         tags[~self._known(split, windows_B, is_text_BL)] = IGNORE_INDEX
         return tags
+
+    def initial_bias(self) -> list[float]:
+        num_names = len(self.task.labels)
+        inside = 1 / 4 / num_names if self.task.spans_may_overlap else 1 / 4
+        num_tags = 2 if self.task.spans_may_overlap else 2 * num_names
+        of_group = [math.log((1 - inside) / (inside / num_tags)), *[0.0] * num_tags]
+        return of_group * (self.num_outputs // len(of_group))
+
+    @property
+    def _num_tags(self) -> int:
+        """Of one choice, O included."""
+        return 3 if self.task.spans_may_overlap else self.num_outputs
+
+    def labelled(self, target: Tensor) -> Tensor:
+        return (target >= 0).any(dim=-1) if self.task.spans_may_overlap else target >= 0
+
+    def loss_sum(
+        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
+    ) -> Tensor:
+        from hpo.tasks.losses import multiclass_sum
+
+        logits_NK, target_N = logits.reshape(-1, self._num_tags), target.reshape(-1)
+        return multiclass_sum(logits_NK, target_N, options.gamma, options.label_smoothing, weight)
+
+    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
+        """Of O, B and I over all names when spans may overlap."""
+        from hpo.tasks.losses import multiclass_weights
+
+        return multiclass_weights(targets, self._num_tags)

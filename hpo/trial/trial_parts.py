@@ -31,10 +31,11 @@ from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, resolve, support
 from hpo.random_numbers import manual_seed
+from hpo.tasks.registry import kind_of
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
-from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
+from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.progress import Budget
 from hpo.trial.objectives import decision_metrics
@@ -219,7 +220,7 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
         chunks = np.array_split(np.arange(split.num_windows), max(1, split.num_windows // 256))
         for task in model.tasks:
             targets = (collate(split, chunk, (task,), 0).targets[task.name] for chunk in chunks)
-            weight = class_weights(task, targets)
+            weight = kind_of(task).class_weights(targets)
             weights[task.name] = None if weight is None else weight.to(device)
     return MultitaskLoss(
         model.tasks,

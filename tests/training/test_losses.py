@@ -11,12 +11,10 @@ from torch import Tensor
 
 from hpo.data.tasks import Task
 from hpo.errors import InputError
-from hpo.models.multitask import initial_bias
-from hpo.tasks.registry import KINDS
+from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.losses import (
     LossOptions,
     check_loss,
-    class_weights,
     count_items,
     loss_sum,
 )
@@ -207,6 +205,10 @@ def test_a_constant_regression_target_has_a_finite_loss() -> None:
     assert loss_sum(task, torch.ones(2, 1), target, LossOptions(), None, mask) == 2
 
 
+def initial_bias(task: Task) -> Tensor:
+    return torch.tensor(kind_of(task).initial_bias())
+
+
 def test_a_fresh_head_starts_from_rough_priors() -> None:
     assert torch.sigmoid(initial_bias(TASKS["multi_label"])).tolist() == pytest.approx([1 / 3] * 3)
     assert torch.sigmoid(initial_bias(TASKS["span_per_label"])).tolist() == pytest.approx([0.1] * 3)
@@ -255,11 +257,11 @@ TAGS_OF_TWO_NAMES = torch.tensor([[1, 0], [2, 0], *[[0, 0]] * 8])
 def test_balanced_weights_of_every_layout(
     name: str, targets: Sequence[Tensor], expected: list[float]
 ) -> None:
-    weight = class_weights(TASKS[name], targets)
+    weight = kind_of(TASKS[name]).class_weights(targets)
     assert weight.dtype == torch.float32
     assert weight.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["regression", "span_extraction"])
 def test_kinds_without_classes_have_no_weights(name: str) -> None:
-    assert class_weights(TASKS[name], [make_batch(name)[1]]) is None
+    assert kind_of(TASKS[name]).class_weights([make_batch(name)[1]]) is None
