@@ -1,5 +1,5 @@
 """Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
-real Slurm where its programs are, the real sets and Chromium, where they are."""
+real Slurm where its programs are, a server that is as S3, the real sets and Chromium, where they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.request import Request, urlopen
 
+import fsspec
 import pytest
 from benchmarks.real_sets import REAL_SETS
 from browser import open_chromium
@@ -50,6 +52,29 @@ def own_server(postgres_server: PostgresServer) -> Iterator[PostgresServer]:
     """The one of the session, for a test that stops it."""
     yield postgres_server
     postgres_server.start()  # unless it runs
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The address of a server that is as S3."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The location of an empty bucket."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    urlopen(Request(f"{moto}/moto-api/reset", method="POST")).close()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier test's server
+    fsspec.filesystem("s3").mkdir("studies")
+    return "s3://studies/team"
 
 
 @pytest.fixture(scope="session")

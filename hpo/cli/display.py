@@ -147,7 +147,7 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     done, paused, total = status["trials"]["done"], status["trials"].get("paused", 0), status["n_trials"]
     in_hand = {worker["trial"] for worker in status["workers"]} - {None}
-    counts = f"{trials_done(status['trials'])}, {len(in_hand)} running"
+    counts = f"{trials_done(status['trials'], has_budget=bool(status['budget']))}, {len(in_hand)} running"
     if status["budget"] is None:
         counts += f", {total - done - len(in_hand) - paused} to come"
     console.print(f"[bold]{escape(record.name)}[/bold]: {counts}")

@@ -131,10 +131,11 @@ def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], 
     return decorate
 
 
-def trials_done(slots: Mapping[str, int]) -> str:
-    """How far a study is, by its slots."""
+def trials_done(slots: Mapping[str, int], *, has_budget: bool = False) -> str:
+    """How far a study is, by its slots; one that has a budget may end with fewer."""
     paused = f", {slots['paused']} paused" if slots.get("paused") else ""
-    return f"{slots['done']} of {sum(slots.values())} trials done{paused}"
+    at_most = "at most " if has_budget else ""
+    return f"{slots['done']} of {at_most}{sum(slots.values())} trials done{paused}"
 
 
 def print_json(value: Any) -> None:

@@ -23,7 +23,9 @@ from hpo.cli.options import (
 from hpo.errors import RunError
 
 if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
     from hpo.report.plan import Plan
+    from hpo.study.reading.study_record import StudyRecord
 
 
 @app.command()
@@ -42,12 +44,8 @@ def plan(
 
     By its complete trials; in a precision of which there is none, some steps are trained here.
     """
-    from hpo.device import probe_device
     from hpo.errors import NoDatabaseError
-    from hpo.precision.table import apply_preset
-    from hpo.report.plan import costs_of, make_plan, measure_cost
     from hpo.study.reading.reader import read_study
-    from hpo.study.running.run import check_precisions
     from hpo.study.store.database import storage_url
     from hpo.study.store.storage import open_storage
 
@@ -59,22 +57,48 @@ def plan(
                 record = read_study(database, config.name)
     except NoDatabaseError:
         pass  # nothing has run yet
-    device = probe_device(config.device)
     with progress_shown(quiet=as_json):
-        lacking = check_precisions(config, device)
-        costs = costs_of(record) if record else {}
-        for name in config.precisions or apply_preset(config.amp, device)[1:]:
-            if name not in costs and name not in lacking:
-                typer.echo(f"measuring {name} ...", err=True)
-                costs[name] = measure_cost(config, device, RUNS, name)
-    if not costs:
-        raise RunError("No precision of the study was measured.")
-    live = sum(worker.alive for worker in record.workers) if record else 0
-    result = make_plan(config, list(costs.values()), record, workers or live or 1)
+        result = measured_plan(config, record, workers)
     if as_json:
         print_json(result.as_json())
     else:
         _print(config.name, result)
+
+
+def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None = None) -> Plan:
+    """The plan of a study by its complete trials, and by some steps here in a precision that has none.
+
+    Args:
+        record: of the study, where it is in the database.
+        workers: so many work; None: those that do, or one.
+
+    Raises:
+        RunError: the steps did not work.
+    """
+    from hpo.device import probe_device
+    from hpo.precision.table import apply_preset
+    from hpo.report.plan import costs_of, make_plan, measure_cost
+    from hpo.study.running.run import check_precisions
+
+    device = probe_device(config.device)
+    lacking = check_precisions(config, device)
+    costs = costs_of(record) if record else {}
+    for name in config.precisions or apply_preset(config.amp, device)[1:]:
+        if name not in costs and name not in lacking:
+            typer.echo(f"measuring {name} ...", err=True)
+            costs[name] = measure_cost(config, device, RUNS, name)
+    if not costs:
+        raise RunError("No precision of the study was measured.")
+    live = sum(worker.alive for worker in record.workers) if record else 0
+    return make_plan(config, list(costs.values()), record, workers or live or 1)
+
+
+def say_what_it_buys(config: StudyConfig, workers: int) -> None:
+    """Print what the budget of a study comes to, of which no trial has trained."""
+    try:
+        _print(config.name, measured_plan(config, None, workers))
+    except RunError as error:  # the trials will tell
+        typer.echo(f"What the budget buys is not known yet. {error}")
 
 
 def _print(name: str, plan: Plan) -> None:

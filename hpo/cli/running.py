@@ -33,6 +33,7 @@ from hpo.cli.options import (
     with_options,
     worker_processes,
 )
+from hpo.cli.planning import say_what_it_buys
 from hpo.errors import RunError
 from hpo.outcome import Outcome
 
@@ -202,6 +203,9 @@ def run_here(
         is_file=True,
     )
     with open_study(config, storage_url(storage), RUNS, options) as opened:
+        is_new = opened.stored.state == "open" and not opened.stored.has_trained
+        if config.budget is not None and is_new and not quiet and "TORCHELASTIC_RUN_ID" not in os.environ:
+            say_what_it_buys(opened.config, max(1, len(processes.shares)))
         with shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
         return read_study(opened.storage, config.name), summary, opened.left_out
@@ -223,8 +227,9 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
     stored, storage, config = opened.stored, opened.storage, opened.config
     done = stored.slots["done"]
     state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
+    counts = trials_done(stored.slots, has_budget=config.budget is not None)
     typer.echo(
-        f"Study {config.name} ({state}): {trials_done(stored.slots)}, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:
@@ -243,11 +248,10 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     """Say why a run ended before its study, and by which command, as it was given, it goes on."""
     from hpo.study.store.database import redact
 
-    slots = record.slots
+    counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
     if summary.ended == "closed":
         typer.echo(
-            f"The study {record.name} is {record.state}: {trials_done(slots)}. To open it again: "
-            f"hpo resume {record.name}"
+            f"The study {record.name} is {record.state}: {counts}. To open it again: hpo resume {record.name}"
         )
         return
     why = {
@@ -257,7 +261,7 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     }[summary.ended]
     where = " there" if summary.ended == "elsewhere" else ""
     command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
-    typer.echo(f"{why}: {trials_done(slots)}. To go on{where}: {command}")
+    typer.echo(f"{why}: {counts}. To go on{where}: {command}")
 
 
 def _why_no_result(record: StudyRecord) -> str:

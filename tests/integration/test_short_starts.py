@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from safetensors.torch import load_file
 from tiny import write_study
 
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.sampling.promotion import RESUMED_ATTR
+from hpo.study.store.storage import open_storage
 
 RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
 PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
@@ -20,11 +23,17 @@ PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
 DROPOUT = {"max_steps": 10, "batch_size": 8, "max_length": 64, "dropout": 0.1}
 
 
-def run(folder: Path, **changes: Any) -> StudyRecord:
-    """The tiny study, run to its end; its trials have five evaluations."""
+def write(folder: Path, location: str | None = None, **changes: Any) -> None:
+    """The tiny study; its trials have five evaluations."""
     folder.mkdir(exist_ok=True)
     content = {"n_trials": 4, "sampler": {"name": "grid"}, "search_space": RATES, "training": DROPOUT}
-    write_study(folder, **content, evaluation={"per_trial": 5}, checkpoint={"top_k": 4}, **changes)
+    checkpoint = {"top_k": 4, "location": location}
+    write_study(folder, **content, evaluation={"per_trial": 5}, checkpoint=checkpoint, **changes)
+
+
+def run(folder: Path, **changes: Any) -> StudyRecord:
+    """The same, run to its end."""
+    write(folder, **changes)
     ok(hpo_command(folder, "run", "tiny.yaml"))
     return stored(folder)
 
@@ -83,3 +92,33 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
     first = stored(tmp_path).trials[0]
     assert (first.outcome, [row.step for row in first.evaluations]) == ("pruned", [2])
     assert first.telemetry["resumed_from_step"] == 2
+
+
+def test_on_two_machines_that_share_a_bucket(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one dies when two trials have paused and the better one has gone on to its next rung."""
+    undisturbed = run(tmp_path / "whole", pruner=PROMOTE)
+    shared = ("--storage", f"sqlite:///{tmp_path}/shared.db")
+    num_told = itertools.count(1)
+    record_outcome = WorkerLease.record_outcome
+
+    def die_at_the_third(self: WorkerLease, *told: Any, **more: Any) -> None:
+        if next(num_told) == 3:
+            raise SystemExit(9)
+        record_outcome(self, *told, **more)
+
+    for name in ("first", "second"):
+        write(tmp_path / name, s3, pruner=PROMOTE)
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerLease, "record_outcome", die_at_the_third)
+        assert hpo_command(tmp_path / "first", "run", "tiny.yaml", *shared).exit_code == 9
+    ok(hpo_command(tmp_path / "second", "run", "tiny.yaml", *shared))
+    with open_storage(shared[1]) as storage:
+        trials = read_study(storage, "tiny").trials
+    assert trials[2].telemetry["resumed_from_step"] == 4, "it had paused there already"
+    expected = [trial for trial in undisturbed.trials if trial.outcome == "complete"]
+    ended = [trial for trial in trials if trial.outcome == "complete"]
+    assert [(trial.params, trial.values) for trial in ended] == [(t.params, t.values) for t in expected]
+    for trial in ended:
+        assert [row.step for row in trial.evaluations] == [2, 4, 6, 8, 10]

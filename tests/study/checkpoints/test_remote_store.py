@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.request import Request, urlopen
 
-import fsspec
 import pytest
 import torch
 
@@ -17,29 +14,6 @@ from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.errors import CheckpointError, InputError, LeaseLostError
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.training.checkpoint import FILES, CheckpointStore
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    """The address of a server that is as S3."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The location of an empty bucket."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    urlopen(Request(f"{moto}/moto-api/reset", method="POST")).close()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of the server of another module
-    fsspec.filesystem("s3").mkdir("studies")
-    return "s3://studies/team"
 
 
 @pytest.fixture(params=["artifacts", "s3"])

@@ -129,7 +129,7 @@ def test_one_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path
 
 def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_path: Path) -> None:
     """And perhaps some that were among the best before the others had started."""
-    finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(4)))
+    finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(8)))
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8})
 
