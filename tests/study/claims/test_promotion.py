@@ -73,9 +73,9 @@ def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | No
         return run_worker(CONFIG, storage, execute, WorkerOptions(poll_seconds=0.02))
 
 
-def check(storage: Storage, *, ended: set[int]) -> StudyRecord:
-    """Each configuration has started once and gone on from rung to rung. These, named by
-    their batch size, have ended."""
+def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> StudyRecord:
+    """Each configuration has started once and gone on from rung to rung. These, named by their batch size,
+    have ended; with trials that started side by side, perhaps others that paused before these."""
     record = read_study(storage, CONFIG.name)
     assert record.slots == {"open": 0, "running": 0, "done": 8}
     assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
@@ -89,7 +89,7 @@ def check(storage: Storage, *, ended: set[int]) -> StudyRecord:
         paused_at = [trial.attributes.get(PAUSED_ATTR) for trial in trials if trial.outcome == "pruned"]
         assert paused_at == [0.05, 0.45][: len(paused_at)]
     complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
-    assert complete == ended
+    assert complete >= ended if side_by_side else complete == ended
     return record
 
 
@@ -128,10 +128,9 @@ def test_one_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path
 
 
 def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_path: Path) -> None:
-    """And perhaps some that were among the best before the others had started."""
     finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(8)))
     with open_storage(storage_url) as storage:
-        check(storage, ended={7, 8})
+        check(storage, ended={7, 8}, side_by_side=True)
 
 
 @pytest.mark.parametrize("kill_at", [2, 9])
