@@ -10,6 +10,8 @@ from pathlib import Path
 import optuna
 import pytest
 
+from hpo.tasks.registry import KINDS
+
 PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
     "cli",
@@ -68,6 +70,21 @@ def test_a_file_imports_only_from_its_floor_and_below(file: Path) -> None:
 def test_no_imports_go_round() -> None:
     graph = {".".join(file.with_suffix("").parts): imported(file) for file in FILES}
     assert len(tuple(TopologicalSorter(graph).static_order())) >= len(FILES)
+
+
+def test_only_the_kinds_of_task_know_their_names() -> None:
+    """What depends on a task's kind asks the kind; the generator's set names those of its own tasks."""
+    of_kinds = {kind.__module__.removeprefix("hpo.") for kind in KINDS.values()}
+    naming, importing = set(), set()
+    for file in FILES:
+        nodes = ast.walk(ast.parse((PACKAGE / file).read_text()))
+        constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        if file.parts[0] != "tasks" and constants & KINDS.keys():
+            naming.add(file.as_posix())
+        if file.parts[0] != "tasks" and imported(file) & of_kinds:
+            importing.add(file.as_posix())
+    assert naming == {"data/synthetic.py"}
+    assert not importing
 
 
 def test_only_the_search_and_the_database_know_optuna() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from hpo.compare.decision import Array, half_width
 from hpo.config.comparison import REFERENCE, Arm
-from hpo.config.study_config import SMALLER_IS_BETTER, StudyConfig
+from hpo.config.study_config import StudyConfig, smaller_is_better
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
@@ -158,7 +158,7 @@ class Runs:
 
     def is_minimized(self, metric: str) -> bool:
         """Whether less of it is better: its scores are below 0."""
-        return self._minimized if metric == self.metric else metric.rpartition("/")[2] in SMALLER_IS_BETTER
+        return self._minimized if metric == self.metric else smaller_is_better(metric)
 
     def says_nothing(self, trial: TrialRecord) -> bool:
         """Whether a trial tells nothing of the precision that it was to have."""

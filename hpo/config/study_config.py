@@ -44,14 +44,17 @@ from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive
 from hpo.errors import StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
-
-SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
+from hpo.tasks.registry import is_error
 
 
 def study_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
     return name
+
+
+def smaller_is_better(metric: str) -> bool:
+    return metric == "peak_memory_bytes" or is_error(metric)
 
 
 class ObjectiveConfig(CheckedSection):
@@ -67,7 +70,7 @@ class ObjectiveConfig(CheckedSection):
     def problems(self) -> Iterator[Problem]:
         if told := unknown_metric(self.metric):
             yield Problem(("metric",), told)
-        if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
+        if smaller_is_better(self.metric) and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
 
 

@@ -119,8 +119,3 @@ def _line(where: str, problem: Problem) -> str:
     task = f" task `{problem.where[0]}`:" if problem.where else ""
     key = "".join(f" {part}:" for part in problem.where[1:])
     return f"{where}:{task}{key} {problem.message}"
-
-
-def tags_each_name(task: Task) -> bool:
-    """Whether each span name has tags of its own, so that spans of different names may overlap."""
-    return task.kind == "token_classification" and task.spans_may_overlap

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.tasks import Task, tags_each_name
+from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import OnnxNetwork
-from hpo.training.decoding import sigmoid
+from hpo.tasks.registry import kind_of
 from hpo.training.metrics import RowStatistics
 
 
@@ -70,22 +70,19 @@ def depends_on_batch(model: TrainedModel) -> bool:
 
 def largest_change(answered: Answers, reference: Answers) -> float | None:
     """Of any probability of a class or tag; None where no task has probabilities."""
-    changes = [
-        float(np.abs(_probabilities(task, answered) - _probabilities(task, reference)).max(initial=0.0))
-        for task in answered.tasks
-        if task.kind not in ("regression", "span_extraction")
-    ]
+    changes = []
+    for task in answered.tasks:
+        ours, theirs = (_probabilities(task, of) for of in (answered, reference))
+        if ours is not None and theirs is not None:
+            changes.append(float(np.abs(ours - theirs).max(initial=0.0)))
     return max(changes, default=None)
 
 
-def _probabilities(task: Task, answered: Answers) -> NDArray[np.float64]:
+def _probabilities(task: Task, answered: Answers) -> NDArray[np.float64] | None:
     """Of classes, [E, C]; of the kinds that find spans, of the tags of each token of a text."""
-    logits, split = answered.logits[task.name], answered.split
     if task.level == "sequence":
-        return answered.predicted.probabilities[task.name]
-    logits = logits[split.owned_T & (split.char_start_T >= 0)]
-    if task.kind == "span_per_label":
-        return np.asarray(sigmoid(logits), np.float64)
-    tags = logits.reshape(len(logits), -1, 3) if tags_each_name(task) else logits
-    exponents = np.exp(tags.astype(np.float64) - tags.max(axis=-1, keepdims=True))
-    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
+        return answered.predicted.probabilities.get(task.name)
+    split = answered.split
+    return kind_of(task).token_probabilities(
+        answered.logits[task.name][split.owned_T & (split.char_start_T >= 0)]
+    )

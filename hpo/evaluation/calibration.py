@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.training.metrics import indicators
+from hpo.tasks.kind import indicators
+from hpo.tasks.registry import kind_of
 
 NUM_BINS = 15
 _AT_ONCE = 2**20
@@ -55,12 +55,12 @@ def calibration(
     """Of a single_label or multi_label task and its annotated examples; None without any."""
     if not len(examples):
         return None
-    truth: list[Any] = [example.labels[task.name] for example in examples]
-    if task.kind == "multi_label":
-        return calibration_of(probabilities_NC.ravel(), indicators(task, truth).ravel())
-    index = {label: c for c, label in enumerate(task.labels)}
-    is_right_N = probabilities_NC.argmax(axis=1) == [index[label] for label in truth]
-    return calibration_of(probabilities_NC.max(axis=1), is_right_N)
+    kind = kind_of(task)
+    true_NC = indicators(task, [kind.held(example) for example in examples])
+    if kind.is_list:
+        return calibration_of(probabilities_NC.ravel(), true_NC.ravel())
+    best_N = probabilities_NC.argmax(axis=1)
+    return calibration_of(probabilities_NC.max(axis=1), true_NC[np.arange(len(best_N)), best_N])
 
 
 def calibration_of(probability_M: NDArray[np.float64], is_right_M: NDArray[np.bool_]) -> Calibration:

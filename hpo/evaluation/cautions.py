@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.classes import ClassFigures
-from hpo.training.decoding import DecodingThresholds
-from hpo.training.metrics import RowStatistics, Span, true_spans, word_counts
+from hpo.tasks.kind import DecodingThresholds, Kind, Span
+from hpo.tasks.registry import kind_of
+from hpo.tasks.spans import SpanKind, word_counts
+from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10
 FEW_ROWS = 30
@@ -32,10 +34,8 @@ def task_warnings(
     if num_rows < FEW_ROWS:
         rows = "Only 1 row is" if num_rows == 1 else f"Only {num_rows} rows are"
         warnings.append(f"{rows} annotated: the intervals are too narrow, and the figures say little.")
-    is_label = task.kind in ("single_label", "multi_label")
-    is_by_row = is_label or task.kind == "span_extraction"
-    at = _decided(task, decisions)
-    item = "class" if is_label else "span"
+    kind = kind_of(task)
+    at, item = kind.decided_by(decisions), "class" if kind.has_classes else "span"
     if classes and not any(one.num_predicted for one in classes) and any(one.support for one in classes):
         warnings.append(f"No {item} is predicted in any row{at}.")
     else:
@@ -43,12 +43,12 @@ def task_warnings(
         if unpredicted:
             verb = "occurs but is" if len(unpredicted) == 1 else "occur but are"
             warnings.append(f"{_names(unpredicted)} {verb} never predicted.")
-    if is_by_row:
-        warnings += _everywhere(task, classes, num_rows, at)
+    if kind.is_by_row:
+        warnings += _everywhere(kind, classes, num_rows, at)
     rare = [one.name for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS]
     if rare:
         has = "has" if len(rare) == 1 else "have"
-        what = "rows" if is_by_row else "spans"
+        what = "rows" if kind.is_by_row else "spans"
         few = f"fewer than {FEW_ROWS_OF_A_CLASS} {what}"
         macro = ", and the interval of f1_macro is too narrow" if "f1_macro" in task.metrics else ""
         warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance{macro}.")
@@ -67,18 +67,19 @@ def cover_warnings(
     decisions: DecodingThresholds,
 ) -> tuple[str, ...]:
     """Whether spans are predicted over nearly all of the texts they are in; of the kinds with many spans."""
-    if task.kind not in ("token_classification", "span_per_label"):
+    kind = kind_of(task)
+    if not isinstance(kind, SpanKind) or kind.is_by_row:
         return ()
     texts = [example.text for example in examples]
     share = _share_covered(predicted, texts)
-    true_share = _share_covered([sorted(true_spans(task, example)) for example in examples], texts)
+    true_share = _share_covered([sorted(kind.true_spans(example)) for example in examples], texts)
     if share <= NEARLY_ALL or share < FAR_ABOVE * true_share:
         return ()
     text = f"Predicted spans cover {share:.1%} of the words of the texts they are in"
-    return (f"{text}{_decided(task, decisions)}; true ones cover {true_share:.1%}.",)
+    return (f"{text}{kind.decided_by(decisions)}; true ones cover {true_share:.1%}.",)
 
 
-def _everywhere(task: Task, classes: Sequence[ClassFigures], num_rows: int, at: str) -> list[str]:
+def _everywhere(kind: Kind, classes: Sequence[ClassFigures], num_rows: int, at: str) -> list[str]:
     """Of classes predicted in every row, or in nearly every one and in far fewer true."""
     every = [one.name for one in classes if one.num_predicted == num_rows > one.support]
     most = [
@@ -93,24 +94,11 @@ def _everywhere(task: Task, classes: Sequence[ClassFigures], num_rows: int, at: 
         (most, f"in more than {NEARLY_ALL:.0%} of the rows", ", and true in far fewer"),
     ):
         if names:
-            is_all = task.kind == "multi_label" and len(names) == len(classes) > 1
+            is_all = kind.is_list and len(names) == len(classes) > 1
             verb = "is" if len(names) == 1 or is_all else "are"
             subject = "Every class" if is_all else _names(names)
             warnings.append(f"{subject} {verb} predicted {where}{at}{more}.")
     return warnings
-
-
-def _decided(task: Task, decisions: DecodingThresholds) -> str:
-    """What a prediction of the task depends on beside the model."""
-    match task.kind:
-        case "multi_label":
-            return f" at the threshold {decisions.threshold:.3g}"
-        case "span_extraction":
-            return f" at the null offset {decisions.null_offset:.3g}"
-        case "span_per_label":
-            gap = f"{decisions.merge_gap} token{'s' * (decisions.merge_gap != 1)}"
-            return f" at the threshold {decisions.threshold:.3g} and the merge gap of {gap}"
-    return ""
 
 
 def _share_covered(spans_of_rows: Sequence[Sequence[Span]], texts: Sequence[str]) -> float:

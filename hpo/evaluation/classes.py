@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from scipy.sparse import coo_array
 
+from hpo.tasks.registry import KINDS
 from hpo.training.metrics import RowStatistics
 
 
@@ -62,7 +63,7 @@ def _figures(name: str, hits: int, support: int, num_predicted: int) -> ClassFig
 def confusion(statistics: RowStatistics) -> Confusion | None:
     """Of the kinds whose truth is classes; None for the others, or without an annotated row."""
     task = statistics.task
-    if task.kind not in ("single_label", "multi_label") or not statistics.num_rows:
+    if not KINDS[task.kind].has_classes or not statistics.num_rows:
         return None
     pairs = coo_array(statistics.counts_NC["true"].T @ statistics.counts_NC["predicted"])
     columns = (values.astype(int).tolist() for values in (*pairs.coords, pairs.data))

@@ -19,7 +19,9 @@ from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
-from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
+from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.registry import KINDS
+from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
 
 
@@ -57,11 +59,7 @@ def predict_split(
     default."""
     given = {task.name: decisions.get(task.name, DecodingThresholds()) for task in tasks}
     predictions, chosen = decode_tasks(tasks, logits, split, given)
-    probabilities = {
-        task.name: class_probabilities(task, logits[task.name], split)
-        for task in tasks
-        if task.kind in ("single_label", "multi_label")
-    }
+    probabilities = class_probabilities(tasks, logits, split)
     return SplitPredictions(tuple(tasks), split.examples, chosen, predictions, probabilities)
 
 
@@ -98,7 +96,7 @@ def _task_evaluation(
     probabilities_EC = predicted.probabilities.get(task.name)
     is_whole = len(examples) == len(predicted.examples)
     probabilities_NC = probabilities_EC if probabilities_EC is None or is_whole else probabilities_EC[index_N]
-    has_threshold = task.kind in ("multi_label", "span_per_label")
+    has_threshold = KINDS[task.kind].has_threshold
     decisions = predicted.decisions[task.name]
     classes = class_figures(statistics)
     return TaskEvaluation(

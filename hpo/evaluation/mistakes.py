@@ -15,17 +15,14 @@ from numpy.typing import NDArray
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.tasks.registry import KINDS
-from hpo.training.metrics import Span, accepted_answers, indicators, true_spans
+from hpo.tasks.kind import Kind, Span
+from hpo.tasks.registry import kind_of
+from hpo.tasks.spans import SpanKind
 
 MAX_MISTAKES = 20
 MAX_CHARACTERS = 1000
 _BEFORE = 200
 """Characters of a long text that are shown before its first wrong span."""
-_LEAST_PROBABILITY = 1e-15
-"""Losses are of probabilities between this and what is as far from 1."""
-_AT_ONCE = 2**20
-"""Losses of rows with so many probabilities are computed at a time, for the memory."""
 
 
 @dataclass(frozen=True)
@@ -56,71 +53,20 @@ def worst_mistakes(
 
     `probabilities_NC` are those of single_label and multi_label.
     """
-    loss_N = np.zeros(0) if not examples else _losses(task, predicted, examples, probabilities_NC)
+    kind = kind_of(task)
+    loss_N = kind.row_losses(predicted, examples, probabilities_NC) if examples else np.zeros(0)
     order = np.argsort(-loss_N, kind="stable")
     wrong = [n for n in order[np.isfinite(loss_N[order])].tolist() if loss_N[n] > 0]
-    return tuple(_mistake(task, predicted[n], examples[n], float(loss_N[n])) for n in wrong[:limit])
+    return tuple(_mistake(kind, predicted[n], examples[n], float(loss_N[n])) for n in wrong[:limit])
 
 
-def _losses(
-    task: Task,
-    predicted: Sequence[Any],
-    examples: Sequence[Example],
-    probabilities_NC: NDArray[np.float64] | None,
-) -> NDArray[np.float64]:
-    """[N]; 0 for a row that is right."""
-    if KINDS[task.kind].in_spans:
-        pairs = zip(predicted, examples, strict=True)
-        return np.array([float(len(_wrong_spans(task, *pair))) for pair in pairs])
-    truth: list[Any] = [example.labels[task.name] for example in examples]
-    if task.kind == "regression":
-        return np.abs(np.array(predicted, np.float64) - np.array(truth, np.float64))
-    assert probabilities_NC is not None
-    is_single = task.kind == "single_label"
-    both = zip(predicted, truth, strict=True)
-    is_wrong_N = [ours != theirs if is_single else set(ours) != set(theirs) for ours, theirs in both]
-    wrong = np.flatnonzero(is_wrong_N)
-    loss_N = np.zeros(len(truth))
-    rows_at_once = max(1, _AT_ONCE // len(task.labels))
-    for first in range(0, len(wrong), rows_at_once):
-        rows = wrong[first : first + rows_at_once]
-        loss_N[rows] = _cross_entropies(task, probabilities_NC[rows], [truth[n] for n in rows])
-    return loss_N
-
-
-def _cross_entropies(task: Task, p_NC: NDArray[np.float64], truth: Sequence[Any]) -> NDArray[np.float64]:
-    """[N]: of the true class, or summed over the classes."""
-    p_NC = np.clip(p_NC, _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
-    if task.kind == "single_label":
-        true_NC = indicators(task, [[label] for label in truth])
-        return np.asarray(-np.log(p_NC[true_NC]))
-    return np.asarray(-np.log(np.where(indicators(task, truth), p_NC, 1 - p_NC)).sum(axis=1))
-
-
-def _truth(task: Task, example: Example) -> set[Span]:
-    """True spans; of several accepted answers the one that counts as the truth, or the first."""
-    truth = true_spans(task, example)
-    if task.kind == "span_extraction" and not truth:
-        truth = {(task.labels[0], *answer) for answer in accepted_answers(task, example)[:1]}
-    return truth
-
-
-def _wrong_spans(task: Task, predicted: Sequence[Span], example: Example) -> set[Span]:
-    """The missed and the spurious spans; an answer that is one of the accepted ones leaves none."""
-    if task.kind == "span_extraction":
-        accepted = accepted_answers(task, example)
-        if any((start, end) in accepted for _, start, end in predicted[:1]):
-            return set()
-    return _truth(task, example) ^ set(predicted)
-
-
-def _mistake(task: Task, predicted: Any, example: Example, loss: float) -> Mistake:
-    if not KINDS[task.kind].in_spans:
-        truth: Any = example.labels[task.name]
-        if task.kind == "multi_label":  # both in the order of the task's classes
-            truth, predicted = ([c for c in task.labels if c in side] for side in (truth, predicted))
+def _mistake(kind: Kind, predicted: Any, example: Example, loss: float) -> Mistake:
+    if not isinstance(kind, SpanKind):
+        truth: Any = example.labels[kind.task.name]
+        if kind.is_list:  # both in the order of the task's classes
+            truth, predicted = ([c for c in kind.task.labels if c in side] for side in (truth, predicted))
         return Mistake(example.id, example.text[:MAX_CHARACTERS], truth, predicted, loss)
-    spans = [_truth(task, example), set(predicted)]
+    spans = [kind.shown_spans(example), set(predicted)]
     first = 0
     if max(end for side in spans for _, _, end in side) > MAX_CHARACTERS:
         first_wrong = min(start for _, start, _ in spans[0] ^ spans[1])

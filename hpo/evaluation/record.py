@@ -19,7 +19,7 @@ from hpo.evaluation.classes import ClassFigures, Confusion
 from hpo.evaluation.intervals import Interval
 from hpo.evaluation.mistakes import Mistake
 from hpo.json_safe import json_safe
-from hpo.training.decoding import DecodingThresholds
+from hpo.tasks.kind import DecodingThresholds
 
 VERSION = 1
 """Of the form of the record."""

@@ -36,7 +36,9 @@ from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision, canonical_precision, support
-from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
+from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.registry import KINDS
+from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.evaluate import predict_logits
 
 CPU_TOKENS = 512
@@ -368,11 +370,7 @@ def predictions_of(
     """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
     decisions = decisions or {task.name: DecodingThresholds() for task in tasks}
     labels, _ = decode_tasks(tasks, logits, split, decisions)
-    probabilities = {
-        task.name: class_probabilities(task, logits[task.name], split)
-        for task in tasks
-        if task.kind in ("single_label", "multi_label")
-    }
+    probabilities = class_probabilities(tasks, logits, split)
     return [_prediction(tasks, labels, probabilities, e, example) for e, example in enumerate(split.examples)]
 
 
@@ -387,12 +385,11 @@ def _prediction(
     prediction: Prediction = {}
     for task in tasks:
         answer = decoded[task.name][e]
-        if task.name in probabilities:
-            values = probabilities[task.name][e].tolist()
-            prediction[task.name] = TaskPrediction(answer, dict(zip(task.labels, values, strict=True)))
-        elif task.kind == "regression":
-            prediction[task.name] = TaskPrediction(answer)
-        else:
+        if KINDS[task.kind].in_spans:
             spans = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in answer]
             prediction[task.name] = TaskPrediction(spans=spans)
+        else:
+            of_classes = probabilities.get(task.name)
+            values = () if of_classes is None else zip(task.labels, of_classes[e].tolist(), strict=True)
+            prediction[task.name] = TaskPrediction(answer, dict(values))
     return prediction

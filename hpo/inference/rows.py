@@ -159,8 +159,8 @@ def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
     for column, task in columns.items():
         kind = column.partition(".")[0]
         if kind != "scores" and not KINDS[task.kind].in_spans:
-            label = pa.float64() if task.kind == "regression" else pa.string()
-            types[column] = pa.list_(label) if task.kind == "multi_label" else label
+            label = pa.float64() if KINDS[task.kind].is_number else pa.string()
+            types[column] = pa.list_(label) if KINDS[task.kind].is_list else label
         else:
             of_name = pa.float64() if kind == "scores" else spans
             types[column] = pa.struct([(name, of_name) for name in task.labels])
@@ -177,8 +177,7 @@ _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 def _columns(tasks: Sequence[Task]) -> Columns:
     columns: Columns = {}
     for task in tasks:
-        kinds = ("spans",) if KINDS[task.kind].in_spans else ("labels", "scores")
-        columns |= {
-            f"{kind}.{task.name}": task for kind in kinds if kind != "scores" or task.kind != "regression"
-        }
+        kind = KINDS[task.kind]
+        parts = ("spans",) if kind.in_spans else ("labels", "scores") if kind.has_classes else ("labels",)
+        columns |= {f"{part}.{task.name}": task for part in parts}
     return columns

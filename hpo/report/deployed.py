@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.config.study_config import SMALLER_IS_BETTER
+from hpo.config.study_config import smaller_is_better
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_interval, format_number
 from hpo.study.reading.study_record import is_number
@@ -127,7 +127,7 @@ def loading(stored: Stored, model: str) -> str:
 
 def latency_charts(stored: Stored) -> list[Chart]:
     """The score against the latency, at each batch size; bars are the scores' intervals."""
-    corner = "Lower" if stored["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"
+    corner = "Lower" if smaller_is_better(stored["objective"]) else "Upper"
     charts = []
     for size in stored["artifacts"][0]["timings"]:
         series = []

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpo.config.study_config import SMALLER_IS_BETTER
+from hpo.config.study_config import smaller_is_better
 from hpo.report.detailed_tables import Detailed, interval_text, intervals, off_diagonal, sorted_classes
 from hpo.report.figures import TICK_WIDTH, Chart, Series, interval_line
 from hpo.report.formats import format_number
 from hpo.study.reading.study_record import is_number
+from hpo.tasks.registry import known_kind
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6B6B6B"
 
@@ -37,7 +38,7 @@ def task_charts(one: Detailed, task: str) -> list[Chart]:
 def intervals_chart(one: Detailed) -> Chart | None:
     """The metrics with their intervals, the first on top; None: there is none to draw."""
     rows = [row for row in intervals(one) if is_number(row["value"])]
-    shown = [row for row in rows if row["metric"] not in SMALLER_IS_BETTER][::-1]
+    shown = [row for row in rows if not smaller_is_better(row["metric"])][::-1]
     if not shown:
         return None
     series: list[Series] = []
@@ -115,7 +116,7 @@ def _matrix(of_task: Mapping[str, Any], key: str, task: str) -> Chart:
         (true, said, count, count / max(supports[labels[true]], count, 1)) for true, said, count in counts
     ]
     last = len(labels) - 1
-    several = of_task["kind"] == "multi_label"
+    several = known_kind(of_task["kind"]).is_list
     hover = [
         f"true {labels[true]}, predicted {labels[said]}\n"
         f"{format_number(count)} rows, {share:.0%} of those where {labels[true]} holds"
@@ -163,7 +164,7 @@ def _pairs(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
         for true, said, count in shown
     ]
     names = [f"{true} → {said}" for true, said, _ in shown]
-    several = of_task["kind"] == "multi_label"
+    several = known_kind(of_task["kind"]).is_list
     what = "predicted together with another class that holds" if several else "taken for another"
     return Chart(
         key,
@@ -216,7 +217,7 @@ def calibration_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart 
     confidences, marks, marked = known("confidence")
     of = (
         "every class of every row against its being true"
-        if of_task["kind"] == "multi_label"
+        if known_kind(of_task["kind"]).is_list
         else "the predicted class against its being right"
     )
     ece = f"Expected calibration error {format_number(calibration['ece'])}. "

@@ -62,9 +62,9 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
     num = len(of_task["classes"] or ())
     facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
     worst = of_task["worst"] or ()
-    in_spans = known_kind(of_task["kind"]).in_spans
+    kind = known_kind(of_task["kind"])
     legend = [(look, sign, MEANINGS[look]) for look, sign in LOOKS.items()]
-    if in_spans:
+    if kind.in_spans:
         legend.append(("mixed", "− +", "several spans, each with its sign"))
     return {
         "name": name,
@@ -72,22 +72,22 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
         "about": " ".join(facts),
         "classes": classes_text(of_task),
         "charts": charts,
-        "legend": [] if of_task["kind"] == "regression" else legend,
+        "legend": [] if kind.is_number else legend,
         "worst": [_error(of_task, row) for row in worst],
     }
 
 
 def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    text, kind = row["text"] or "", of_task["kind"]
+    text, kind = row["text"] or "", known_kind(of_task["kind"])
     shown: dict[str, Any] = {"id": row["id"], "loss": format_number(row["loss"]), "text": text}
-    if known_kind(kind).in_spans:
+    if kind.in_spans:
         sides = [row[side] or [] for side in ("truth", "predicted")]
         exact = sum(span in sides[1] for span in sides[0])
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
         if outside := outside_text(row["num_outside"]):
             answer += f", {outside}"
         return shown | {"text": marked_text(text, *sides, named=_has_names(of_task)), "answer": answer}
-    if kind == "regression":
+    if kind.is_number:
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]
         return shown | {"answer": "· true {}, predicted {}".format(*numbers)}
     return shown | {"answer": marked_labels(row["truth"], row["predicted"])}

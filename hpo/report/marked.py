@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 if TYPE_CHECKING:
-    from hpo.training.metrics import Span
+    from hpo.tasks.kind import Span
 
 LOOKS = {"missed": "−", "spurious": "+", "both": "="}
 """CSS class -> sign. The class `mixed` is that of a piece with several signs."""

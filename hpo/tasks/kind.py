@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -31,19 +32,40 @@ if TYPE_CHECKING:
     from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit, WindowSpans
     from hpo.training.losses import LossOptions
 
+    ByName = Mapping[str, NDArray[np.floating[Any]]]
+    Counts = tuple[NDArray[np.floating[Any]], ...]
+    Predicted = Sequence[Any] | None
+    RowValues = tuple[dict[str, Any], dict[str, NDArray[np.floating[Any]]]]
+    Likely = NDArray[np.float64] | None
+    Scores = dict[str, NDArray[np.floating[Any]]]
     RowSpans = Sequence[tuple[int, int, str]]
     RowLabels = Mapping[str, Label]
     Segments = Mapping[str, tuple[int, int]]
 
 IGNORE_INDEX = -100
 
+FloatArray = NDArray[np.floating[Any]]
+
 Span = tuple[str, int, int]
 """Name, start and end of a span in characters, end exclusive."""
 
 
+@dataclass(frozen=True)
+class DecodingThresholds:
+    """What turns a task's scores into predictions; a kind uses what it needs and ignores the rest.
+
+    `threshold`: multi_label and span_per_label predict what has a probability above it.
+    `null_offset`: span_extraction answers when the answer's logits exceed those of no answer by more.
+    `merge_gap`: span_per_label joins two runs with at most so many tokens between them.
+    """
+
+    threshold: float = 0.5
+    null_offset: float = 0.0
+    merge_gap: int = 0
+
+
 class Kind(ABC):
-    """A kind, as it is for one task. PyTorch is imported by the methods that take tensors: a study is read
-    without it."""
+    """A kind, as it is for one task. Methods that take tensors import PyTorch: a study is read without it."""
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
@@ -58,6 +80,10 @@ class Kind(ABC):
     is_number: ClassVar[bool] = False
     in_spans: ClassVar[bool] = False
     """Whether its truth is spans, or a label otherwise."""
+    is_by_row: ClassVar[bool] = True
+    """Whether a row has a class or span name once at most, so that what is counted is rows."""
+    has_threshold: ClassVar[bool] = False
+    """Whether what has a probability above `DecodingThresholds.threshold` is predicted."""
     min_labels: ClassVar[int] = 0
     """Fewest classes or span names of a task."""
     needed_key: ClassVar[str | None] = None
@@ -66,8 +92,8 @@ class Kind(ABC):
     """What it marks at the first token of a window, which must be a special one."""
     target_type: ClassVar[str] = "int64"
     """NumPy's name of the type of a batch's targets."""
-    label_unit_metrics: ClassVar[tuple[str, ...]] = ()
-    """Metrics in the units of the labels."""
+    errors: ClassVar[tuple[str, ...]] = ()
+    """Metrics of which less is better, in the units of the labels."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -79,28 +105,24 @@ class Kind(ABC):
             yield cls.needed_key, f"must be given for the kind {cls.name}."
 
     @property
-    @abstractmethod
     def num_outputs(self) -> int:
         """Size of the logits' last dimension."""
+        return len(self.task.labels)
 
     # Its truth
 
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
-        """The label in a table's cell that is not empty, in the form that it has in a jsonl line.
-
-        Raises JSONDecodeError where it must be JSON and is not.
-        """
+        """What a table's cell holds, in the form of a jsonl line. Raises JSONDecodeError where it is to be
+        JSON and is not."""
         return cell
 
     def label(self, value: Any) -> Label:
-        """A row's label as an example holds it. Raises ValueError with what follows its place in the message
-        where it is none."""
+        """A row's label as an example holds it. Raises ValueError, whose text follows the label's place."""
         return value  # type: ignore[no-any-return]
 
     def span_problems(self, spans: RowSpans, labels: RowLabels, segments: Segments) -> list[str]:
-        """What is wrong with the spans (start, end, name) of a row, which has some, and can be seen of all of
-        them alone, or of its labels and segments."""
+        """What is wrong with all the spans (start, end, name) of a row together; there are some."""
         return []
 
     def held(self, example: Example) -> Sequence[str]:
@@ -112,8 +134,8 @@ class Kind(ABC):
         return self.task
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray | None:
-        """The targets of rows, the same in all their windows, in a small type; None where `window_targets` or
-        `batch_target` makes them of spans. `has_E` says which rows are annotated."""
+        """The targets of rows, annotated where `has_E`, for all their windows, in a small type; None where
+        `window_targets` or `batch_target` makes them of spans."""
         return None
 
     def window_targets(self, spans: WindowSpans, annotated_W: BoolArray) -> AnyArray | None:
@@ -145,15 +167,64 @@ class Kind(ABC):
     def loss_sum(
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
-        """The sum of the loss over the labelled items; `options.loss` is one of `losses`.
-
-        For the rest see `hpo.training.losses.loss_sum`; logits are in fp32.
-        """
+        """As `hpo.training.losses.loss_sum`, of logits in fp32; `options.loss` is one of `losses`."""
 
     def class_weights(self, targets: Iterable[Tensor]) -> Tensor | None:
-        """The weights of `class_weighting: balanced` from the train split's targets, on the CPU and of any
-        batching; a class that does not occur gets 1. None: the kind has no classes.
-        """
+        """Those of `class_weighting: balanced` from the train split's targets, on the CPU, of any batching; 1
+        for a class that does not occur. None: the kind has no classes."""
+        return None
+
+    # Its predictions
+
+    @abstractmethod
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        """One prediction an example: a class, a list of classes, a number in raw units, or a sorted list of
+        spans. `labels` are the predictions of the task that they are evidence for, if any."""
+
+    def choose(
+        self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
+    ) -> DecodingThresholds:
+        """The decision that maximises a metric on the annotated `rows`, of which there are some."""
+        return DecodingThresholds()
+
+    def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64] | None:
+        """Each example's probability of each class: [E, C]. None: it has no classes."""
+        return None
+
+    # Its scores
+
+    @abstractmethod
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        """What each annotated row adds to the sums that metrics are made of: `hits`, `true` and `predicted`
+        by class or span name, sparse [N, C], if it has any; and all else by name, [N]."""
+
+    @abstractmethod
+    def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
+        """The metrics of sums over so many rows, NaN or infinite where one is not defined. `whole` has the
+        counts of the whole split, by class."""
+
+    def whole_scores(self, num_rows: int, counts_NC: Mapping[str, Any], values_N: ByName) -> dict[str, float]:
+        """The metrics of all rows, those that are defined."""
+        whole = {name: np.asarray(of_rows.sum(axis=0)) for name, of_rows in counts_NC.items()}
+        sums = {name: of_rows.sum(keepdims=True) for name, of_rows in values_N.items()}
+        counts = {name: count_C[None] for name, count_C in whole.items()}
+        values = self.scores(np.array([float(num_rows)]), counts, sums, tuple(whole.values()))
+        return {name: float(value_B[0]) for name, value_B in values.items() if np.isfinite(value_B[0])}
+
+    # What its predictions tell
+
+    def decided_by(self, decision: DecodingThresholds) -> str:
+        """What a prediction depends on beside the model, as the end of a sentence's part."""
+        return ""
+
+    @abstractmethod
+    def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
+        """How bad each row is, 0 where it is right: [N]. `p_NC` are the probabilities of classes, if any."""
+
+    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64] | None:
+        """Of each token's tags; None: they have none."""
         return None
 
 

@@ -9,25 +9,40 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.kind import IGNORE_INDEX, Kind, indicators
+from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, indicators
+from hpo.tasks.losses import Binary, Multiclass
+from hpo.tasks.sums import (
+    counts_of,
+    f1_macro,
+    f1_micro,
+    log_softmax,
+    max_of_windows,
+    mean_of_windows,
+    sigmoid,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpo.config.data_config import CsvConfig
     from hpo.data.examples import Example, Label
-    from hpo.data.tokenized_split import AnyArray, BoolArray
-    from hpo.training.losses import LossOptions
+    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit
+    from hpo.tasks.kind import ByName, Counts, Likely, Predicted, RowValues, Scores
+
+THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
+"""The thresholds tried for multi_label: rare classes may all stay under a probability of 0.05."""
+
+_LEAST_PROBABILITY = 1e-15
+"""Losses are of probabilities between this and what is as far from 1."""
+_AT_ONCE = 2**20
+"""Losses of rows with so many probabilities are computed at a time, for the memory."""
 
 
 class _Labels(Kind):
     has_classes = True
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.task.labels)
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -53,13 +68,44 @@ class _Labels(Kind):
     def held(self, example: Example) -> Sequence[str]:
         return self._listed(example.labels[self.task.name])
 
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        truth = [self.held(example) for example in examples]
+        true, predicted_NC = (self._counts(labels) for labels in (truth, map(self._listed, predicted)))
+        hits = true.multiply(predicted_NC).tocsr()
+        is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + predicted_NC.sum(axis=1)
+        counts_NC = {"hits": hits, "true": true, "predicted": predicted_NC}
+        return counts_NC, {"right": is_right_N.astype(np.float64)}
 
-class SingleLabel(_Labels):
+    def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
+        rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
+        return counts_of(rows, len(self._index))
+
+    def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
+        counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
+        right_B = sums_B["right"] / np.maximum(rows_B, 1)
+        values = f1_macro(whole, *counts), np.atleast_1d(f1_micro(*counts)), right_B
+        return dict(zip(self.metrics, values, strict=True))
+
+    def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
+        """-log of the probability of the true class, or the sum of the classes' binary cross-entropies."""
+        assert p_NC is not None
+        truth = [self.held(example) for example in examples]
+        pairs = zip(map(self._listed, predicted), truth, strict=True)
+        wrong = np.flatnonzero([set(ours) != set(theirs) for ours, theirs in pairs])
+        loss_N = np.zeros(len(truth))
+        for rows in np.array_split(wrong, 1 + len(wrong) * self.num_outputs // _AT_ONCE):
+            p_RC = np.clip(p_NC[rows], _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+            true_RC = indicators(self.task, [truth[n] for n in rows])
+            of_binary = np.log(np.where(true_RC, p_RC, 1 - p_RC))
+            loss_N[rows] = -(of_binary.sum(axis=1) if self.is_list else np.log(p_RC[true_RC]))
+        return loss_N
+
+
+class SingleLabel(_Labels, Multiclass):
     """One class of a row."""
 
     name = "single_label"
     metrics = ("f1_macro", "f1_micro", "accuracy")
-    losses = ("cross_entropy", "focal")
     min_labels = 2
 
     @classmethod
@@ -71,28 +117,25 @@ class SingleLabel(_Labels):
         classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
         return np.fromiter(classes, dtype=np.int32, count=len(examples))
 
-    def loss_sum(
-        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
-    ) -> Tensor:
-        from hpo.tasks.losses import multiclass_sum
+    def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
+        """Proportional to the geometric mean over the windows, summing to 1."""
+        return np.asarray(np.exp(log_softmax(mean_of_windows(log_softmax(logits), split))))
 
-        return multiclass_sum(logits, target, options.gamma, options.label_smoothing, weight)
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        """The class of the largest mean of log-probabilities over the windows."""
+        best_E = mean_of_windows(log_softmax(logits), split).argmax(axis=1)
+        return [self.task.labels[best] for best in best_E]
 
-    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        from hpo.tasks.losses import multiclass_weights
 
-        return multiclass_weights(targets, self.num_outputs)
-
-
-class MultiLabel(_Labels):
+class MultiLabel(_Labels, Binary):
     """Any number of classes of a row, none included."""
 
     name = "multi_label"
     metrics = ("f1_macro", "f1_micro", "exact_match")
-    losses = ("bce", "focal")
     is_list = True
     min_labels = 1
-    target_type = "float32"
 
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
@@ -113,14 +156,35 @@ class MultiLabel(_Labels):
     def labelled(self, target: Tensor) -> Tensor:
         return (target >= 0).any(dim=-1)
 
-    def loss_sum(
-        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
-    ) -> Tensor:
-        from hpo.tasks.losses import binary_sum
+    def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
+        """The largest over the windows: a criterion that is met anywhere is met."""
+        return sigmoid(max_of_windows(logits, split))
 
-        return binary_sum(logits, target, options.gamma, options.label_smoothing, weight)
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        above_EC = self.probabilities(logits, split) > decision.threshold
+        return [[self.task.labels[c] for c in np.flatnonzero(above_C)] for above_C in above_EC]
 
-    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        from hpo.tasks.losses import binary_weights
+    def choose(
+        self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
+    ) -> DecodingThresholds:
+        """Try `THRESHOLD_LOG_ODDS`; of equal values the one nearest to a probability of a half is taken."""
+        truth: list[Any] = [split.examples[row].labels[self.task.name] for row in rows]
+        scores_NC = max_of_windows(logits, split)[rows]
+        true_NC = indicators(self.task, truth)
 
-        return binary_weights(targets, self.num_outputs)
+        def value(log_odds: float) -> float:
+            found_NC = scores_NC > log_odds
+            if metric == "exact_match":
+                return float((found_NC == true_NC).all(axis=1).mean())
+            counts_C = tuple(one_NC.sum(axis=0) for one_NC in (found_NC & true_NC, true_NC, found_NC))
+            if metric == "f1_micro":
+                return float(f1_micro(*counts_C))
+            return float(f1_macro(counts_C, *(one_C[None] for one_C in counts_C))[0])
+
+        best = max(THRESHOLD_LOG_ODDS, key=lambda log_odds: (value(log_odds), -abs(log_odds)))
+        return DecodingThresholds(threshold=float(sigmoid(best)))
+
+    def decided_by(self, decision: DecodingThresholds) -> str:
+        return f" at the threshold {decision.threshold:.3g}"

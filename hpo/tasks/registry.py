@@ -37,5 +37,10 @@ def known_kind(name: str) -> type[Kind]:
     return KINDS.get(name, Kind)
 
 
+def is_error(metric: str) -> bool:
+    """Whether less of a metric is better, in the units of labels; `<task>/<metric>` or its name alone."""
+    return any(metric.rpartition("/")[2] in kind.errors for kind in KINDS.values())
+
+
 for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):
     register(_kind)

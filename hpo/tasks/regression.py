@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpo.errors import shorten
-from hpo.tasks.kind import Kind
+from hpo.tasks.kind import DecodingThresholds, FloatArray, Kind
+from hpo.tasks.sums import mean_of_windows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from hpo.config.data_config import CsvConfig
     from hpo.data.examples import Example, Label
     from hpo.data.tasks import Task
-    from hpo.data.tokenized_split import AnyArray, BoolArray
+    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit
+    from hpo.tasks.kind import ByName, Counts, Likely, Predicted, RowValues, Scores
     from hpo.training.losses import LossOptions
+
+_ROUNDING = 1e-12
+"""A variance that is smaller in relation to the sum of squares is that of equal values, but for rounding."""
 
 
 class Regression(Kind):
@@ -32,7 +37,7 @@ class Regression(Kind):
     losses = ("mse", "huber")
     is_number = True
     target_type = "float32"
-    label_unit_metrics = ("mae", "rmse")
+    errors = ("mae", "rmse")
 
     @property
     def num_outputs(self) -> int:
@@ -68,7 +73,52 @@ class Regression(Kind):
     def loss_sum(
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
-        from hpo.tasks.losses import regression_sum
+        """Squared error, or the Huber loss with delta 1, in units of the train split's standard deviation."""
+        import torch
+        import torch.nn.functional as F
 
-        mean, std = self.task.target_mean, self.task.target_std
-        return regression_sum(logits.squeeze(-1), target, options.loss, mean, std)
+        labelled_B = self.labelled(target)
+        mean, std = self.task.target_mean, self.task.target_std or 1.0
+        target_B = (torch.where(labelled_B, target, 0.0) - mean) / std
+        output_B = torch.where(labelled_B, logits.squeeze(-1), 0.0)
+        function = F.huber_loss if options.loss == "huber" else F.mse_loss
+        return torch.where(labelled_B, function(output_B, target_B, reduction="none"), 0.0).sum()
+
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        output_E = mean_of_windows(logits, split)[:, 0]
+        mean, std = self.task.target_mean, self.task.target_std or 1.0
+        return [float(y) for y in output_E * std + mean]
+
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        """Targets from their mean, so that their variance is not lost to rounding in the sum of their
+        squares."""
+        truth_N = np.array([example.labels[self.task.name] for example in examples], np.float64)
+        predicted_N = np.array(predicted, np.float64)
+        error_N = np.where(np.isfinite(predicted_N), predicted_N, np.nan) - truth_N
+        target_N = truth_N - (truth_N.mean() if len(truth_N) else 0.0)
+        values = {
+            "absolute": np.abs(error_N),
+            "squared": error_N**2,
+            "target": target_N,
+            "target_squared": target_N**2,
+        }
+        return {}, values
+
+    def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
+        rows_B = np.maximum(rows_B, 1)
+        residual_B, squares_B = sums_B["squared"], sums_B["target_squared"]
+        total_B = squares_B - sums_B["target"] ** 2 / rows_B
+        is_constant_B = total_B <= _ROUNDING * squares_B
+        ratio_B = residual_B / np.where(is_constant_B, 1, total_B)
+        constant_B = np.where(np.isfinite(residual_B), residual_B == 0, np.nan)
+        return {
+            "mae": sums_B["absolute"] / rows_B,
+            "rmse": np.sqrt(residual_B / rows_B),
+            "r2": np.where(rows_B > 1, np.where(is_constant_B, constant_B, 1 - ratio_B), np.nan),
+        }
+
+    def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
+        truth: list[Any] = [example.labels[self.task.name] for example in examples]
+        return np.abs(np.array(predicted, np.float64) - np.array(truth, np.float64))

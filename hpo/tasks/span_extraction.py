@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpo.tasks.kind import IGNORE_INDEX
-from hpo.tasks.spans import SpanKind
+from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Span
+from hpo.tasks.spans import SpanKind, character_spans
+from hpo.tasks.sums import f1_micro
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpo.config.data_config import TaskConfig
-    from hpo.data.tokenized_split import AnyArray, BoolArray, WindowSpans
-    from hpo.tasks.kind import RowLabels, RowSpans, Segments
+    from hpo.data.examples import Example
+    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit, WindowSpans
+    from hpo.tasks.kind import ByName, Counts, Predicted, RowLabels, RowSpans, RowValues, Scores, Segments
     from hpo.training.losses import LossOptions
+
+MAX_ANSWER_TOKENS = 30
+"""SQuAD's customary bound."""
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class SpanExtraction(SpanKind):
@@ -26,6 +36,7 @@ class SpanExtraction(SpanKind):
     metrics = ("span_f1", "span_overlap_f1", "exact_match")
     # Not focal: its classes are positions, and the imbalance that focal is for does not exist between them.
     losses = ("cross_entropy",)
+    is_by_row = True
     needed_key = "span_names"
     at_first_token = "no answer"
 
@@ -66,6 +77,157 @@ class SpanExtraction(SpanKind):
     def loss_sum(
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
-        from hpo.tasks.losses import position_sum
+        """Mean of the start's and the end's cross-entropy over the real positions, summed over rows."""
+        import torch
 
-        return position_sum(logits, target, mask_BL != 0, options.label_smoothing)
+        real_BL1, smoothing = (mask_BL != 0)[:, :, None], options.label_smoothing
+        masked_BL2 = torch.where(real_BL1, logits, torch.finfo(torch.float32).min)
+        log_p_BL2 = masked_BL2.log_softmax(dim=1)
+        loss_B2 = -log_p_BL2.gather(1, target.clamp(min=0)[:, None, :]).squeeze(1)
+        if smoothing:
+            uniform_B2 = -torch.where(real_BL1, log_p_BL2, 0.0).sum(dim=1) / real_BL1.sum(dim=1)
+            loss_B2 = (1 - smoothing) * loss_B2 + smoothing * uniform_B2
+        return torch.where(target != IGNORE_INDEX, loss_B2, 0.0).sum() / 2
+
+    def best_answers(
+        self, logits_T2: FloatArray, split: TokenizedSplit
+    ) -> tuple[list[list[Span]], NDArray[np.float64]]:
+        """Each example's best answer, and by how much its logits exceed those of no answer.
+
+        An answer starts at a token that its window owns and ends at the same or a later one, at most
+        MAX_ANSWER_TOKENS long, all inside the task's segment. No answer is position 0 of the same window.
+        The margin is -inf where there is no answer to choose.
+        """
+        window_T = np.repeat(np.arange(len(split.window_example_W)), np.diff(split.window_start_W1))
+        example_T = split.window_example_W[window_T]
+        name = self.task.inside_segment or ""
+        segments = [example.segments.get(name, (0, len(example.text))) for example in split.examples]
+        low_T, high_T = np.array(segments).reshape(-1, 2)[example_T].T
+        end_ok_T = (split.char_start_T >= np.maximum(low_T, 0)) & (split.char_end_T <= high_T)
+        start_ok_T = end_ok_T & split.owned_T
+        start_T, end_T = logits_T2.astype(np.float64).T
+        best_T, last_T = np.full(len(start_T), -np.inf), np.arange(len(start_T))
+        for length in range(min(MAX_ANSWER_TOKENS, len(start_T))):
+            n = len(start_T) - length
+            total = start_T[:n] + end_T[length:]
+            fits = start_ok_T[:n] & end_ok_T[length:] & (window_T[:n] == window_T[length:])
+            better = fits & (total > best_T[:n])
+            best_T[:n][better] = total[better]
+            last_T[:n][better] = np.flatnonzero(better) + length
+        null_W = (start_T + end_T)[split.window_start_W1[:-1]]
+        margin_T = best_T - null_W[window_T]
+
+        order = np.flatnonzero(np.isfinite(margin_T))
+        order = order[np.lexsort((-margin_T[order], example_T[order]))]
+        example_S, first_of_example = np.unique(example_T[order], return_index=True)
+        first_S = order[first_of_example]
+        margin_E = np.full(len(split.examples), -np.inf)
+        margin_E[example_S] = margin_T[first_S]
+        names = [self.task.labels[0]] * len(first_S)
+        return character_spans(split, example_S, names, first_S, last_T[first_S]), margin_E
+
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        answers, margin_E = self.best_answers(logits, split)
+        above_E = margin_E > decision.null_offset
+        return [spans if above else [] for spans, above in zip(answers, above_E, strict=True)]
+
+    def choose(
+        self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
+    ) -> DecodingThresholds:
+        """Answer the rows with the largest margins: try every number of them."""
+        answers, margin_E = self.best_answers(logits, split)
+        margin_N = margin_E[rows]
+        order = np.argsort(-margin_N, kind="stable")[: np.isfinite(margin_N).sum()]
+        margin_K = margin_N[order]
+        if len(order) == 0:
+            return DecodingThresholds()
+        with_N5 = np.array([self.answer_row(answers[e], split.examples[e]) for e in rows])
+        without_N5 = np.array([self.answer_row([], split.examples[e]) for e in rows])
+        gain_K5 = (with_N5 - without_N5)[order].cumsum(axis=0)
+        sum_K15 = without_N5.sum(axis=0) + np.concatenate([np.zeros((1, 5)), gain_K5])
+        hits_K1, exact_K1, overlap_K1 = sum_K15[:, :3].T
+        answered_K1 = np.arange(len(order) + 1)
+        value_K1 = {
+            "span_f1": 2 * hits_K1 / np.maximum(with_N5[:, 3].sum() + answered_K1, 1),
+            "exact_match": exact_K1,
+            "span_overlap_f1": overlap_K1,
+        }[metric]
+        # Rows of equal margins are answered together or not at all.
+        offset_K1 = np.concatenate(
+            [[margin_K[0] + 1], (margin_K[1:] + margin_K[:-1]) / 2, [margin_K[-1] - 1]]
+        )
+        splits_tie_K1 = np.concatenate([[False], margin_K[1:] == margin_K[:-1], [False]])
+        best = np.where(splits_tie_K1, -np.inf, value_K1).argmax()
+        return DecodingThresholds(null_offset=float(offset_K1[best]))
+
+    def accepted(self, example: Example) -> list[tuple[int, int]]:
+        """The spans that are right; none: there is no answer."""
+        name = self.task.labels[0]
+        return [(start, end) for start, end in example.alt_spans.get(name) or example.spans.get(name, ())]
+
+    def answer_row(self, spans: Sequence[Span], example: Example) -> tuple[float, float, float, float, float]:
+        """One row's span hit, SQuAD exact match, SQuAD F1, whether it has an answer, whether one is
+        predicted.
+
+        Exact match and F1 are those of the answers' words, normalised, against the best of the accepted
+        answers; a row without an answer counts 1 if none is predicted (or one without a word), else 0.
+        """
+        accepted = self.accepted(example)
+        words = [word for _, start, end in spans[:1] for word in squad_words(example.text[start:end])]
+        answers = [answer for start, end in accepted if (answer := squad_words(example.text[start:end]))] or [
+            []
+        ]
+        return (
+            float(any((start, end) in accepted for _, start, end in spans[:1])),
+            float(words in answers),
+            max(_squad_f1(words, answer) for answer in answers),
+            float(bool(accepted)),
+            float(bool(spans)),
+        )
+
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        from scipy.sparse import csr_array
+
+        rows = [self.answer_row(spans, example) for spans, example in zip(predicted, examples, strict=True)]
+        hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).reshape(-1, 5).T
+        columns = {"hits": hit_N, "true": true_N, "predicted": predicted_N}
+        counts_NC = {name: csr_array(values_N[:, None]) for name, values_N in columns.items()}
+        return counts_NC, {"exact": exact_N, "overlap": overlap_N}
+
+    def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
+        rows_B = np.maximum(rows_B, 1)
+        counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
+        overlap_B, exact_B = sums_B["overlap"] / rows_B, sums_B["exact"] / rows_B
+        micro_B = np.atleast_1d(f1_micro(*counts))
+        return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "exact_match": exact_B}
+
+    def decided_by(self, decision: DecodingThresholds) -> str:
+        return f" at the null offset {decision.null_offset:.3g}"
+
+    def shown_spans(self, example: Example) -> set[Span]:
+        """Of several accepted answers the one that counts as the truth, or the first."""
+        name = self.task.labels[0]
+        return self.true_spans(example) or {(name, *answer) for answer in self.accepted(example)[:1]}
+
+    def wrong_spans(self, predicted: Sequence[Span], example: Example) -> set[Span]:
+        """None where an answer is one of the accepted ones."""
+        accepted = self.accepted(example)
+        is_right = any((start, end) in accepted for _, start, end in predicted[:1])
+        return set() if is_right else super().wrong_spans(predicted, example)
+
+
+def squad_words(text: str) -> list[str]:
+    """Words after SQuAD's normalisation: lower case, no ASCII punctuation, no articles.
+
+    The order of its steps is that of SQuAD 2.0's `evaluate-v2.0.py`.
+    """
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _squad_f1(predicted: list[str], answer: list[str]) -> float:
+    if not predicted or not answer:
+        return float(predicted == answer)
+    same = sum((Counter(predicted) & Counter(answer)).values())
+    return 2 * same / (len(predicted) + len(answer))

@@ -1,30 +1,37 @@
-"""The kind whose truth is evidence: spans for the classes that another task finds in a row."""
+"""The kind whose truth is evidence: spans for the classes that another task finds in a row.
+
+Suffixes beside those of `hpo.tasks.spans`: Q (example, predicted class) pairs, P the tokens of all these.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpo.tasks.kind import indicators
-from hpo.tasks.spans import SpanKind
+from hpo.tasks.kind import DecodingThresholds, FloatArray, Span, indicators
+from hpo.tasks.losses import Binary
+from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
+from hpo.tasks.sums import sigmoid
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hpo.data.examples import Example
+    from hpo.data.tasks import Task
     from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
-    from hpo.tasks.kind import RowLabels, RowSpans, Segments
-    from hpo.training.losses import LossOptions
+    from hpo.tasks.kind import Predicted, RowLabels, RowSpans, Segments
+
+EVIDENCE_THRESHOLDS = tuple(np.arange(1, 10) / 10)
+EVIDENCE_MERGE_GAPS = (0, 2, 5)
 
 
-class SpanPerLabel(SpanKind):
+class SpanPerLabel(SpanKind, Binary):
     """A token is evidence for a class or is not, for each class by itself."""
 
     name = "span_per_label"
-    losses = ("bce", "focal")
     min_labels = 1
     needed_key = "evidence_for"
 
@@ -57,14 +64,89 @@ class SpanPerLabel(SpanKind):
     def initial_bias(self) -> list[float]:
         return [-math.log(9)] * self.num_outputs
 
-    def loss_sum(
-        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
-    ) -> Tensor:
-        from hpo.tasks.losses import binary_sum
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        evidence = Evidence(self.task, logits, split, labels)
+        return evidence.spans(decision.threshold, decision.merge_gap)
 
-        return binary_sum(logits, target, options.gamma, options.label_smoothing, weight)
+    def choose(
+        self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
+    ) -> DecodingThresholds:
+        """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be
+        0)."""
+        evidence = Evidence(self.task, logits, split, labels)
+        examples = [split.examples[row] for row in rows]
 
-    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        from hpo.tasks.losses import binary_weights
+        def value(decision: DecodingThresholds) -> tuple[float, float]:
+            predicted = evidence.spans(decision.threshold, decision.merge_gap)
+            values = self.row_values([predicted[row] for row in rows], examples)
+            scores = self.whole_scores(len(rows), *values)
+            return scores[metric], scores["span_overlap_f1"]
 
-        return binary_weights(targets, self.num_outputs)
+        candidates = [
+            DecodingThresholds(threshold=float(threshold), merge_gap=gap)
+            for threshold, gap in product(EVIDENCE_THRESHOLDS, EVIDENCE_MERGE_GAPS)
+        ]
+        return max(candidates, key=value)
+
+    def decided_by(self, decision: DecodingThresholds) -> str:
+        gap = f"{decision.merge_gap} token{'s' * (decision.merge_gap != 1)}"
+        return f" at the threshold {decision.threshold:.3g} and the merge gap of {gap}"
+
+    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64]:
+        return sigmoid(logits_TK)
+
+
+class Evidence:
+    """Probabilities of the text tokens of each (example, predicted class), all pairs one after another."""
+
+    def __init__(
+        self, task: Task, logits_TC: FloatArray, split: TokenizedSplit, predicted_labels: Sequence[Any] | None
+    ) -> None:
+        if predicted_labels is None:
+            raise ValueError(f"{task.name} needs the predicted labels of its task {task.evidence_for}.")
+        token_O, example_O, begins_O = text_tokens(split)
+        count_E = np.bincount(example_O, minlength=len(split.examples))
+        start_E = count_E.cumsum() - count_E
+        index = {label: c for c, label in enumerate(task.labels)}
+        pairs = [
+            (example, index[label])
+            for example, labels in enumerate(predicted_labels)
+            if count_E[example]
+            for label in ([labels] if isinstance(labels, str) else labels)
+            if label in index
+        ]
+        self.task, self.split = task, split
+        self.example_Q, self.class_Q = np.array(pairs, np.int64).reshape(-1, 2).T
+        count_Q = count_E[self.example_Q]
+        first_Q = count_Q.cumsum() - count_Q
+        self.pair_P = np.repeat(np.arange(len(pairs)), count_Q)
+        text_P = np.repeat(start_E[self.example_Q] - first_Q, count_Q) + np.arange(count_Q.sum())
+        self.token_P, self.begins_P = token_O[text_P], begins_O[text_P]
+        self.probability_P = sigmoid(logits_TC[self.token_P, self.class_Q[self.pair_P]])
+        self.peak_Q = np.maximum.reduceat(self.probability_P, first_Q) if pairs else np.zeros(0)
+
+    def spans(self, threshold: float, merge_gap: int) -> list[list[Span]]:
+        """Runs of tokens above the threshold, those at most `merge_gap` tokens apart joined.
+
+        A predicted class always gets evidence: where no token passes, the run around the likeliest token
+        above half its probability.
+        """
+        fallback_Q = ~(self.peak_Q > threshold)
+        limit_Q = np.where(fallback_Q, self.peak_Q / 2, threshold)
+        first, last = runs_of(self.probability_P > limit_Q[self.pair_P], self.begins_P)
+        # The first run begins a span, and so does one after a wide gap or after a new text's beginning.
+        texts_P = self.begins_P.cumsum()
+        new = np.ones(len(first), bool)
+        new[1:] = (first[1:] - last[:-1] - 1 > merge_gap) | (texts_P[first[1:]] != texts_P[last[:-1]])
+        first, last = first[new], last[np.concatenate([new, [True]])[1 : len(last) + 1]]
+        pair = self.pair_P[first]
+        if len(first):
+            bounds = np.ravel((first, last + 1), order="F")
+            peak = np.maximum.reduceat(np.concatenate([self.probability_P, [0.0]]), bounds)[::2]
+            keep = ~fallback_Q[pair] | (peak == self.peak_Q[pair])
+            first, last, pair = first[keep], last[keep], pair[keep]
+        names = [self.task.labels[c] for c in self.class_Q[pair]]
+        tokens = self.token_P[first], self.token_P[last]
+        return character_spans(self.split, self.example_Q[pair], names, *tokens)

@@ -1,15 +1,25 @@
-"""What the kinds have in common whose truth is spans of characters."""
+"""What the kinds have in common whose truth is spans of characters.
+
+Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading order, S spans found, N any.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from hpo.tasks.kind import Kind
+import numpy as np
+
+from hpo.tasks.kind import FloatArray, Kind, Span
+from hpo.tasks.sums import counts_of, f1_macro, f1_micro
 
 if TYPE_CHECKING:
     from hpo.data.examples import Example
     from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
+    from hpo.tasks.kind import ByName, Counts, Likely, RowValues, Scores
+
+_WORD = re.compile(r"\S+")
 
 
 class SpanKind(Kind):
@@ -18,10 +28,7 @@ class SpanKind(Kind):
     metrics = ("span_f1", "span_overlap_f1", "f1_macro")
     level = "token"
     in_spans = True
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.task.labels)
+    is_by_row = False
 
     def held(self, example: Example) -> Sequence[str]:
         return [name for name in self.task.labels for _ in example.spans.get(name, ())]
@@ -29,3 +36,100 @@ class SpanKind(Kind):
     def _known(self, split: TokenizedSplit, windows_B: IntArray, is_text_BL: BoolArray) -> BoolArray:
         """The tokens whose truth is known: [B, L]."""
         return is_text_BL & split.annotated[self.task.name][windows_B][:, None]
+
+    def true_spans(self, example: Example) -> set[Span]:
+        names = self.task.labels
+        return {(name, start, end) for name in names for start, end in example.spans.get(name, ())}
+
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        index = {name: i for i, name in enumerate(self.task.labels)}
+        columns: dict[str, list[list[int]]] = {"hits": [], "true": [], "predicted": []}
+        words = np.zeros((2, len(examples)))
+        for i, (spans, example) in enumerate(zip(predicted, examples, strict=True)):
+            truth, given = self.true_spans(example), set(spans)
+            for name, some in (("hits", truth & given), ("true", truth), ("predicted", given)):
+                columns[name].append([index[span[0]] for span in some])
+            words[:, i] = word_counts(example.text, truth, given)
+        counts_NC = {name: counts_of(of_rows, len(index)) for name, of_rows in columns.items()}
+        return counts_NC, {"shared_words": words[0], "words": words[1]}
+
+    def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
+        counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
+        words_B = sums_B["words"]
+        overlap_B = np.where(words_B > 0, 2 * sums_B["shared_words"] / np.maximum(words_B, 1), 1.0)
+        micro_B, macro_B = np.atleast_1d(f1_micro(*counts)), f1_macro(whole, *counts)
+        return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "f1_macro": macro_B}
+
+    def shown_spans(self, example: Example) -> set[Span]:
+        """The truth for people."""
+        return self.true_spans(example)
+
+    def wrong_spans(self, predicted: Sequence[Span], example: Example) -> set[Span]:
+        """The missed and the spurious ones."""
+        return self.shown_spans(example) ^ set(predicted)
+
+    def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
+        pairs = zip(predicted, examples, strict=True)
+        return np.array([float(len(self.wrong_spans(*pair))) for pair in pairs])
+
+
+def word_counts(text: str, truth: set[Span], predicted: Iterable[Span]) -> tuple[int, int]:
+    """Words that true and predicted spans share, and the sum of the words of either.
+
+    A word is a run of characters other than white space; a span covers the words that it shares at least
+    one character with. So the score is the same under any tokenizer. In a script that writes no spaces,
+    words are as long as the text between them: use `span_f1` there.
+    """
+    true_words, found_words = _words(text, truth), _words(text, predicted)
+    return len(true_words & found_words), len(true_words) + len(found_words)
+
+
+def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
+    """The words that each span shares a character with, told by where they begin."""
+    words: set[tuple[str, int]] = set()
+    for name, start, end in spans:
+        while start > 0 and not text[start].isspace() and not text[start - 1].isspace():
+            start -= 1
+        words.update((name, match.start()) for match in _WORD.finditer(text, start, end))
+    return words
+
+
+# From the logits of tokens to spans of characters
+
+
+def text_tokens(split: TokenizedSplit) -> tuple[IntArray, IntArray, BoolArray]:
+    """The owned tokens of all texts in reading order: index into T, example, and whether a text begins.
+
+    A step back in the text (an encoded pair whose second segment is written first) begins anew too, so
+    that no run of tokens spans it.
+    """
+    example_T = np.repeat(split.window_example_W, np.diff(split.window_start_W1))
+    token_O = np.flatnonzero(split.owned_T & (split.char_start_T >= 0))
+    token_O = token_O[np.argsort(example_T[token_O], kind="stable")]
+    example_O, char_O = example_T[token_O], split.char_start_T[token_O]
+    begins_O = np.ones(len(token_O), bool)
+    begins_O[1:] = (example_O[1:] != example_O[:-1]) | (char_O[1:] < char_O[:-1])
+    return token_O, example_O, begins_O
+
+
+def runs_of(inside_N: BoolArray, starts_N: BoolArray) -> tuple[IntArray, IntArray]:
+    """First and last positions of the runs of `inside_N`, a run beginning anew wherever `starts_N`."""
+    before_N = np.concatenate([[False], inside_N])[:-1]
+    first_N = inside_N & (starts_N | ~before_N)
+    goes_on_N = np.concatenate([inside_N & ~first_N, [False]])[1:]
+    return np.flatnonzero(first_N), np.flatnonzero(inside_N & ~goes_on_N)
+
+
+def character_spans(
+    split: TokenizedSplit, example_S: IntArray, name_S: Sequence[str], first_S: IntArray, last_S: IntArray
+) -> list[list[Span]]:
+    """Spans of tokens (indices into T, inclusive) as spans of characters, without outer white space."""
+    spans: list[list[Span]] = [[] for _ in split.examples]
+    start_S, end_S = split.char_start_T[first_S].tolist(), split.char_end_T[last_S].tolist()
+    for example, name, start, end in zip(example_S.tolist(), name_S, start_S, end_S, strict=True):
+        piece = split.examples[example].text[start:end]
+        start += len(piece) - len(piece.lstrip())
+        end -= len(piece) - len(piece.rstrip())
+        if start < end:
+            spans[example].append((name, start, end))
+    return [sorted(found, key=lambda span: (span[1], span[2], span[0])) for found in spans]

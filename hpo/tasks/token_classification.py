@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpo.tasks.kind import IGNORE_INDEX
-from hpo.tasks.spans import SpanKind
+from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray
+from hpo.tasks.losses import Multiclass
+from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
-    from hpo.tasks.kind import RowLabels, RowSpans, Segments
-    from hpo.training.losses import LossOptions
+    from hpo.tasks.kind import Predicted, RowLabels, RowSpans, Segments
 
 
-class TokenClassification(SpanKind):
+class TokenClassification(SpanKind, Multiclass):
     """Tags O, B-1, I-1, B-2, ... jointly, or (O, B, I) for each name when spans may overlap."""
 
     name = "token_classification"
-    losses = ("cross_entropy", "focal")
     needed_key = "span_names"
 
     @property
@@ -62,23 +61,42 @@ class TokenClassification(SpanKind):
         return of_group * (self.num_outputs // len(of_group))
 
     @property
-    def _num_tags(self) -> int:
-        """Of one choice, O included."""
+    def num_choices(self) -> int:
+        """The tags, or O, B and I of every name when spans may overlap."""
         return 3 if self.task.spans_may_overlap else self.num_outputs
 
     def labelled(self, target: Tensor) -> Tensor:
         return (target >= 0).any(dim=-1) if self.task.spans_may_overlap else target >= 0
 
-    def loss_sum(
-        self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
-    ) -> Tensor:
-        from hpo.tasks.losses import multiclass_sum
+    def decode(
+        self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
+    ) -> list[Any]:
+        """B begins a span, I goes on with one of its own name and begins one elsewhere.
 
-        logits_NK, target_N = logits.reshape(-1, self._num_tags), target.reshape(-1)
-        return multiclass_sum(logits_NK, target_N, options.gamma, options.label_smoothing, weight)
+        When spans may overlap, each name has tags of its own.
+        """
+        token_O, example_O, begins_O = text_tokens(split)
+        num_names = len(self.task.labels)
+        if self.task.spans_may_overlap:
+            tag_NO = logits[token_O].reshape(-1, num_names, 3).argmax(axis=2).T
+            name_NO = np.where(tag_NO > 0, np.arange(num_names)[:, None], -1)
+            is_b_NO = tag_NO == 1
+        else:
+            tag_NO = logits[token_O].argmax(axis=1)[None]
+            name_NO = (tag_NO - 1) // 2
+            is_b_NO = tag_NO % 2 == 1
+        name_P = name_NO.ravel()
+        changes_P = np.ones(len(name_P), bool)
+        changes_P[1:] = name_P[1:] != name_P[:-1]
+        first, last = runs_of(name_P >= 0, is_b_NO.ravel() | changes_P | np.tile(begins_O, len(tag_NO)))
+        names = [self.task.labels[n] for n in name_P[first]]
+        first_O, last_O = first % len(token_O), last % len(token_O)
+        return character_spans(split, example_O[first_O], names, token_O[first_O], token_O[last_O])
 
-    def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        """Of O, B and I over all names when spans may overlap."""
-        from hpo.tasks.losses import multiclass_weights
-
-        return multiclass_weights(targets, self._num_tags)
+    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64]:
+        """Each token's, and where spans may overlap each name's, of O, B and I."""
+        tags = logits_TK.reshape(
+            len(logits_TK), self.num_outputs // self.num_choices, self.num_choices
+        ).astype(np.float64)
+        exponents = np.exp(tags - tags.max(axis=-1, keepdims=True))
+        return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))

@@ -8,7 +8,7 @@ An item's loss is the negative log-likelihood of all that is known of it, for a 
 over its classes. With a mean over classes instead, a task of 62 classes pulls on the shared encoder with
 a 62nd of the strength of a single_label task beside it, and hardly learns before that one has settled.
 
-The sums are made in `hpo.tasks.losses`.
+The sums are made by the kinds (`hpo.tasks`).
 """
 
 from __future__ import annotations

@@ -15,14 +15,13 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.study_config import ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
-from hpo.tasks.registry import KINDS
+from hpo.tasks.registry import is_error
 from hpo.training.metrics import primary_mean
 
 
 def unit_of(metric: str) -> str:
     """Of differences in a metric: `points`, hundredths, or `label units`."""
-    name = metric.rpartition("/")[2]
-    return "label units" if any(name in kind.label_unit_metrics for kind in KINDS.values()) else "points"
+    return "label units" if is_error(metric) else "points"
 
 
 def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:

@@ -15,7 +15,8 @@ from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
-from hpo.training.decoding import DecodingThresholds, decode
+from hpo.tasks.kind import DecodingThresholds
+from hpo.training.decoding import decode
 
 JOINT = Task("joint", "token_classification", ("x", "y"))
 OVERLAP = Task("overlap", "token_classification", ("x", "y"), spans_may_overlap=True)

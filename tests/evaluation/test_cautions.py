@@ -6,7 +6,7 @@ from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.cautions import cover_warnings, task_warnings
 from hpo.evaluation.classes import class_figures
-from hpo.training.decoding import DecodingThresholds
+from hpo.tasks.kind import DecodingThresholds
 from hpo.training.metrics import row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))

@@ -16,7 +16,8 @@ from hpo.data.tasks import parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.evaluation.detailed import evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
-from hpo.training.decoding import DecodingThresholds, decode_tasks
+from hpo.tasks.kind import DecodingThresholds
+from hpo.training.decoding import decode_tasks
 from hpo.training.metrics import primary_mean, score
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}

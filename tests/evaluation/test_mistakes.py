@@ -54,7 +54,7 @@ def test_losses_in_pieces_are_those_of_the_whole(kind: str, monkeypatch: pytest.
     rows = [example(str(i), one) for i, one in enumerate(truth)]
     task = Task("t", kind, LABELS)
     whole = worst_mistakes(task, predicted, rows, p_NC)
-    monkeypatch.setattr("hpo.evaluation.mistakes._AT_ONCE", 4 * 3)
+    monkeypatch.setattr("hpo.tasks.labels._AT_ONCE", 4 * 3)
     assert worst_mistakes(task, predicted, rows, p_NC) == whole
     assert len(whole) == 20
 

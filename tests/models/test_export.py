@@ -20,7 +20,7 @@ from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.training.decoding import DecodingThresholds
+from hpo.tasks.kind import DecodingThresholds
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

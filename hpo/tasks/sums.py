@@ -1,0 +1,72 @@
+"""Sums over windows and rows that kinds share: logits of examples and their probabilities, counts and F1.
+
+Suffixes: W windows, E examples, C classes, N rows, B weightings of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.tasks.kind import FloatArray
+
+if TYPE_CHECKING:
+    from hpo.data.tokenized_split import TokenizedSplit
+
+
+def mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
+    num_examples = len(split.examples)
+    sum_EC = np.zeros((num_examples, values_WC.shape[1]))
+    np.add.at(sum_EC, split.window_example_W, values_WC)
+    windows_E = np.bincount(split.window_example_W, minlength=num_examples)
+    return sum_EC / np.maximum(windows_E, 1)[:, None]
+
+
+def max_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
+    max_EC = np.full((len(split.examples), values_WC.shape[1]), -np.inf)
+    np.maximum.at(max_EC, split.window_example_W, values_WC)
+    return max_EC
+
+
+def sigmoid(logits: FloatArray) -> NDArray[np.float64]:
+    return np.asarray(1 / (1 + np.exp(-np.clip(logits.astype(np.float64), -60, 60))))
+
+
+def log_softmax(logits: FloatArray) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
+    """F1 of the counts summed over classes, the last axis: true positives, true and predicted ones."""
+    total = (true_C + predicted_C).sum(axis=-1)
+    return np.where(total > 0, 2 * hits_C.sum(axis=-1) / np.maximum(total, 1), 1.0)[()]
+
+
+def f1_macro(
+    whole: tuple[FloatArray, ...], hits_BC: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray
+) -> FloatArray:
+    """Mean F1 [B] of the classes that are true in the whole, whose counts [C] are `whole`.
+
+    A class that has no part in a weighting keeps its F1 of the whole.
+    """
+    hits_C, true_C, predicted_C = whole
+    is_true_C = true_C > 0
+    if not is_true_C.any():
+        return np.atleast_1d(f1_micro(hits_BC, true_BC, predicted_BC))
+    f1_C = 2 * hits_C / np.maximum(true_C + predicted_C, 1)
+    total_BC = true_BC + predicted_BC
+    f1_BC = np.where(total_BC > 0, 2 * hits_BC / np.maximum(total_BC, 1), f1_C)
+    return np.asarray(f1_BC[:, is_true_C].mean(axis=1))
+
+
+def counts_of(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
+    """How often each row names each column, sparse: [N, C]."""
+    from scipy.sparse import csr_array
+
+    ends = np.cumsum([0, *map(len, columns_of_rows)])
+    columns = np.array([column for columns in columns_of_rows for column in columns], np.int32)
+    return csr_array((np.ones(len(columns)), columns, ends), shape=(len(columns_of_rows), num_columns))
