@@ -14,15 +14,7 @@ from numpy.typing import NDArray
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, indicators
 from hpo.tasks.losses import Binary, Multiclass
-from hpo.tasks.sums import (
-    counts_of,
-    f1_macro,
-    f1_micro,
-    log_softmax,
-    max_of_windows,
-    mean_of_windows,
-    sigmoid,
-)
+from hpo.tasks.sums import counted, f1_macro, f1_micro, log_softmax, max_of_windows, mean_of_windows, sigmoid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +70,7 @@ class _Labels(Kind):
 
     def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
         rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
-        return counts_of(rows, len(self._index))
+        return counted(rows, len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
         counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]

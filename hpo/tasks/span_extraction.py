@@ -155,10 +155,8 @@ class SpanExtraction(SpanKind):
             "span_overlap_f1": overlap_K1,
         }[metric]
         # Rows of equal margins are answered together or not at all.
-        offset_K1 = np.concatenate(
-            [[margin_K[0] + 1], (margin_K[1:] + margin_K[:-1]) / 2, [margin_K[-1] - 1]]
-        )
-        splits_tie_K1 = np.concatenate([[False], margin_K[1:] == margin_K[:-1], [False]])
+        offset_K1 = np.r_[margin_K[0] + 1, (margin_K[1:] + margin_K[:-1]) / 2, margin_K[-1] - 1]
+        splits_tie_K1 = np.r_[False, margin_K[1:] == margin_K[:-1], False]
         best = np.where(splits_tie_K1, -np.inf, value_K1).argmax()
         return DecodingThresholds(null_offset=float(offset_K1[best]))
 
@@ -176,9 +174,8 @@ class SpanExtraction(SpanKind):
         """
         accepted = self.accepted(example)
         words = [word for _, start, end in spans[:1] for word in squad_words(example.text[start:end])]
-        answers = [answer for start, end in accepted if (answer := squad_words(example.text[start:end]))] or [
-            []
-        ]
+        texts = [squad_words(example.text[start:end]) for start, end in accepted]
+        answers = [answer for answer in texts if answer] or [[]]
         return (
             float(any((start, end) in accepted for _, start, end in spans[:1])),
             float(words in answers),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpo.tasks.kind import FloatArray, Kind, Span
-from hpo.tasks.sums import counts_of, f1_macro, f1_micro
+from hpo.tasks.sums import counted, f1_macro, f1_micro
 
 if TYPE_CHECKING:
     from hpo.data.examples import Example
@@ -50,7 +50,7 @@ class SpanKind(Kind):
             for name, some in (("hits", truth & given), ("true", truth), ("predicted", given)):
                 columns[name].append([index[span[0]] for span in some])
             words[:, i] = word_counts(example.text, truth, given)
-        counts_NC = {name: counts_of(of_rows, len(index)) for name, of_rows in columns.items()}
+        counts_NC = {name: counted(of_rows, len(index)) for name, of_rows in columns.items()}
         return counts_NC, {"shared_words": words[0], "words": words[1]}
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:

@@ -63,7 +63,7 @@ def f1_macro(
     return np.asarray(f1_BC[:, is_true_C].mean(axis=1))
 
 
-def counts_of(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
+def counted(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
     """How often each row names each column, sparse: [N, C]."""
     from scipy.sparse import csr_array
 
