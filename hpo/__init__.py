@@ -1,17 +1,20 @@
 """Hyperparameter search for multitask transformer encoders with numeric precision as a searched dimension."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpo.inference.model import load as load
+    from hpo.trial.check_precision import check_precision as check_precision
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """`hpo.load`, imported when it is asked for: it needs PyTorch, and `hpo --help` must not."""
-    if name == "load":
-        from hpo.inference.model import load
+_PLACES = {"load": "hpo.inference.model", "check_precision": "hpo.trial.check_precision"}
 
-        return load
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is asked for: it needs PyTorch, and `hpo --help` must not."""
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

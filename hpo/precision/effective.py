@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -137,13 +137,16 @@ def _joined(names: Iterable[str]) -> str:
     return "/".join(sorted(names))
 
 
-def observe_model(model: nn.Module, mixed_precision: MixedPrecision, *inputs: Any) -> Observation:
-    """Call the model, not compiled, in training and in evaluation mode, and measure what it computes in."""
+def observe_model(
+    model: nn.Module, mixed_precision: MixedPrecision, call: Callable[[Any], object]
+) -> Observation:
+    """Have `call` call the model, not compiled, in training and in evaluation mode, and measure what it
+    computes in."""
     with left_as_it_was(model), observe(model) as seen:
         with mixed_precision.autocast():
-            model.train()(*inputs)
+            call(model.train())
         with mixed_precision.evaluation():
-            model.eval()(*inputs)
+            call(model.eval())
     return seen
 
 

@@ -42,6 +42,23 @@ class Compatibility:
     measurement: Measurement
     cached: bool = False
 
+    def __str__(self) -> str:
+        """For people: the verdict, what was measured, and the reasons, a line each."""
+        found = self.measurement
+        lines = [f"{found.precision}: {self.verdict}"]
+        errors = found.logits_relative_error.items()
+        lines += [f"{name}: {error:.2g} away from fp32 (relative)" for name, error in errors]
+        if found.gradient_cosine is not None:
+            lines.append(f"gradients: cosine to fp32's {found.gradient_cosine:.5f}")
+        if found.first_nonfinite:
+            lines.append(f"first not finite: {found.first_nonfinite}")
+        if products := found.observed.get("linear_products"):
+            lines.append("products: " + ", ".join(f"{kind} in {n} layers" for kind, n in products.items()))
+        if found.speed_ratio is not None:
+            memory = "" if found.memory_ratio is None else f", {found.memory_ratio:.2f} of its memory"
+            lines.append(f"{found.speed_ratio:.2f} times as fast as fp32{memory}")
+        return "\n".join([*lines, *self.reasons])
+
     def telemetry(self) -> dict[str, Any]:
         """One record, with the entries of the measurement."""
         verdict = {"verdict": self.verdict, "reasons": self.reasons, "cached": self.cached}

@@ -41,7 +41,7 @@ from hpo.training.distributed import announce, check_same, is_distributed, next_
 from hpo.training.losses import check_loss
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
-from hpo.trial.measure import Side
+from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
@@ -203,8 +203,7 @@ class Executor:
         parts = build_trial(self.study, self.device, params, self.loader)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         try:
-            batch = parts.batch(2).to(self.device.torch_device)
-            Side(parts.model, amp, batch, parts.loss_fn, is_reference=True).time()
+            Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory

@@ -1,10 +1,10 @@
 """What a model does under a precision, measured against fp32 on one small batch.
 
-The trial's model and loss run forward and backward, in fp32 and under the precision from equal weights, as
-in training but without dropout. Compared are finiteness, the relative error of each head's logits
-||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. Where gradients overflow under
-loss scaling, the scale backs off as in training, to its floor. Where fp32 does not fit into memory,
-finiteness alone is measured.
+Model and loss run forward and backward, in fp32 and under the precision from equal weights, as in training
+but without dropout. Compared are finiteness, the relative error of each output (of a trial's model: of each
+head's logits) ||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. Where gradients
+overflow under loss scaling, the scale backs off as in training, to its floor. Where fp32 does not fit into
+memory, finiteness alone is measured.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from hpo.data.batches import Batch
 from hpo.device import synchronize
+from hpo.errors import InputError
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Observation, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules
-from hpo.training.losses import MultitaskLoss
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
@@ -58,7 +58,7 @@ class Measurement:
     reference_fits: bool = True
     """Whether fp32 fitted into memory; if not, nothing is known against it."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
-    """{task: ||y - y32|| / ||y32||}."""
+    """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
@@ -87,25 +87,61 @@ class _Pass:
         return next((name for name, values in parts.items() if not all(map(is_finite, values))), None)
 
 
+Forward = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+"""Of a model: its loss on a batch, as in training, and what it gives, by name."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides do with a batch that is on the device."""
+
+    forward: Forward
+    observed: Callable[[Any], object]
+    """Calls the model, perhaps on less."""
+    compared: Callable[[Tensor], Tensor] = lambda output: output
+    """The part of an output, on the CPU, that has a meaning."""
+    reference_flags: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """In which a model that is the reference runs."""
+
+
+def work_of(parts: TrialParts, batch: Batch) -> Work:
+    """That of a trial."""
+    batch = batch.to(parts.device.torch_device)
+    items = parts.loss_fn.count(batch)
+
+    def forward(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(*batch.inputs)
+        return parts.loss_fn(logits, batch, items), logits
+
+    inputs = batch.rows(slice(0, 1)).inputs
+    is_token_BL = batch.attention_mask_BL.bool().cpu()
+    return Work(
+        forward,
+        lambda model: model(*inputs),
+        # Those of token tasks without padding, where attention gives what it likes.
+        lambda logits: logits[is_token_BL] if logits.dim() == 3 else logits,
+        sdpa_in_place_of_flash,
+    )
+
+
 @dataclass(frozen=True)
 class Side:
-    """A model under one precision, with the batch (on the device) and the loss that both sides have."""
+    """A model under one precision, and what it does."""
 
     model: Any
     mixed_precision: MixedPrecision
-    batch: Batch
-    loss_fn: MultitaskLoss
+    work: Work
     is_reference: bool = False
 
     @contextlib.contextmanager
     def flags(self) -> Iterator[None]:
-        flash = sdpa_in_place_of_flash(self.model) if self.is_reference else contextlib.nullcontext()
-        with backend_flags(self.mixed_precision.precision, self.mixed_precision.config), flash:
+        own = self.work.reference_flags(self.model) if self.is_reference else contextlib.nullcontext()
+        with backend_flags(self.mixed_precision.precision, self.mixed_precision.config), own:
             yield
 
     def run(self) -> _Pass:
         """Forward and backward once."""
-        seconds, loss, logits = self._step()
+        seconds, loss, outputs = self._step()
         scale = self.mixed_precision.scale_value().cpu()
         gradients = {
             name: parameter.grad.detach().float().cpu() / scale
@@ -113,7 +149,7 @@ class Side:
             if parameter.grad is not None
         }
         self.model.zero_grad(set_to_none=True)
-        logits = {name: value.detach().float().cpu() for name, value in logits.items()}
+        logits = {name: self.work.compared(value.detach().float().cpu()) for name, value in outputs.items()}
         return _Pass(loss.detach().cpu(), logits, gradients, seconds)
 
     def run_with_backoff(self) -> _Pass:
@@ -138,18 +174,17 @@ class Side:
         return seconds
 
     def _step(self) -> tuple[float, Tensor, dict[str, Tensor]]:
-        """The seconds, loss and logits of a pass as in training; the gradients are left in the model."""
-        device, items = self.mixed_precision.device, self.loss_fn.count(self.batch)
+        """The seconds, loss and outputs of a pass as in training; the gradients are left in the model."""
+        device = self.mixed_precision.device
         self.model.zero_grad(set_to_none=True)
         synchronize(device)
         started = time.perf_counter()
         with self.flags():
             with self.mixed_precision.autocast():
-                logits = self.model(*self.batch.inputs)
-                loss = self.loss_fn(logits, self.batch, items)
+                loss, outputs = self.work.forward(self.model)
             self.mixed_precision.scaler.scale(loss).backward()
         synchronize(device)
-        return time.perf_counter() - started, loss, logits
+        return time.perf_counter() - started, loss, outputs
 
     def origin(self) -> dict[str, Any]:
         """Run again, watching every operator: where the first number that is not finite comes from."""
@@ -159,21 +194,31 @@ class Side:
 
 
 def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
-    """Run the trial's model on `batch` in fp32 and under the trial's precision.
+    """Run the trial's model on `batch` in fp32 and under the trial's precision; see `measure_work`."""
+    amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
+    with use_training_attention():
+        return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, repeats)
+
+
+def measure_work(
+    model: Any,
+    amp: MixedPrecision,
+    work: Work,
+    compile_model: Callable[[Any], object] | None = None,
+    repeats: int = 0,
+) -> Measurement:
+    """Have a model, whose weights are fp32 ones, do the same in fp32 and under the precision of `amp`.
 
     Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed. The
     model comes back as it was, without gradients.
 
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
-    model, precision, config = parts.model, parts.resolution.precision, parts.config.amp
-    device = parts.device
-    batch = batch.to(device.torch_device)
+    precision, device = amp.precision, amp.device
     is_fp32 = precision.name == "fp32"  # which flash attention is refused by, as in training
-    amp = MixedPrecision(PRECISIONS["fp32"], config, device)
-    fp32 = Side(model, amp, batch, parts.loss_fn, is_reference=not is_fp32)
-    side = replace(fp32, mixed_precision=MixedPrecision(precision, config, device), is_reference=False)
-    with _training_without_dropout(model), use_training_attention():
+    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference=not is_fp32)
+    side = replace(fp32, mixed_precision=amp, is_reference=False)
+    with _training_without_dropout(model):
         reference: _Pass | None = None
         try:
             _, reference, measurement = _attempt(fp32, observes=False)
@@ -187,7 +232,7 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
         if reference is None:  # it did not fit, and the error, which held the activations, is gone
             model.zero_grad(set_to_none=True)
             release_free_memory(device)
-        side, candidate, measurement = _attempt(side, parts.compile)
+        side, candidate, measurement = _attempt(side, compile_model)
         if candidate is None or not measurement.finite:
             return measurement
         if reference is None:
@@ -195,8 +240,8 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
         return replace(
             measurement,
             logits_relative_error={
-                task: relative_error(*(_at_tokens(each, batch) for each in (candidate.logits[task], value)))
-                for task, value in reference.logits.items()
+                name: relative_error(candidate.logits[name], value)
+                for name, value in reference.logits.items()
             },
             gradient_cosine=_cosine(candidate.gradients, reference.gradients),
             **_costs(side, fp32, repeats),
@@ -215,14 +260,13 @@ def _attempt(
         try:
             if precision.float8 or precision.weights != "float32" or compile_model:
                 side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
-            inputs = side.batch.rows(slice(0, 1)).inputs
-            seen = observe_model(side.model, amp, *inputs) if observes else Observation()
+            seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, InputError):
                 raise
             message = f"{type(error).__name__}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
@@ -251,13 +295,14 @@ def _backed_off(config: AmpConfig) -> list[float]:
 
 @contextlib.contextmanager
 def _training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """As in training but for dropout: modules that compute activations again do so, the others evaluate."""
+    """As in training but for dropout: modules that compute activations again do so, and those whose backward
+    pass cuDNN has in training alone are in it; the others evaluate."""
     with contextlib.ExitStack() as undo:
         undo.callback(model.train, model.training)
         undo.callback(model.zero_grad, set_to_none=True)
         model.eval()
         for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) is True:
+            if getattr(module, "gradient_checkpointing", False) is True or isinstance(module, nn.RNNBase):
                 module.training = True
                 # Some layers drop by a number of their own and not by a module.
                 for name, value in vars(module).items():
@@ -293,11 +338,6 @@ def _costs(side: Side, fp32: Side, repeats: int) -> dict[str, Any]:
         "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
         "seconds": own,
     }
-
-
-def _at_tokens(logits: Tensor, batch: Batch) -> Tensor:
-    """Those of token tasks without padding, where attention gives what it likes."""
-    return logits[batch.attention_mask_BL.bool().cpu()] if logits.dim() == 3 else logits
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

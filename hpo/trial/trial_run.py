@@ -141,7 +141,7 @@ class TrialRun:
         parts, resolution = self.parts, self.parts.resolution
         inputs = parts.batch(0, 1).to(self.parts.device.torch_device).inputs
         # Observed before the compiler hides the modules.
-        seen = observe_model(parts.model, self.mixed_precision, *inputs)
+        seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled()

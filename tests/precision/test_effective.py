@@ -192,7 +192,8 @@ def observed(name: str, model: nn.Module, *inputs: Tensor) -> Observation:
     precision = PRECISIONS[name]
     with backend_flags(precision, EMULATED):
         prepare_model(model, precision)
-        return observe_model(model, MixedPrecision(precision, EMULATED, CPU), *inputs)
+        amp = MixedPrecision(precision, EMULATED, CPU)
+        return observe_model(model, amp, lambda model: model(*inputs))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Does a precision work with this model? For any module and loss, without a study.
+
+    check = hpo.check_precision(model, loss_of_batch, batch, "bf16")
+    print(check)
+
+It is the check that a trial has before it trains (`hpo.trial.compat`), with its times repeated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+
+from hpo.config.study_config import CompatConfig
+from hpo.device import DeviceInfo, probe_device
+from hpo.errors import InputError, did_you_mean
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISIONS, AmpConfig, support
+from hpo.trial.compat import Compatibility, judge
+from hpo.trial.measure import Work, measure_work
+
+LossOfBatch = Callable[[Any, Any], Tensor]
+
+
+def check_precision(
+    model: nn.Module,
+    loss_of_batch: LossOfBatch,
+    batch: Any,
+    precision: str = "bf16",
+    *,
+    repeats: int = 3,
+) -> Compatibility:
+    """Train `model` forward and backward on one batch in fp32 and under `precision`, and compare.
+
+    Measured are the relative error of each output ||y - y32|| / ||y32|| and of the gradients (their cosine);
+    where something is not finite, the first module and operator that made it so; what each layer with a
+    weight matrix really computed in; speed and memory against fp32. The model comes back as it was, without
+    gradients; dropout is off. What is emulated on this device is measured too, and the reasons say so.
+
+    Args:
+        model: with weights in fp32, all on one device.
+        loss_of_batch: gives the loss, a scalar tensor, of `(model, batch)`. It calls the model it is given,
+            which may be a copy.
+        batch: whatever that takes, on the model's device. Where weights are bf16 ones (`bf16-true`), so are
+            its floating-point tensors.
+        precision: as a trial's `fp_precision`: fp32, tf32, bf16, fp16, bf16-true or fp8.
+        repeats: how often each side is timed, in turn; of these the fastest counts.
+
+    Returns:
+        The verdict (`ok`, `degraded`, `incompatible`) by the bounds that studies have without `compat`, with
+        every reason for it, and the measurement. Its text is for people.
+
+    Raises:
+        InputError: there is no such precision, this device cannot run it, or the model or loss are not as
+            above.
+    """
+    if precision not in PRECISIONS:
+        hint = did_you_mean(precision, list(PRECISIONS))
+        raise InputError(f"precision: must be one of {', '.join(PRECISIONS)}, but got `{precision}`.{hint}")
+    device = _device_of(model)
+    supported = support(precision, device)
+    if supported.level == "unsupported":
+        raise InputError(supported.reason)
+    amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
+    measurement = measure_work(model, amp, _work_of(loss_of_batch, batch), repeats=repeats)
+    check = judge(measurement, CompatConfig())
+    emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
+    return replace(check, reasons=(*check.reasons, *emulated))
+
+
+def _device_of(model: nn.Module) -> DeviceInfo:
+    """Where the model is. Raises InputError for one that cannot be a reference in fp32."""
+    parameters = [one for one in model.parameters() if one.is_floating_point()]
+    devices = sorted({one.device.type for one in parameters})
+    if len(devices) != 1 or devices[0] not in ("cpu", "cuda"):
+        raise InputError(
+            f"model: must be on the CPU or on one CUDA device, but got {devices or 'no weights'}."
+        )
+    others = Counter(str(one.dtype) for one in parameters if one.dtype != torch.float32)
+    if others:
+        found = ", ".join(f"{count} in {dtype}" for dtype, count in others.items())
+        raise InputError(
+            f"model: all weights must be in torch.float32, but there are {found}. transformers loads a "
+            "checkpoint in the dtype in which it is stored, unless it is given `dtype=torch.float32`."
+        )
+    return probe_device(devices[0])
+
+
+def _work_of(loss_of_batch: LossOfBatch, batch: Any) -> Work:
+    def loss_of(model: nn.Module) -> Tensor:
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        given = tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch
+        return loss_of_batch(model, given)
+
+    def forward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs: dict[str, Tensor] = {}
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            for path, leaf in tree_leaves_with_path(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    call = f" of call {len(calls)}" if calls else ""
+                    outputs[f"output{keystr(path)}{call}"] = leaf
+            calls.append(None)
+
+        calls: list[None] = []
+        with model.register_forward_hook(note):
+            loss = loss_of(model)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
+        return loss.squeeze(), outputs
+
+    return Work(forward, loss_of)
+
+
+def _as_bf16(leaf: Any) -> Any:
+    return leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,148 @@
+"""`hpo.check_precision`: any module, any loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import hpo
+from hpo.errors import InputError
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Any:
+        hidden = self.drop(F.relu(self.norm(self.first(images))))
+        return {"logits": self.last(hidden.mean((2, 3)))}
+
+
+class Overflowing(nn.Module):
+    """Its second layer has numbers that fp32 holds and fp16 does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        with torch.no_grad():
+            self.second.weight.fill_(3e4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.third(self.second(self.first(values).abs() + 1.0) * 1e-6)
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, num_layers=2, dropout=0.5)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.last(self.lstm(values)[0])
+        return out
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0])["logits"], batch[1])
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).mean()
+    return loss
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 3, 8, 8), torch.randint(4, (6,))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(("precision", "product"), [("bf16", "bfloat16"), ("bf16-true", "bfloat16")])
+def test_a_convnet_computes_in_what_was_asked_for(precision: str, product: str) -> None:
+    model = ConvNet().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check = hpo.check_precision(model, cross_entropy, images(), precision)
+    assert check.verdict == "ok", check
+    found = check.measurement
+    assert found.observed["linear_products"] == {product: 2}
+    assert 1e-5 < found.logits_relative_error["output['logits']"] < 0.05
+    assert found.gradient_cosine is not None
+    assert 0.99 < found.gradient_cosine < 1.0
+    assert found.speed_ratio is not None
+    assert f"{precision}: ok" in str(check)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_overflows_is_named() -> None:
+    check = hpo.check_precision(Overflowing(), mean, torch.ones(4, 8), "fp16")
+    assert check.verdict == "incompatible"
+    assert check.measurement.first_nonfinite_module == "second"
+    assert "the first module that made them so is second" in str(check)
+    assert hpo.check_precision(Overflowing(), mean, torch.ones(4, 8), "bf16").measurement.finite
+
+
+def test_a_recurrent_module_is_without_dropout_and_comes_back_with_it() -> None:
+    model = Recurrent().train()
+    check = hpo.check_precision(model, mean, torch.randn(5, 2, 4), "fp32")
+    assert (check.verdict, check.measurement.logits_relative_error) == ("ok", {"output": 0.0})
+    assert (model.lstm.dropout, model.lstm.training) == (0.5, True)
+
+
+def test_a_decoder_with_a_loss_of_its_own() -> None:
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(50, (2, 7))
+    check = hpo.check_precision(
+        model, lambda model, batch: model(input_ids=batch, labels=batch).loss, tokens, "bf16"
+    )
+    assert check.verdict == "ok", check
+    assert any("logits" in name for name in check.measurement.logits_relative_error)
+
+
+def test_a_module_that_keeps_fp32_is_told() -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 1)
+
+        def forward(self, values: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                out: Tensor = self.inner(values.float())
+            return out
+
+    check = hpo.check_precision(Stubborn(), mean, torch.randn(4, 8), "bf16")
+    assert check.verdict == "degraded"
+    assert "1 of 1 linear layers did not compute in bfloat16: inner (float32)" in str(check)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "precision", "said"),
+    [
+        (ConvNet(), cross_entropy, "bf61", r"must be one of fp32, .* but got `bf61`. Did you mean `bf16`\?"),
+        (ConvNet(), cross_entropy, "fp8", "`fp8` needs CUDA"),
+        (ConvNet().bfloat16(), cross_entropy, "bf16", r"there are 6 in torch.bfloat16. transformers loads"),
+        (nn.Identity(), mean, "bf16", "got no weights"),
+        (ConvNet(), lambda model, batch: model(batch[0])["logits"], "bf16", "must give a scalar tensor"),
+        (ConvNet(), lambda _model, _batch: torch.tensor(1.0), "bf16", "depends on the model's weights"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(model: Any, loss: Any, precision: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        hpo.check_precision(model, loss, images(), precision)
