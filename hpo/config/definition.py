@@ -22,6 +22,7 @@ from hpo.errors import StudyChangedError
 CHANGEABLE = (
     "n_trials",
     "budget",
+    "stop_when_unlikely",
     "priority",
     "timeout",
     "stall_seconds",
