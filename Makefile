@@ -17,6 +17,7 @@ help:
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
+	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 
@@ -59,7 +60,7 @@ test-all: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-bench
 	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS)) \
-		$(if $(EXAMPLES),--examples $(EXAMPLES))
+		$(if $(EXAMPLES),--examples $(EXAMPLES)) $(if $(RESULTS),--results $(RESULTS))
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check hpo tests

@@ -23,7 +23,7 @@ from unittest import mock
 import optuna
 import torch
 import yaml
-from peers import PeerModel, fit_lightning, pad, read_split, read_tasks, trainer_arguments
+from peers import PeerModel, adamw, fit_lightning, pad, read_split, read_tasks, trainer_arguments
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -240,7 +240,7 @@ def run_lightning(search: Search, watch: Watch) -> list[Trial]:
         watch.begin_trial()
         precision, rate = search.suggest(trial)
         batches = [search.batches("train"), search.batches("validation")]
-        trainer, _ = fit_lightning(search.model(), rate, precision, batches, lambda: None)
+        trainer, _ = fit_lightning(search.model(), adamw(rate), precision, batches)
         return trainer.callback_metrics["val_loss"].item()
 
     study = optuna.create_study(direction="minimize", sampler=search.sampler())

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModel, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, Workload
 
 WARMUP_STEPS = 3
@@ -36,7 +36,10 @@ class PeerModel(nn.Module):
     """
 
     def __init__(
-        self, tasks: Mapping[str, Mapping[str, Any]], encoder: str | Mapping[str, Any] = "minilm"
+        self,
+        tasks: Mapping[str, Mapping[str, Any]],
+        encoder: str | Mapping[str, Any] = "minilm",
+        seed: int = SEED,
     ) -> None:
         super().__init__()
         dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
@@ -48,7 +51,7 @@ class PeerModel(nn.Module):
         else:
             config = AutoConfig.for_model(**encoder, **dropout)
             self.encoder = AutoModel.from_config(config, add_pooling_layer=False)
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         self.dropout = nn.Dropout(DROPOUT)
         self.heads = nn.ModuleList(
             nn.Linear(config.hidden_size, len(task["classes"])) for task in tasks.values()
@@ -137,6 +140,8 @@ def run_trainer(
     folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
+    from transformers import Trainer, TrainerCallback
+
     clock = StepClock()
 
     class Clock(TrainerCallback):
@@ -160,29 +165,36 @@ def run_trainer(
 
 def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
     """Trainer's arguments for our work; all else is its default."""
-    return TrainingArguments(
-        output_dir=folder,
-        num_train_epochs=1,
-        per_device_train_batch_size=workload.batch_size,
-        weight_decay=WEIGHT_DECAY,
-        bf16=precision == "bf16",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        seed=SEED,
-        **more,
-    )
+    from transformers import TrainingArguments
+
+    ours = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": workload.batch_size,
+        "weight_decay": WEIGHT_DECAY,
+        "bf16": precision == "bf16",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "seed": SEED,
+    }
+    return TrainingArguments(output_dir=folder, **(ours | more))
 
 
 def fit_lightning(
-    model: PeerModel, rate: float, precision: str, batches: Sequence[Any], on_step: Callable[[], None]
+    model: PeerModel,
+    optimizers: Callable[[Any], Any],
+    precision: str,
+    batches: Sequence[Any],
+    on_step: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """A Lightning Trainer with its defaults that has trained one epoch, and its module.
+    """A Lightning Trainer with its defaults but for `options` that has trained, and its module.
 
-    `batches` are of training, and of validation where that is to follow.
+    `optimizers` makes of the parameters what `configure_optimizers` returns. `batches` are of training, and
+    of validation where that is to follow.
     """
     import lightning as L
 
@@ -196,21 +208,27 @@ def fit_lightning(
         def training_step(self, batch: Any, _index: int) -> Tensor:
             return self.model(**batch)["loss"]
 
-        def validation_step(self, batch: Any, _index: int) -> None:
-            self.log("val_loss", self.model(**batch)["loss"], batch_size=len(batch["input_ids"]))
+        def validation_step(self, batch: Any, _index: int) -> dict[str, Any]:
+            output = self.model(**batch)
+            self.log("val_loss", output["loss"], batch_size=len(batch["input_ids"]))
+            return output
 
         def on_train_batch_end(self, *_: Any) -> None:
             on_step()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+        def configure_optimizers(self) -> Any:
+            return optimizers(self.parameters())
 
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    off = dict.fromkeys(quiet, False)
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", precision=LIGHTNING[precision], **off)
+    defaults = {**dict.fromkeys(quiet, False), "max_epochs": 1}
+    trainer = L.Trainer(accelerator="cpu", precision=LIGHTNING[precision], **(defaults | options))
     module = Module()
     trainer.fit(module, *batches)
     return trainer, module
+
+
+def adamw(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return partial(torch.optim.AdamW, lr=rate, weight_decay=WEIGHT_DECAY)
 
 
 def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
@@ -223,7 +241,7 @@ def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str,
     validation = read_split(folder, "validation", workload.max_length)
     shuffled = DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad)
     model = PeerModel(read_tasks(folder))
-    trainer, module = fit_lightning(model, LEARNING_RATE, precision, [shuffled], clock.step)
+    trainer, module = fit_lightning(model, adamw(LEARNING_RATE), precision, [shuffled], clock.step)
     batches = DataLoader(validation, 8, collate_fn=pad)
     evaluate = partial(trainer.validate, module, batches, verbose=False)
     return clock.rates(workload.batch_size, evaluate, len(validation))

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+import search_wall
 from workload import WORKLOADS, run_apart, write_workload
 
 from hpo.device import probe_device
@@ -73,6 +74,7 @@ FIGURES = (
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
 )
+SEARCH_WALL = "search-wall"
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -116,10 +118,15 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", help="numbers of figures; default: all")
-    parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted")
+    parser.add_argument("figures", nargs="*", help=f"numbers of figures, default: all; or {SEARCH_WALL}")
+    parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted, or seeds")
     parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
+    parser.add_argument("--results", help=f"{SEARCH_WALL}: a file with which a stopped run goes on")
     arguments = parser.parse_args()
+    if arguments.figures == [SEARCH_WALL]:
+        results = ["--results", arguments.results] if arguments.results else []
+        search_wall.main(["measure", "--seeds", str(arguments.pairs), *results])
+        return
     known = [figure.number for figure in FIGURES]
     if unknown := set(arguments.figures) - set(known):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}, only {', '.join(known)}")

@@ -32,7 +32,7 @@ class Workload:
     real_set: str
     """Empty: generated posts."""
     tasks: tuple[str, ...]
-    """Of the real set."""
+    """Of the real set, or of the generated posts; of these empty: `SYNTHETIC_TASKS`."""
     max_length: int
     synthetic_sentences: tuple[int, int]
     num_train: int
@@ -58,7 +58,7 @@ def write_workload(workload: Workload, folder: Path) -> str:
     source = REAL_SETS / workload.real_set
     is_real = bool(workload.real_set) and (source / "tasks.json").exists()
     specs = json.loads((source / "tasks.json").read_text()) if is_real else TASKS_JSON
-    names = workload.tasks if is_real else SYNTHETIC_TASKS
+    names = (workload.tasks if is_real or not workload.real_set else ()) or SYNTHETIC_TASKS
     for split, size in (("train", workload.num_train), ("validation", workload.num_validation)):
         if is_real:
             with (source / f"{split}.jsonl").open(encoding="utf-8") as lines:
