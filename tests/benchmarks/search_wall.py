@@ -154,6 +154,7 @@ def measured(searches: Iterable[Search], results: Path | None = None) -> Iterato
                 Wall.read(exhausted(search.set)).write(rows)
                 known[search] = run(search, rows)
             if results:
+                results.parent.mkdir(parents=True, exist_ok=True)
                 with results.open("a") as out:
                     out.write(f"{json.dumps(asdict(known[search]))}\n")
         yield known[search]

@@ -44,7 +44,7 @@ def test_a_search_ends_when_a_checkpoint_reaches_the_target(
 ) -> None:
     if package := missing(contender):
         pytest.skip(f"{package} is not installed: `make bench` does it")
-    asked, results = replace(SEARCH, contender=contender, target=target), tmp_path / "results.jsonl"
+    asked, results = replace(SEARCH, contender=contender, target=target), tmp_path / "runs" / "found.jsonl"
     (found,) = measured([asked], results)
     assert found.reached
     assert found.course[-1] == (found.seconds, max(score for _, score in found.course))
