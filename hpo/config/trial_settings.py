@@ -66,8 +66,9 @@ class TrialSettings(CheckedSection):
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
-    pooling: Literal["cls", "mean", "max", "attention"] = "mean"
-    """How token vectors become one vector for the heads that label a whole text."""
+    pooling: Literal["cls", "mean", "max", "last", "attention"] = "mean"
+    """How token vectors become one vector for the heads that label a whole text. `last`, that of the last
+    token, is for decoders, whose first one (`cls`) sees nothing of the text."""
     head_type: Literal["linear", "mlp"] = "linear"
     """Head of each task: one linear layer, or one hidden layer before it."""
     head_hidden_size: Count = 256

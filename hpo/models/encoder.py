@@ -8,6 +8,8 @@ An encoder is named in one of four ways:
     {model_type: ...}   a fresh encoder with random weights; the keys are those of the type's configuration,
                         plus `tokenizer` (default: minilm's), which also sets the vocabulary
 
+A decoder (Llama, Qwen, Gemma) is one whose tokens see only those before them; `is_causal` asks the model.
+
 Weights are loaded in fp32 whatever the checkpoint holds; precision is applied to the finished model. What
 was asked for is never replaced: an attention implementation that the model lacks, a dropout that its
 configuration does not have, weights that are not in the folder are errors.
@@ -27,7 +29,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -35,10 +37,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -159,7 +157,12 @@ def load_encoder(
         shown = f"a fresh {encoder.get('model_type')}"
         tokenizer = load_tokenizer(encoder, revision=revision, trust_remote_code=trust_remote_code)
         config = _fresh_config(encoder, tokenizer)
-    _check_is_encoder(config, shown)
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{shown}: hpo trains encoders and decoders, but {config.model_type} is both, and the half that "
+            "makes text would be dead weight. Use BERT or the like."
+        )
+    config.use_cache = False  # of keys and values, for making text
     _set_dropout(config, shown, dropout=dropout, attention_dropout=attention_dropout)
 
     options: dict[str, Any] = {
@@ -260,20 +263,19 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         return AutoConfig.for_model(model_type, **options)
 
 
-def _check_is_encoder(config: PreTrainedConfig, shown: str) -> None:
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if config.is_encoder_decoder:
-        what = "an encoder-decoder, whose decoder would be dead weight"
-    elif getattr(config, "is_decoder", False) or (causal and not masked):
-        what = (
-            "a decoder: a token sees only those before it, so [CLS] and span starts know nothing of the text"
-        )
-    else:
-        return
-    raise ModelError(
-        f"{shown}: hpo trains encoders, but {config.model_type} is {what}. Use BERT or the like."
-    )
+def is_causal(encoder: nn.Module, ids_L: Tensor) -> bool:
+    """Whether a token sees only those before it: another one in the last place leaves all states before it
+    as they were. `ids_L` are any two tokens or more that it knows, the first and the last not the same."""
+    was_training = encoder.training
+    ids_2L = ids_L.repeat(2, 1)
+    ids_2L[1, -1] = ids_L[0]
+    try:
+        with torch.no_grad():
+            outputs = encoder.eval()(input_ids=ids_2L, attention_mask=torch.ones_like(ids_2L))
+    finally:
+        encoder.train(was_training)
+    one_LD, other_LD = outputs.last_hidden_state[:, :-1].float()
+    return torch.allclose(one_LD, other_LD, rtol=1e-5, atol=1e-6 * float(one_LD.abs().max()))
 
 
 def _check_weights(missing: Iterable[str], shown: str) -> None:
@@ -292,7 +294,7 @@ def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) ->
         if rate is None:
             continue
         keys = [key for key in _DROPOUT_KEYS[setting] if hasattr(config, key)]
-        if not keys:
+        if not keys and rate > 0:
             raise ModelError(
                 f"{setting}: {shown} must have one of {', '.join(_DROPOUT_KEYS[setting])} in its "
                 f"configuration, but has none. Leave {setting} out."

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.dropout import use_bit_dropout
-from hpo.models.encoder import encoder_layers, max_positions, takes_type_ids
+from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
 from hpo.tasks.registry import kind_of
 
 
@@ -118,6 +118,12 @@ def pool_max(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
     return hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, lowest).amax(dim=1)
 
 
+def pool_last(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    """The last real token's hidden state, whichever side is padded, [B, D]."""
+    place_BL = torch.arange(1, mask_BL.shape[1] + 1, device=mask_BL.device) * (mask_BL != 0)
+    return hidden_BLD[torch.arange(len(hidden_BLD), device=mask_BL.device), place_BL.argmax(dim=1)]
+
+
 class AttentionPooling(nn.Module):
     """A mean weighted by a learnt score of each real token: softmax(w . h) (Yang et al. 2016, NAACL)."""
 
@@ -134,7 +140,7 @@ class AttentionPooling(nn.Module):
         return pooled_BD.to(hidden_BLD.dtype)
 
 
-_POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max}
+_POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max, "last": pool_last}
 
 
 def build_model(
@@ -160,6 +166,11 @@ def build_model(
         raise ModelError(
             f"max_length must be at most the {positions} positions of this {name}, but it is {max_length}. "
             f"Shorten it and set `data.long_text: window` to lose no text, or use a longer encoder."
+        )
+    if heads.pooling == "cls" and is_causal(encoder, torch.arange(1, 7)):
+        raise ModelError(
+            f"pooling: `cls` is the state of the first token, which in this {name} sees nothing of the text. "
+            "Use last or mean."
         )
     if gradient_checkpointing:
         if not getattr(encoder, "supports_gradient_checkpointing", False):

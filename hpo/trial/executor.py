@@ -9,6 +9,7 @@ disk, a lost lease) is raised.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import traceback
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from hpo.errors import (
     did_you_mean,
 )
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
+from hpo.models.encoder import is_causal
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
@@ -44,8 +46,10 @@ from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
-from hpo.trial.trial_parts import TrialLoader, build_trial
+from hpo.trial.trial_parts import TrialLoader, TrialParts, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
+
+_logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
 
@@ -204,6 +208,7 @@ class Executor:
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         try:
             Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
+            _say_if_causal(parts)
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
@@ -212,6 +217,20 @@ class Executor:
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
+
+
+def _say_if_causal(parts: TrialParts) -> None:
+    """Warn of what that means where tasks are of tokens."""
+    by_token = [task.name for task in parts.model.tasks if task.level == "token"]
+    ids_BL, mask_BL, *_ = parts.batch(2).to(parts.device.torch_device).inputs
+    ids_L = ids_BL[0] if mask_BL is None else ids_BL[0, mask_BL[0].bool()]
+    if by_token and is_causal(parts.model.encoder, ids_L):
+        _logger.warning(
+            "In this %s a token sees only those before it: what it tells of %s knows nothing of the text "
+            "behind, and the first token, where a span_extraction has `no answer`, nothing of the text.",
+            type(parts.model.encoder).__name__,
+            ", ".join(by_token),
+        )
 
 
 def follow(runs_dir: Path) -> None:
