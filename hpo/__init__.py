@@ -5,16 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpo.inference.model import load as load
+    from hpo.tasks import registry
     from hpo.trial.check_precision import check_precision as check_precision
+
+    kind = registry.register
 
 __version__ = "0.1.0"
 
 
-_PLACES = {"load": "hpo.inference.model", "check_precision": "hpo.trial.check_precision"}
+_PLACES = {
+    "load": "hpo.inference.model.load",
+    "check_precision": "hpo.trial.check_precision.check_precision",
+    "kind": "hpo.tasks.registry.register",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What is imported when it is asked for: it needs PyTorch, and `hpo --help` must not."""
     if name in _PLACES:
-        return getattr(import_module(_PLACES[name]), name)
+        module, _, attribute = _PLACES[name].rpartition(".")
+        return getattr(import_module(module), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

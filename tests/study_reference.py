@@ -66,7 +66,7 @@ def _table(title: str, model: type[BaseModel]) -> str:
             continue
         cells = (
             f"`{name}`",
-            _values(field.annotation, field.metadata),
+            field.title or _values(field.annotation, field.metadata),
             _default(field),
             texts.get(name, ""),
         )

@@ -9,6 +9,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     app,
     load_to_check,
@@ -28,6 +29,7 @@ def check(
     study: StudyArgument,
     storage: StorageOption = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Show what a study's data hold and what to change, before anything is trained."""

@@ -14,6 +14,7 @@ from hpo.cli.options import (
     NumTrialsOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     answer,
     app,
@@ -85,6 +86,7 @@ def submit(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what is submitted; make and submit nothing.")
     ] = False,
@@ -109,6 +111,7 @@ def submit(
         _print_manifests(name, config, workers, given, as_json=as_json)
         return
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
+    from hpo.code import code_in_use
     from hpo.config.allowed import allowing
     from hpo.study.store.database import storage_url
 
@@ -120,6 +123,7 @@ def submit(
         num_workers=workers,
         sbatch=_sbatch_options(given),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
+        code=code_in_use(config.code) if config else (),
         allow=allowing(config) if config else None,
     )
     array.check_time()
@@ -173,6 +177,7 @@ def _print_manifests(
 
 
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bool) -> None:
+    from hpo.code import code_in_use
     from hpo.config.allowed import allowing
     from hpo.study.running.run import OpenOptions, open_study
     from hpo.study.store.database import parse_url, storage_url
@@ -193,7 +198,7 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bo
         trust_remote_code=array.trust_remote_code,
     )
     with progress_shown(quiet=as_json), open_study(config, url, RUNS, options):
-        job = replace(array, allow=allowing(config)).submit()
+        job = replace(array, allow=allowing(config), code=code_in_use(config.code)).submit()
     file, num_workers = file_given(array.storage), array.num_jobs * array.workers_per_job
     answer(
         {"study": config.name, "job": job, "num_workers": num_workers, "folder": str(array.folder)},

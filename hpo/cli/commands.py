@@ -37,6 +37,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     answer,
     app,
@@ -104,6 +105,7 @@ def verify(
     ] = 3,
     storage: StorageOption = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
@@ -168,6 +170,7 @@ def best(
         bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
     ] = False,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Show the best configuration and its scores; evaluate or export its model.

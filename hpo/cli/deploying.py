@@ -15,6 +15,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     app,
     checkpoint_of,
@@ -93,6 +94,7 @@ def deploy(
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:

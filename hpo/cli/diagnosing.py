@@ -10,6 +10,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     app,
     checkpoint_of,
@@ -30,6 +31,7 @@ def diagnose(
     trial: Annotated[int, typer.Option("--trial", min=0, metavar="N", help="Its number.")],
     storage: StorageOption = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Name the operator that broke a trial and the settings that heal it; changes nothing in the study.

@@ -50,6 +50,28 @@ TrustOption = Annotated[
         help="Run the code that comes with an encoder, where the study asks for that in the database.",
     ),
 ]
+
+
+def _trust(files: list[str]) -> list[str]:
+    from hpo.code import name_code
+
+    for file in files:
+        try:
+            name_code(file)
+        except ValueError as error:
+            raise InputError(f"--trust-code {file}: {error}") from None
+    return files
+
+
+TrustCodeOption = Annotated[
+    list[str],
+    typer.Option(
+        "--trust-code",
+        metavar="FILE",
+        callback=_trust,
+        help="Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
+    ),
+]
 StorageOption = Annotated[
     str | None,
     typer.Option(

@@ -13,6 +13,7 @@ from hpo.cli.options import (
     NumTrialsOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     TrustOption,
     app,
     load_to_check,
@@ -38,6 +39,7 @@ def plan(
         int | None, typer.Option(min=1, metavar="W", help="So many work; left out, those that do, or one.")
     ] = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Show what a study's trials or its budget come to: hours, starts, and how many go on to the end.

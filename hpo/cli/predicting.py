@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import JsonOption, TrustOption, app, print_json, progress_shown
+from hpo.cli.options import JsonOption, TrustCodeOption, TrustOption, app, print_json, progress_shown
 from hpo.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def predict(
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Predict the labels, numbers and spans of texts, a row each in the form of a data row, with scores.

@@ -17,6 +17,7 @@ from hpo.cli.options import (
     WORK_OPTIONS,
     JsonOption,
     StorageOption,
+    TrustCodeOption,
     TrustOption,
     app,
     check_work_options,
@@ -60,6 +61,7 @@ def worker(
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
 from hpo.section import Count, Section, Whole
-from hpo.tasks.registry import KINDS
+from hpo.tasks.registry import KINDS, known_kind
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
@@ -55,7 +55,7 @@ Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_names)]
 
 
 def _kind(name: Any) -> Any:
-    if not isinstance(name, str) or name not in KINDS:
+    if not KINDS.takes(name):
         raise ValueError(one_of(list(KINDS), name))
     return name
 
@@ -79,13 +79,13 @@ class TaskConfig(CheckedSection):
 
     @property
     def has_classes(self) -> bool:
-        return KINDS[self.kind].has_classes
+        return known_kind(self.kind).has_classes
 
     def problems(self) -> Iterator[Problem]:
         for key in self.model_extra or ():
             if near := get_close_matches(key, type(self).model_fields, n=1, cutoff=0.8):
                 yield Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
-        for key, message in KINDS[self.kind].problems(self):
+        for key, message in known_kind(self.kind).problems(self):
             yield Problem((key,), message)
 
 

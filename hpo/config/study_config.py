@@ -13,18 +13,20 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from hpo.code import names_of
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
@@ -33,13 +35,8 @@ from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_c
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits, unknown_metric
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.search_space import (
-    Distribution,
-    FloatDistribution,
-    SearchSpace,
-    parse_search_space,
-)
-from hpo.config.study_file import CheckedSection, Problem, problems_of, read_study_file, refuse, show
+from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
+from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
@@ -156,6 +153,9 @@ class StudyConfig(CheckedSection):
     """The plan of a study that `hpo compare` has made; not a key of a study file."""
     name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
+    code: dict[str, str] = Field(default_factory=dict, title="text or list")
+    """Code of your own, which brings kinds of tasks: a `.py` file beside this one, a module or entry point of
+    an installed package, or a list of them."""
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
         ObjectiveConfig(),
     )
@@ -276,6 +276,12 @@ class StudyConfig(CheckedSection):
         ordered = now if list(stored) == sorted(stored) else ordered_like(stored, now)
         return StudyConfig.model_validate({**ordered, "path": self.path})
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_names_of_code(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        with names_of(content.get("code", {}) if isinstance(content, Mapping) else {}):
+            return handler(content)
+
     @model_validator(mode="before")
     @classmethod
     def _note_given_keys(cls, content: Any) -> Any:
@@ -381,6 +387,7 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     # fields that no file gives
     no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
     content = {key: value for key, value in file.content.items() if key not in no_keys}
+    content |= code_of(file)
     problems = [
         Problem((key,), f"there is no such key.{hint}")
         for key, hint in no_keys.items()

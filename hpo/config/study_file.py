@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
+from hpo.code import name_code, use_code
 from hpo.errors import StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
@@ -77,6 +78,25 @@ def read_study_file(path: Path) -> StudyFile:
             f"but this is {show(content)}."
         )
     return StudyFile(path, content, document.lines, tuple(document.problems))
+
+
+def code_of(file: StudyFile) -> dict[str, Any]:
+    """Run the code that a user's study file names, and return its key as a definition has it."""
+    given = file.content.get("code", [])
+    code: dict[str, str] = {}
+    try:
+        for one in [given] if isinstance(given, str) else given:
+            named = name_code(one, file.path.parent)
+            if named.name in code:
+                raise ValueError(f"{show(named.name)} is there twice. Keep one.")
+            code[named.name] = named.sha256
+    except (TypeError, AttributeError):
+        message = f"must be a path or the name of a module, or a list of them, but got {show(given)}."
+        raise file.error([Problem(("code",), message)]) from None
+    except ValueError as error:
+        raise file.error([Problem(("code",), str(error))]) from None
+    use_code(code, str(file.path))
+    return {"code": code} if "code" in file.content else {}
 
 
 def parse_yaml_value(text: str) -> Any:

@@ -28,6 +28,7 @@ from hpo.data.examples import Example
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 from hpo.errors import RunError
+from hpo.tasks.registry import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,7 @@ def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windo
         FORMAT_VERSION,
         dataset.fingerprint,
         dataset.tasks,
+        [KINDS.hash_of(task.kind) for task in dataset.tasks],
         split,
         tokenizer_fingerprint(tokenizer),
         tokenizer.model_input_names,

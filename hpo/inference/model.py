@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
+from hpo.code import name_code
 from hpo.data.batches import evaluation_batches
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.tasks import Task
@@ -303,6 +304,7 @@ def load(
     precision: str | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    code: str | Path | Sequence[str | Path] = (),
 ) -> TrainedModel:
     """The model in a folder that `hpo best --export` or `hpo deploy` wrote.
 
@@ -311,12 +313,17 @@ def load(
     `precision` asks for another. `attention` replaces the trial's implementation. An ONNX export computes by
     onnxruntime, in the precision and with the attention that it was written with; `auto` is the CPU for it
     where onnxruntime was built without CUDA. Nothing of the folder is run as code, unless `trust_remote_code`
-    allows that of its encoder.
+    allows that of its encoder, and `code` names the files or modules of the study's own code.
 
-    Raises ModelError where the folder is no intact export of this version, or the device cannot run the
-    `precision`.
+    Raises InputError where that code is missing or another, ModelError where the folder is no intact export
+    of this version, or the device cannot run the `precision`.
     """
     _described(device)
+    for one in [code] if isinstance(code, str | Path) else code:
+        try:
+            name_code(str(one))
+        except ValueError as error:
+            raise InputError(f"code: {error}") from None
     folder = Path(directory).resolve()
     network: MultitaskModel | OnnxNetwork
     if read_metadata(folder)["runtime"] == "onnx":

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from hpo.code import use_code
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError, shorten
@@ -55,6 +56,8 @@ class ExportSettings:
     """Where the study's tables have `id` and `text`."""
     csv: Mapping[str, str | None] = field(default_factory=dict)
     """How the study's csv files are written: its `data.csv`."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The hashes of the code of the study, by name."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -222,11 +225,12 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
         tasks = TypeAdapter(list[Task]).validate_python(content["tasks"])
-        content = {"csv": {}, **content}  # of exports that were written before it was a setting
+        content = {"csv": {}, "code": {}, **content}  # of exports that were written before it was a setting
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
         settings = TypeAdapter(ExportSettings).validate_python(given)
     except (ValueError, LookupError) as error:
         raise ModelError(not_intact(directory, error)) from error
+    use_code(settings.code, f"The model in {directory}", stays=True)
     if content.get("float32_parts"):
         raise ModelError(f"{directory} has parts in fp32: use the earlier hpo that wrote it.")
     named: list[tuple[str, Collection[str]]] = [(task.kind, KINDS) for task in tasks]

@@ -1,9 +1,10 @@
-"""The kinds of task by their names: the six of this folder, and those that a program registers."""
+"""The kinds of task by their names: the six of this folder, and those of a study's own code."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from hpo.code import Registry
 from hpo.tasks.kind import Kind
 from hpo.tasks.labels import MultiLabel, SingleLabel
 from hpo.tasks.regression import Regression
@@ -14,16 +15,15 @@ from hpo.tasks.token_classification import TokenClassification
 if TYPE_CHECKING:
     from hpo.data.tasks import Task
 
-KINDS: dict[str, type[Kind]] = {}
+KINDS = Registry[type[Kind]]("kind of task")
 
 AnyKind = TypeVar("AnyKind", bound=type[Kind])
 
 
 def register(kind: AnyKind) -> AnyKind:
-    """Make a kind known by its name, in this process; a decorator of its class. Raises ValueError where
-    another kind has the name."""
-    if KINDS.setdefault(kind.name, kind) is not kind:
-        raise ValueError(f"there is a kind of task `{kind.name}` already.")
+    """Make a kind known by its name; a decorator of its class, `hpo.kind` in the code of a study. Raises
+    ValueError where another kind has the name."""
+    KINDS.add(kind.name, kind)
     return kind
 
 

@@ -111,6 +111,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: Tr
         batch_tokens=executor.study.evaluation.batch_tokens,
         columns=data.columns.model_dump(include={"id", "text"}),
         csv=data.csv.model_dump(),
+        code=executor.study.code,
         decisions=evaluation.decisions,
         provenance=provenance(executor, config, trial),
     )

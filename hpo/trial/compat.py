@@ -171,6 +171,7 @@ def cache_key(parts: TrialParts) -> str:
     study, config, data = parts.study, parts.config, parts.study.data
     settings = {
         "version": MEASUREMENT_VERSION,
+        "code": sorted(study.code.values()),
         "encoder": config.encoder,
         "revision": study.model.revision,
         "tasks": [repr(task) for task in parts.loss_fn.tasks],

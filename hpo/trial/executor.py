@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hpo.code import code_in_use, name_code, use_code
 from hpo.config.limits import broken_limits, violations
 from hpo.config.search_space import lowest
 from hpo.config.study_config import StudyConfig
@@ -128,7 +129,8 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        announce((self.study.definition(), dict(params)))
+        code = self.study.code
+        announce((self.study.definition(), [each.place for each in code_in_use(code)], dict(params)))
         device = self.device
         check_same(
             {
@@ -237,9 +239,12 @@ def follow(runs_dir: Path) -> None:
     """Train together with rank 0 in each of its trials, until it has no more."""
     executor, known = None, None
     while (task := next_task()) is not None:
-        definition, params = task
+        definition, places, params = task
         of_trials = {key: value for key, value in definition.items() if key not in ("n_trials", "timeout")}
         if executor is None or of_trials != known:
+            for place in places:
+                name_code(place)
+            use_code(definition["code"], "Rank 0")
             study = StudyConfig.model_validate(definition)
             executor, known = Executor(study, probe_device(study.device), runs_dir), of_trials
         executor.run(params, None, "")

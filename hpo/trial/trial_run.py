@@ -54,7 +54,8 @@ def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     shapes = [(name, tuple(weight.shape)) for name, weight in parts.model.state_dict().items()]
     used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
     precision = parts.resolution.effective
-    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}"
+    code = "".join(f"/{sha}" for sha in parts.study.code.values())
+    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}"
 
 
 class TrialRun:

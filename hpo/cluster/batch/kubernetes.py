@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hpo.code import code_in_use
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
 
@@ -71,10 +72,30 @@ def manifests(study: str, config: StudyConfig | None, pods: Pods) -> str:
         **vars(pods),
         study=study,
         study_file=config.path.read_text() if config else None,
+        code=_code_files(config) if config else [],
         name=f"hpo-{dns_label(study)}",
         num_pods=math.ceil(pods.num_workers / max(1, pods.num_gpus)),
         resources=json.dumps(resources),
     )
+
+
+def _code_files(config: StudyConfig) -> list[tuple[str, str, str]]:
+    """Of each file of the study's code: its name, its path from the study file, and what it holds.
+
+    Raises InputError where a pod could not have it there.
+    """
+    folder = config.path.parent.absolute()
+    files = []
+    for code in code_in_use(config.code):
+        if code.is_file and not Path(code.place).is_relative_to(folder):
+            raise InputError(
+                f"code: with --kubernetes, {code.place} must lie in the folder of the study file, {folder}: "
+                "pods get one folder with both."
+            )
+        if code.is_file:
+            path = Path(code.place).relative_to(folder)
+            files.append((f"{code.sha256[:16]}.py", path.as_posix(), code.files[code.place].decode()))
+    return files
 
 
 def dns_label(name: str, limit: int = 40) -> str:

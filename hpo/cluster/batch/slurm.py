@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.cluster.postgres.postgres_server import write_secret
+from hpo.code import Code
 from hpo.config.allowed import ALLOW
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.claims.process import this_job
@@ -71,6 +72,8 @@ class WorkerArray:
     """More options of sbatch, without their dashes; True for one that takes no value."""
     trust_remote_code: bool = False
     """Whether the code that comes with the study's encoder may run in the jobs."""
+    code: Sequence[Code] = ()
+    """That of the study, of which the jobs get a copy of each file."""
     allow: str | None = None
     """Their HPO_ALLOW; None: as where they are submitted."""
 
@@ -111,10 +114,15 @@ class WorkerArray:
         digest = hashlib.sha256(redact(self.storage).encode()).hexdigest()[:8]
         return self.folder.absolute().with_name(f"storage-{digest}")
 
+    def _copy_of(self, code: Code) -> Path:
+        return self.folder.absolute() / code.name
+
     def script(self) -> str:
         """The batch script."""
         worker = [sys.executable, "-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
         worker += ["--trust-remote-code"] if self.trust_remote_code else []
+        for code in self.code:
+            worker += ["--trust-code", str(self._copy_of(code)) if code.is_file else code.place]
         lines = [
             f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}",
             *([f"export {ALLOW}={shlex.quote(self.allow)}"] if self.allow else []),
@@ -150,6 +158,9 @@ class WorkerArray:
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
             write_secret(self.storage_file, self.storage)
+        for code in self.code:
+            if code.is_file:
+                self._copy_of(code).write_bytes(code.files[code.place])
         script = self.folder / "job.sh"
         script.write_text(self.script())
         # sbatch gives the job the variables that it has itself.

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hpo.code import trusting, use_code
 from hpo.config.allowed import allowing, check_allowed, places
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import release_free_memory
@@ -144,8 +145,8 @@ def open_study(
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
     """Raise InputError where the database has the study do on this machine what only its user decides.
 
-    That is to run code that comes with its encoder, and to read and write where neither `of_file`, the study
-    of the user's own file, nor the machine says so (`check_allowed`).
+    That is to run code, its own (`use_code`) or that of its encoder, and to read and write where neither
+    `of_file`, the study of the user's own file, nor the machine says so (`check_allowed`).
     """
     check_allowed(config.name, places(config), places(of_file) if of_file else {})
     if of_file is not None:
@@ -156,6 +157,9 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
             "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
             "that code, then give the option --trust-remote-code, or the study's own file."
         )
+    use_code(config.code, f"The study `{config.name}` of the database")
+    if config.code:
+        stored_study(config.name, config.definition())  # its names, as they are known now
 
 
 def _location(stored: StoredStudy) -> str | None:
@@ -248,7 +252,8 @@ def run_study(
         if study.executor is not None:
             return _run_here(study, study.executor, stop, goes_on)
         assert processes is not None
-        processes = replace(processes, allow=allowing(config))
+        more = [*processes.arguments, *trusting(config.code)]
+        processes = replace(processes, allow=allowing(config), arguments=more)
         if config.model.trust_remote_code:
             processes = replace(processes, arguments=[*processes.arguments, "--trust-remote-code"])
         summary = run_workers(config, study.storage, study.runs_dir, processes, stop)

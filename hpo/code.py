@@ -1,0 +1,223 @@
+"""Code that a study brings: Python files, and modules of installed packages, which add kinds of tasks.
+
+A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
+machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
+the database has nothing run that the user did not name, and no study goes on with other code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpo.errors import InputError
+
+ENTRY_POINTS = "hpo.plugins"
+"""The group of entry points by which an installed package names its code."""
+
+T = TypeVar("T")
+_takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
+
+
+class Registry(dict[str, T]):
+    """Things by their names: those of this package, and those of the code in use."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        _registries.append(self)
+
+    def add(self, name: str, thing: T) -> None:
+        """Raises ValueError where another thing has the name."""
+        if self.setdefault(name, thing) is not thing:
+            raise ValueError(f"there is a {self.what} `{name}` already.")
+
+    def takes(self, name: object) -> bool:
+        """Whether a study may use the name; any, where its code is not in use (`names_of`)."""
+        return name in self or (isinstance(name, str) and _takes_unknown.get())
+
+    def hash_of(self, name: str) -> str:
+        """Of the code that brought the thing; empty: it is of this package."""
+        brought = ((sha, thing) for sha, things in _brought.items() for _, _, thing in things)
+        return next((sha for sha, thing in brought if thing is self[name]), "")
+
+
+_Thing = tuple[Registry[Any], str, Any]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A file, or the module of a package, as it was when it was named."""
+
+    name: str
+    """In the definition of a study."""
+    place: str
+    """Its absolute path, or the module's name: what another process of this machine finds it by."""
+    files: Mapping[str, bytes]
+    """Content by path."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.place in self.files
+
+    @property
+    def sha256(self) -> str:
+        """Of the file; of a package, of all its files with their names."""
+        (first, *others) = self.files.values()
+        if self.is_file or not others:
+            return hashlib.sha256(first).hexdigest()
+        root = Path(next(iter(self.files))).parent
+        names = (f"{Path(path).relative_to(root)}\n".encode() + text for path, text in self.files.items())
+        return hashlib.sha256(b"\n".join(hashlib.sha256(each).digest() for each in names)).hexdigest()
+
+
+_registries: list[Registry[Any]] = []
+_named: dict[str, Code] = {}
+"""What the user has named in this process, by hash."""
+_brought: dict[str, list[_Thing]] = {}
+"""What code that has run has added, by hash."""
+_in_use: dict[str, bool] = {}
+"""The code whose names are known now, by hash; and whether it stays (`use_code`)."""
+
+
+def name_code(given: str, folder: Path = Path()) -> Code:
+    """Let studies use the code that a user of this machine names: a path to a `.py` file, relative to
+    `folder`, an entry point of `ENTRY_POINTS` or a module.
+
+    Raises ValueError where there is none.
+    """
+    if given.endswith(".py"):
+        path = Path(os.path.normpath(Path(folder, Path(given).expanduser()).absolute()))
+        name, place, paths = path.name, str(path), [path]
+    else:
+        entry = next(iter(entry_points(group=ENTRY_POINTS, name=given)), None)
+        name, place = given, entry.module if entry else given
+        paths = _files_of(place)
+    try:
+        code = Code(name, place, {str(path): path.read_bytes() for path in paths})
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename} must be a file that can be read, but: {error.strerror}."
+        ) from None
+    _named[code.sha256] = code
+    return code
+
+
+def _files_of(module: str) -> list[Path]:
+    """The files of a module, or of a package with all that is in it; its own first."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not str(spec.origin).endswith(".py"):
+        raise ValueError(f"must be the path of a .py file, or an installed module, but got `{module}`.")
+    own = Path(str(spec.origin))
+    inside = sorted(own.parent.rglob("*.py")) if spec.submodule_search_locations else []
+    return [own, *(path for path in inside if path != own)]
+
+
+def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
+    """Run the code of a study or a model, unless it has run, and let the names that it brings be known.
+
+    Args:
+        code: hashes by name.
+        who: asks for it, as a message begins.
+        stays: beside the code in use, and for good; left out, in place of it.
+
+    Raises InputError where the user has not named code of that hash, or it cannot be run.
+    """
+    for name, sha in code.items():
+        if sha not in _named:
+            others = [each.place for each in _named.values() if each.name == name]
+            has = f" {others[-1]} is other code: its hash is another." if others else ""
+            raise InputError(
+                f"{who} needs the code `{name}` with the SHA-256 {sha[:16]}, which runs only where the user "
+                f"of this machine names it.{has} Read that code, then give --trust-code FILE (`code=` of "
+                "hpo.load), or the study's own file."
+            )
+    if not stays:
+        for sha in [sha for sha, has_to_stay in _in_use.items() if not has_to_stay]:
+            for registry, name, _ in _brought[sha]:
+                registry.pop(name, None)
+            del _in_use[sha]
+    for sha in code.values():
+        if sha not in _brought:
+            _brought[sha] = _run(_named[sha])
+        try:
+            for registry, name, thing in _brought[sha]:
+                registry.add(name, thing)
+        except ValueError as error:
+            raise InputError(f"{_named[sha].place}: {error}") from None
+        _in_use[sha] = stays or _in_use.get(sha, False)
+
+
+def is_in_use(code: object) -> bool:
+    """Whether all names that this code brings are known."""
+    return isinstance(code, Mapping) and all(sha in _in_use for sha in code.values())
+
+
+@contextmanager
+def names_of(code: object) -> Iterator[None]:
+    """Take any name in this block where the code that may bring it is not in use, as for those who only read
+    what a study has."""
+    token = _takes_unknown.set(not is_in_use(code))
+    try:
+        yield
+    finally:
+        _takes_unknown.reset(token)
+
+
+def code_in_use(code: Mapping[str, str]) -> list[Code]:
+    """Where the code of a study lies on this machine, and what it holds."""
+    return [_named[sha] for sha in code.values() if sha in _named]
+
+
+def trusting(code: Mapping[str, str]) -> list[str]:
+    """The options with which another process of this machine may run the code too."""
+    return [word for each in code_in_use(code) for word in ("--trust-code", each.place)]
+
+
+def _run(code: Code) -> list[_Thing]:
+    """Run the code and return what it has added. Raises InputError with the line where it fails."""
+    before = [(registry, dict(registry)) for registry in _registries]
+    private = f"hpo_code_{code.sha256[:16]}"
+    try:
+        if code.is_file:
+            spec = spec_from_file_location(private, code.place)
+            assert spec is not None
+            module = sys.modules[private] = module_from_spec(spec)
+            exec(compile(code.files[code.place], code.place, "exec"), module.__dict__)
+        else:
+            import_module(code.place)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(private, None)
+        for registry, content in before:
+            registry.clear()
+            registry.update(content)
+        raise InputError(f"{_where(code, error)}: {type(error).__name__}: {error}") from error
+    return [
+        (registry, name, thing)
+        for registry, content in before
+        for name, thing in registry.items()
+        if name not in content
+    ]
+
+
+def _where(code: Code, error: BaseException) -> str:
+    """The file and line of the code that an error comes from."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        frames.append((str(error.filename), error.lineno))
+    places = [f"{file}:{line}" for file, line in frames if file in code.files]
+    return places[-1] if places else code.place

@@ -1,0 +1,249 @@
+"""A study with code of its own: trained, killed, resumed, exported; and who may have it run where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import yaml
+from command_line import ROOT, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from jsonl_sets import write_set
+from tiny import write_study
+
+import hpo
+from hpo import code as own_code
+from hpo.code import name_code, use_code
+from hpo.config.study_config import load_study, stored_study
+from hpo.errors import InputError, StudyFileError
+from hpo.study.store.schema import studies
+from hpo.study.store.storage import open_storage
+from hpo.tasks.registry import KINDS
+
+EXAMPLE = (ROOT / "studies" / "own_kind.py").read_text()
+NOTED = "\nwith open(__file__ + '.ran', 'a') as note:\n    note.write('x')  # each time it is run\n"
+TASKS = {"times": {"kind": "count"}, "tone": {"kind": "single_label", "classes": ["no", "yes"]}}
+TRAINING = {"max_steps": 60, "batch_size": 8, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the user has named in this process, as each process begins: nothing."""
+    for name in ("_named", "_brought", "_in_use"):
+        monkeypatch.setattr(own_code, name, {})
+    before = dict(KINDS)
+    yield
+    KINDS.clear()
+    KINDS.update(before)
+
+
+def count_rows(split: str, size: int) -> list[dict[str, Any]]:
+    """Posts in which a word occurs 0 to 4 times, which is what is counted."""
+    times = [number * number % 5 for number in range(size)]
+    return [
+        {
+            "id": f"{split}-{number}",
+            "text": "it hurts " * count + "today",
+            "labels": {"times": count, "tone": "yes" if count else "no"},
+        }
+        for number, count in enumerate(times)
+    ]
+
+
+def write(folder: Path, source: str = EXAMPLE + NOTED, **changes: Any) -> Path:
+    """The tiny study with a task of an own kind, beside the file of its code."""
+    (folder / "own_kind.py").write_text(source)
+    data = write_set(
+        folder / "rows",
+        TASKS,
+        train=count_rows("train", 40),
+        validation=count_rows("v", 20),
+        test=count_rows("t", 20),
+    )
+    (data / "tasks.json").unlink()
+    named = {"source": "jsonl", "path": "rows", "tasks": TASKS}
+    given = {"data": named, "code": "own_kind.py", "training": TRAINING, "objective": {"metric": "times/r2"}}
+    return write_study(folder, **(given | changes))
+
+
+def runs_of(code: Path) -> int:
+    note = Path(f"{code}.ran")
+    return len(note.read_text()) if note.exists() else 0
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What a command says that ends with exit code 2, in a process of its own."""
+    finished = finish(start_hpo(folder, *arguments))
+    assert finished.exit_code == 2, finished
+    assert "Traceback" not in finished.err
+    return finished.err
+
+
+def test_killed_resumed_exported_and_in_use(tmp_path: Path) -> None:
+    """The whole way; and at each door other code is refused."""
+    write(tmp_path, checkpoint={"every_seconds": 0.1}, evaluation={"per_trial": 4}, n_trials=1)
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path)), process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(tmp_path).slots["done"] == 0, "killed too late to test anything"
+
+    code = tmp_path / "own_kind.py"
+    code.write_text(EXAMPLE + NOTED + "# changed\n")
+    assert re.search(r'~ code\.own_kind\.py: "\w{64}" -> "\w{64}"', refused(tmp_path, "run", "tiny.yaml"))
+    code.write_text(EXAMPLE + NOTED)
+    ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
+    (trial,) = stored(tmp_path).trials
+    assert trial.outcome == "complete"
+    assert trial.telemetry["resumed_from_step"] > 0
+
+    assert "needs the code `own_kind.py`" in refused(tmp_path, "best", "tiny", "--export", "model")
+    ok(finish(start_hpo(tmp_path, "best", "tiny", "--export", "model", "--trust-code", "own_kind.py")))
+    predict = ("predict", "model", str(tmp_path / "rows" / "test.jsonl"))
+    assert "needs the code `own_kind.py`" in refused(tmp_path, *predict)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "own_kind.py").write_text(EXAMPLE)
+    other = refused(tmp_path, *predict, "--trust-code", "other/own_kind.py")
+    assert "other/own_kind.py is other code: its hash is another" in other
+    predicted = ok(finish(start_hpo(tmp_path, *predict, "--trust-code", "own_kind.py", "--json"))).json
+    assert predicted["num_predictions"] == 20
+
+    with pytest.raises(InputError, match="needs the code `own_kind"):
+        hpo.load(tmp_path / "model", device="cpu")
+    model = hpo.load(tmp_path / "model", device="cpu", code=code)
+    rates = [one["times"].label for one in model.predict(["today", "it hurts it hurts it hurts today"])]
+    assert 0 < rates[0] < rates[1]
+
+
+def test_the_database_has_nothing_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what lies on this machine, wherever that is, but what its user names."""
+    made, here = tmp_path / "made", tmp_path / "here"
+    made.mkdir()
+    here.mkdir()
+    ok(finish(start_hpo(made, "init", str(write(made)))))
+    code = here / "own_kind.py"
+    code.write_text(EXAMPLE + NOTED)
+    monkeypatch.setenv("HPO_ALLOW", str(made / "rows"))
+    url = f"sqlite:///{made}/runs/hpo.db"
+    for name in (str(code), "own_kind", "own_kind.py"):  # as a definition may name it
+        with open_storage(url) as storage, storage.engine.begin() as connection:
+            definition = json.loads(connection.execute(sa.select(studies)).one().definition)
+            changed = definition | {"code": {name: hashlib.sha256(code.read_bytes()).hexdigest()}}
+            connection.execute(sa.update(studies).values(definition=json.dumps(changed)))
+        for command in (("worker", "tiny"), ("verify", "tiny")):
+            refusal = hpo_command(here, *command, "--storage", url)
+            assert (refusal.exit_code, f"needs the code `{name}`" in refusal.err) == (2, True)
+        assert "needs the code" in ok(hpo_command(here, "worker", "--storage", url)).err
+        assert "0 of 2 trials done" in ok(hpo_command(here, "status", "tiny", "--storage", url)).out
+    assert runs_of(code) == 0
+    trusted = ("worker", "tiny", "--storage", url, "--trust-code", "own_kind.py", "--workers", "2")
+    ok(finish(start_hpo(here, *trusted)))
+    assert runs_of(code) == 3  # here and in each of the workers
+    with open_storage(url, create=False) as storage:
+        assert storage.slot_counts("tiny")["done"] == 2
+
+
+def test_a_definition_is_read_without_its_code_but_not_trained(tmp_path: Path) -> None:
+    definition = load_study(write(tmp_path)).definition()
+    assert definition["code"] == {"own_kind.py": name_code(str(tmp_path / "own_kind.py")).sha256}
+    assert "count" in KINDS
+    load_study(write(tmp_path, "", code=[], data={"source": "synthetic"}, objective={"metric": "score"}))
+    assert "count" not in KINDS, "a name is known where its study is in use"
+    assert stored_study("tiny", definition).data.tasks == {"tasks": TASKS}
+    del definition["code"]
+    with pytest.raises(InputError, match=r"data\.tasks\.times\.kind: must be one of .*, but got `count`"):
+        stored_study("tiny", definition)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import hpo\n\nclass\n", r"own_kind\.py:3: SyntaxError: invalid syntax"),
+        ("\n\nraise SystemExit(3)\n", r"own_kind\.py:3: SystemExit: 3"),
+        ("def f():\n    return {}['a']\n\nf()\n", r"own_kind\.py:2: KeyError: 'a'"),
+        (
+            EXAMPLE + "\n\nhpo.kind(type('C', (Count,), {}))\n",
+            rf"py:{len(EXAMPLE.splitlines()) + 3}: ValueError: there is a kind of task `count`",
+        ),
+        (
+            EXAMPLE.replace('"count"', '"regression"'),
+            r"py:12: ValueError: there is a kind of task `regression`",
+        ),
+    ],
+)
+def test_an_error_in_the_code_has_its_line(tmp_path: Path, source: str, message: str) -> None:
+    known = dict(KINDS)
+    with pytest.raises(InputError, match=message):
+        load_study(write(tmp_path, source))
+    assert known == KINDS, "nothing is left of it"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("gone.py", r"tiny\.yaml:\d+: code: .*gone\.py must be a file that can be read, but: No such file"),
+        (
+            "no_such_module",
+            r"code: must be the path of a \.py file, or an installed module, but got `no_such",
+        ),
+        (7, r"code: must be a path or the name of a module, or a list of them, but got `7`"),
+        (["own_kind.py", "./own_kind.py"], r"code: `own_kind\.py` is there twice"),
+    ],
+)
+def test_a_key_that_names_no_code(tmp_path: Path, given: Any, message: str) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        load_study(write(tmp_path, code=given))
+
+
+def test_an_installed_package_names_its_code_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "acme_tasks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import kinds\n")
+    (package / "kinds.py").write_text(EXAMPLE)
+    metadata = tmp_path / "site" / "acme_tasks-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-tasks\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[hpo.plugins]\nacme = acme_tasks\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    config = load_study(write(tmp_path, code="acme"))
+    assert "count" in KINDS
+    (package / "kinds.py").write_text(EXAMPLE + "# changed\n")
+    assert name_code("acme").sha256 != config.code["acme"]
+
+
+def test_two_studies_have_each_its_own_code_under_one_name(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        load_study(write(tmp_path / str(number), EXAMPLE + f"\nCount.number = {number}\n"))
+        assert KINDS["count"].number == number  # type: ignore[attr-defined]
+    first = {"own_kind.py": name_code(str(tmp_path / "0" / "own_kind.py")).sha256}
+    with pytest.raises(InputError, match=r"own_kind\.py: there is a kind of task `count` already"):
+        use_code(first, "A model", stays=True)
+
+
+def test_batch_jobs_get_the_code_of_the_study(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    options = ("--slurm", "--dry-run", "--storage", "postgresql://db/x")
+    script = ok(hpo_command(tmp_path, "submit", str(path), *options)).out
+    assert re.search(rf"--trust-code {tmp_path}/runs/tiny/slurm-[\w-]+/own_kind\.py", script)
+    options = ("--kubernetes", "--image", "hpo", "--volume-claim", "shared")
+    manifests = list(yaml.safe_load_all(ok(hpo_command(tmp_path, "submit", str(path), *options)).out))
+    files = next(one["data"] for one in manifests if one["kind"] == "ConfigMap")
+    job = next(one for one in manifests if one["kind"] == "Job")["spec"]["template"]["spec"]
+    items = next(volume["configMap"]["items"] for volume in job["volumes"] if volume["name"] == "study")
+    assert {one["path"]: files[one["key"]] for one in items} == {
+        "study.yaml": path.read_text().rstrip("\n") + "\n",
+        "own_kind.py": EXAMPLE + NOTED,
+    }
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "tiny.yaml").write_text(path.read_text().replace("own_kind.py", "../own_kind.py"))
+    outside = hpo_command(tmp_path, "submit", "below/tiny.yaml", *options)
+    assert (outside.exit_code, "must lie in the folder of the study file" in outside.err) == (2, True)
