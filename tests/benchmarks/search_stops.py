@@ -30,12 +30,12 @@ from search_tables import POLICIES, Search, load
 
 from hpo.study.claims.chance import LITTLE, chance_of_better, num_begun
 
-Rule = Callable[[Sequence[FrozenTrial], int, float], float]
-"""The chance of a better one by the trials so far, how many are to come, and the first rung."""
+Rule = Callable[[Sequence[FrozenTrial], int], float]
+"""The chance of a better one by the trials so far, and how many are to come."""
 
 
 def _of_optuna(evaluator: type[EMMREvaluator | RegretBoundEvaluator], *, by_error: bool = False) -> Rule:
-    def chance(trials: Sequence[FrozenTrial], *_: float) -> float:
+    def chance(trials: Sequence[FrozenTrial], _: int) -> float:
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         if len(complete) < 20 or len(complete) % 4:  # Gaussian processes take long
             return 1.0
@@ -50,8 +50,8 @@ def _of_optuna(evaluator: type[EMMREvaluator | RegretBoundEvaluator], *, by_erro
 
 
 RULES: dict[str, Rule] = {
-    "ours": lambda trials, to_come, first_rung: chance_of_better(trials, 1.0, to_come, first_rung),
-    "share": lambda trials, to_come, _: to_come / (num_begun(trials) + to_come),
+    "ours": lambda trials, to_come: chance_of_better(trials, 1.0, to_come),
+    "share": lambda trials, to_come: to_come / (num_begun(trials) + to_come),
     "regret bound": _of_optuna(RegretBoundEvaluator),
     "EMMR": _of_optuna(EMMREvaluator),
     "median error": _of_optuna(EMMREvaluator, by_error=True),
@@ -62,14 +62,13 @@ class StoppingSearch(Search):
     def search(self, num_trials: int, rule: Rule, p: float) -> Search | None:
         """Begin so many trials; return the search as it would have stopped, if it would."""
         stopped: Search | None = None
-        first_rung = self.policy.promotion.rungs[0] if self.policy.promotion else 0.0
         to_come = num_trials
         while self._step(may_begin=to_come > 0):
             trials = self.study.get_trials(deepcopy=False)
             to_come = num_trials - num_begun(trials)
-            if to_come and stopped is None and rule(trials, to_come, first_rung) <= p:
+            if to_come and stopped is None and rule(trials, to_come) <= p:
                 ended = self._ended()
-                if rule(ended.study.get_trials(deepcopy=False), to_come, first_rung) <= p:
+                if rule(ended.study.get_trials(deepcopy=False), to_come) <= p:
                     stopped = ended
         return stopped
 

@@ -7,7 +7,7 @@ more than a little is the less likely, the closer the best are to each other: wi
 exponentially at the end, as the mean excess of the best over the next tells, by `exp(-little / excess)`.
 
 Values compare that are of trials of the same length: the complete ones or, where these are few, those that
-paused at the last rung that has enough; but not at the first, where all are close as none has learned much.
+paused at the last rung that has enough; but not at their first, where all are close as none has learned much.
 
 A sampler that learns draws better trials later, and a result far beyond a crowd gives no sign of itself. How
 often it is wrong: `tests/benchmarks/README.md`.
@@ -37,9 +37,7 @@ def num_begun(trials: Sequence[FrozenTrial]) -> int:
     return sum(t.state not in left_out and RESUMED_ATTR not in t.user_attrs for t in trials)
 
 
-def chance_of_better(
-    trials: Sequence[FrozenTrial], loss_sign: float, num_to_come: float, first_rung: float = 0.0
-) -> float:
+def chance_of_better(trials: Sequence[FrozenTrial], loss_sign: float, num_to_come: float) -> float:
     """The chance that one of the trials that have not begun is better, by more than a little.
 
     It is 1 while one waits that somebody enqueued.
@@ -47,17 +45,16 @@ def chance_of_better(
     Args:
         loss_sign: by which values become losses.
         num_to_come: how many trials have not begun.
-        first_rung: share of a trial's budget up to which its value tells nothing.
     """
     if any(trial.state == TrialState.WAITING for trial in trials):
         return 1.0
     losses_at: dict[float, list[float]] = defaultdict(list)
     for trial in trials:
-        is_complete = trial.state == TrialState.COMPLETE
-        if (is_complete or is_paused(trial)) and not violation(trial.constraints):
+        is_complete, went_on = trial.state == TrialState.COMPLETE, RESUMED_ATTR in trial.user_attrs
+        if (is_complete or (went_on and is_paused(trial))) and not violation(trial.constraints):
             at = 1.0 if is_complete else trial.user_attrs[PAUSED_ATTR]
             losses_at[at].append(loss_sign * trial.values[0])
-    enough = [at for at, losses in losses_at.items() if len(losses) > NUM_BEST and at > first_rung]
+    enough = [at for at, losses in losses_at.items() if len(losses) > NUM_BEST]
     share = num_to_come / max(1.0, num_begun(trials) + num_to_come)
     if not enough:
         return share

@@ -61,8 +61,7 @@ class Openings:
         if self.budget is not None:
             num_to_come = min(num_to_come, self.budget.trials_left(connection, num_begun(trials)))
         (loss_sign,) = loss_signs([direction.name.lower() for direction in self.study.directions])
-        first_rung = self.promotion.rungs[0] if self.promotion else 0.0
-        return chance_of_better(trials, loss_sign, num_to_come, first_rung)
+        return chance_of_better(trials, loss_sign, num_to_come)
 
     def drop_fresh_slots(self, connection: sa.Connection) -> None:
         """Let a study end that may begin no other trial, once those that have begun have ended."""

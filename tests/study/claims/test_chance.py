@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from worker_process import die_at, evaluate, finish, note, notes, result, run_trials, start_process, study
 
@@ -22,6 +23,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, promotion_of
+from hpo.study.store.schema import spent
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -115,6 +117,19 @@ def test_a_study_that_ended_early_goes_on_with_more_trials_alone(storage: Storag
     assert (len(record.trials), record.ended_early) == (95, None)
 
 
+def test_those_to_come_are_as_many_as_the_budget_is_enough_for(storage: Storage) -> None:
+    """Nine tenths are spent, by a trial that is gone, so for one that has begun a ninth of one is to come."""
+    config = study(1000, pruner=NONE, stop_when_unlikely=0.2, budget={"hours": 1000.0})
+    create_or_resume_study(storage, config)
+    with storage.engine.begin() as connection:
+        gone = {"id": "1", "study": "tiny", "trial_number": 2000, "seconds": 900.0 * 3600}
+        connection.execute(sa.insert(spent).values(gone))
+    assert run_trials(storage, config).ended == "finished"
+    record = read_study(storage, "tiny")
+    assert len(record.trials) == 1
+    assert record.ended_early == pytest.approx(0.1, abs=1e-4)
+
+
 def ended(
     value: float | None, rung: float | None = None, resumed_at: float | None = None, limit: float = 0.0
 ) -> FrozenTrial:
@@ -145,11 +160,11 @@ CROWDED = math.exp(-0.5)
         ([ended(1.0) for _ in CROWD], 5 / 25),
         ([ended(loss) for loss in [1.0] * 9 + CROWD[9:]], 0.0),
         ([ended(loss) for loss in CROWD], 5 / 25 * CROWDED),
-        ([ended(loss, rung=0.12) for loss in CROWD], 5 / 25 * CROWDED),
-        ([ended(loss, rung=0.04) for loss in CROWD], 5 / 25),
+        ([ended(loss, rung=0.12) for loss in CROWD], 5 / 25),
         ([ended(loss, limit=1.0) for loss in CROWD], 5 / 25),
         (
-            [ended(loss, rung=0.12) for loss in range(20)]
+            [ended(loss, rung=0.04) for loss in range(20)]
+            + [ended(loss, rung=0.12, resumed_at=0.04) for loss in range(20)]
             + [ended(loss, rung=0.36, resumed_at=0.12) for loss in CROWD],
             5 / 25 * CROWDED,
         ),
@@ -158,7 +173,7 @@ CROWDED = math.exp(-0.5)
     ],
 )
 def test_the_chance(trials: list[FrozenTrial], chance: float) -> None:
-    assert chance_of_better(trials, 1.0, 5, first_rung=0.04) == pytest.approx(chance)
+    assert chance_of_better(trials, 1.0, 5) == pytest.approx(chance)
     mirrored = [
         create_trial(
             state=trial.state,
@@ -168,4 +183,4 @@ def test_the_chance(trials: list[FrozenTrial], chance: float) -> None:
         )
         for trial in trials
     ]
-    assert chance_of_better(mirrored, -1.0, 5, first_rung=0.04) == pytest.approx(chance)
+    assert chance_of_better(mirrored, -1.0, 5) == pytest.approx(chance)
