@@ -4,7 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpo.extensions import loss as loss
+    from hpo.extensions import pooling as pooling
     from hpo.inference.model import load as load
+    from hpo.section import Section as Section
     from hpo.tasks import registry
     from hpo.trial.check_precision import check_precision as check_precision
 
@@ -17,6 +20,9 @@ _PLACES = {
     "load": "hpo.inference.model.load",
     "check_precision": "hpo.trial.check_precision.check_precision",
     "kind": "hpo.tasks.registry.register",
+    "loss": "hpo.extensions.loss",
+    "pooling": "hpo.extensions.pooling",
+    "Section": "hpo.section.Section",
 }
 
 

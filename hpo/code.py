@@ -1,4 +1,5 @@
-"""Code that a study brings: Python files, and modules of installed packages, which add kinds of tasks.
+"""Code that a study brings: Python files, and modules of installed packages, which add kinds of tasks,
+poolings and losses.
 
 A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
 machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
@@ -11,7 +12,7 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,19 +34,21 @@ _takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
 class Registry(dict[str, T]):
     """Things by their names: those of this package, and those of the code in use."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, taken: Collection[str] = ()) -> None:
+        """`taken` are names of this package that are not in it."""
         super().__init__()
         self.what = what
+        self.taken = taken
         _registries.append(self)
 
     def add(self, name: str, thing: T) -> None:
         """Raises ValueError where another thing has the name."""
-        if self.setdefault(name, thing) is not thing:
+        if name in self.taken or self.setdefault(name, thing) is not thing:
             raise ValueError(f"there is a {self.what} `{name}` already.")
 
     def takes(self, name: object) -> bool:
         """Whether a study may use the name; any, where its code is not in use (`names_of`)."""
-        return name in self or (isinstance(name, str) and _takes_unknown.get())
+        return isinstance(name, str) and (name in self or _takes_unknown.get())
 
     def hash_of(self, name: str) -> str:
         """Of the code that brought the thing; empty: it is of this package."""

@@ -29,7 +29,7 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.search_space import decode, encode
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
-from hpo.config.trial_settings import LOSS_WEIGHT
+from hpo.config.trial_settings import setting_of
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
@@ -371,15 +371,7 @@ def _settings_of(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) 
     """The value of each setting that the study searches, with defaults where `when` left one out."""
     settings = build_trial_config(config, trial.params, REFERENCE)
     given = decode(config.search_space, trial.params)
-
-    def value(name: str) -> Any:
-        if name in given:
-            return given[name]
-        if name.startswith(LOSS_WEIGHT):
-            return settings.loss_weight.get(name.removeprefix(LOSS_WEIGHT), 1.0)
-        return getattr(settings, name)
-
-    return {name: value(name) for name in names}
+    return {name: given[name] if name in given else setting_of(settings, name) for name in names}
 
 
 def _first_seed(config: StudyConfig) -> int:

@@ -53,6 +53,7 @@ def build_trial_config(
     settings = study.training.model_dump(exclude_unset=True)
     if any(params.get(budget) is not None for budget in BUDGETS):
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
+    settings |= settings.pop("option", {})
     weights = settings.pop("loss_weight", {})
     settings |= {f"{LOSS_WEIGHT}{task}": weight for task, weight in weights.items()}
     settings |= decode(study.search_space, params)

@@ -6,15 +6,17 @@ of the tasks' losses are fixed or searched each by itself, written `loss_weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 
-from hpo.config.study_file import CheckedSection, Problem, problems_of, show
+from hpo.config.study_file import CheckedSection, Problem, problems_of, refuse, show
 from hpo.errors import did_you_mean
+from hpo.extensions import LOSSES, OPTIONS, POOLINGS, Loss, Pooling, known_options, option_section, options_of
 from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
+from hpo.tasks.registry import KINDS
 
 
 def _encoder(value: Any) -> Any:
@@ -30,6 +32,16 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
 BatchSize = Annotated[Count, Field(le=100_000)]
+
+
+def _or_own(takes: Callable[[Any], bool]) -> WrapValidator:
+    """A validator of a choice, which may also be a name that the study's own code brings."""
+    return WrapValidator(lambda value, handler: value if takes(value) else handler(value))
+
+
+def _is_own_loss(value: Any) -> bool:
+    return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
+
 
 LOSS_WEIGHT = "loss_weight."
 """What the one setting begins with whose name has a free part, the task."""
@@ -66,7 +78,7 @@ class TrialSettings(CheckedSection):
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
-    pooling: Literal["cls", "mean", "max", "last", "attention"] = "mean"
+    pooling: Annotated[Pooling, _or_own(POOLINGS.takes)] = "mean"
     """How token vectors become one vector for the heads that label a whole text. `last`, that of the last
     token, is for decoders, whose first one (`cls`) sees nothing of the text."""
     head_type: Literal["linear", "mlp"] = "linear"
@@ -122,7 +134,7 @@ class TrialSettings(CheckedSection):
     micro_batch_size: BatchSize | None = None
     """Examples in one forward and backward pass; gradients are accumulated to `batch_size`, with the same
     loss. Left out, `batch_size`, halved when memory runs out."""
-    loss: Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"] = "auto"
+    loss: Annotated[Loss, _or_own(_is_own_loss)] = "auto"
     """Loss of the tasks that it fits; `auto` is cross-entropy for single labels and tokens, binary
     cross-entropy for multiple labels, mean squared error for regression."""
     focal_gamma: float = Field(2.0, ge=0)
@@ -136,6 +148,8 @@ class TrialSettings(CheckedSection):
     arXiv 1705.07115)."""
     loss_weight: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weight of a task's loss, written `loss_weight.<task>`; 1 each."""
+    option: dict[str, Any] = Field(default_factory=dict)
+    """Options of a pooling or loss of your own code, written `<name>.<option>`."""
 
     init_scale: Annotated[float, Field(gt=0, le=1e38)] | None = None
     """fp16: first factor of the loss; left out, `amp.init_scale`."""
@@ -159,9 +173,10 @@ class TrialSettings(CheckedSection):
     @model_validator(mode="before")
     @classmethod
     def _gather_loss_weights(cls, data: Any) -> Any:
-        """`loss_weight.a: 2` is `loss_weight: {a: 2}`."""
+        """`loss_weight.a: 2` is `loss_weight: {a: 2}`; so are options gathered under `option`."""
         if not isinstance(data, Mapping):
             return data
+        data = _gather_options(data)
         gathered = {key: value for key, value in data.items() if not str(key).startswith(LOSS_WEIGHT)}
         dotted = {key.removeprefix(LOSS_WEIGHT): data[key] for key in data if key not in gathered}
         given = gathered.get("loss_weight", {})
@@ -177,19 +192,56 @@ class TrialSettings(CheckedSection):
             yield Problem((), f"a trial has one budget, but {' and '.join(given)} are given. Keep one.")
 
 
+def _is_option(name: str) -> bool:
+    """Whether the code in use has such an option, or that which is not in use may."""
+    is_dotted = "." in name and not name.startswith(LOSS_WEIGHT)
+    return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
+
+
+def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with those of code of one's own under `option`, each as its section holds it."""
+    given = {key: value for key, value in data.items() if _is_option(str(key))}
+    given |= data["option"] if isinstance(data.get("option"), Mapping) else {}
+    options, problems = {}, []
+    for name, value in given.items():
+        section, key = option_section(name), name.partition(".")[2]
+        try:
+            options[name] = getattr(section.model_validate({key: value}), key) if section else value
+        except ValidationError as error:
+            problems += [Problem((name, *each.where[1:]), each.message) for each in problems_of(error)]
+        if not _is_option(name):
+            hint = did_you_mean(name, known_options())
+            problems.append(Problem((name,), f"there is no such option.{hint}"))
+    refuse(*problems)
+    others = {key: value for key, value in data.items() if key not in given}
+    return others | {"option": options} if options else others
+
+
+def setting_of(settings: TrialSettings, name: str) -> Any:
+    """The value that the setting `name` has."""
+    if name.startswith(LOSS_WEIGHT):
+        return settings.loss_weight.get(name.removeprefix(LOSS_WEIGHT), 1.0)
+    if option_section(name):
+        owner, _, key = name.partition(".")
+        return getattr(options_of(owner, settings.option), key)
+    return settings.option[name] if name in settings.option else getattr(settings, name)
+
+
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
     of_task = f"{LOSS_WEIGHT}<task>"
-    known = [of_task if f"{key}." == LOSS_WEIGHT else key for key in TrialSettings.model_fields]
+    keys = [key for key in (*TrialSettings.model_fields, *known_options()) if key != "option"]
+    known = [of_task if f"{key}." == LOSS_WEIGHT else key for key in keys]
     has_task = name.startswith(LOSS_WEIGHT) and name != LOSS_WEIGHT
-    if name not in known and not has_task:
+    if name not in known and not has_task and not _is_option(name):
         near = f" Did you mean `{of_task}`?" if f"{name}." == LOSS_WEIGHT else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 
 
 def takes_whole_numbers(name: str) -> bool:
     """Whether the setting is an int, so a search over it must be over ints."""
-    hint = get_type_hints(TrialSettings).get(name)
+    section = option_section(name)
+    hint = get_type_hints(section or TrialSettings).get(name.partition(".")[2] if section else name)
     return int in (hint, *get_args(hint))
 
 
@@ -203,6 +255,4 @@ def setting_value(name: str, value: Any) -> Any:
         settings = TrialSettings.model_validate({name: value})
     except ValidationError as error:
         raise ValueError(" ".join(problem.message for problem in problems_of(error))) from None
-    if name.startswith(LOSS_WEIGHT):
-        return settings.loss_weight[name.removeprefix(LOSS_WEIGHT)]
-    return getattr(settings, name)
+    return setting_of(settings, name)

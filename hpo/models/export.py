@@ -173,6 +173,7 @@ def load_exported(
     )
     try:
         heads = load_file(directory / "heads.safetensors")
+        content = {"option": {}, **content}  # of exports that were written before it was a setting
         head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
         model = MultitaskModel(encoder, tasks, head_settings)
         of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}

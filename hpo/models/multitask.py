@@ -12,8 +12,8 @@ Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
+from hpo.extensions import POOLINGS, options_of
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
 from hpo.tasks.registry import kind_of
@@ -35,6 +36,7 @@ class HeadSettings:
     head_hidden_size: int = 256
     head_dropout: float = 0.1
     loss_weighting: str = "fixed"
+    option: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MultitaskModel(nn.Module):
@@ -53,7 +55,7 @@ class MultitaskModel(nn.Module):
         # Its attention functions make masks, or none: others want one.
         self.makes_masks = getattr(encoder, "_supports_attention_backend", False)
         size = encoder.config.hidden_size
-        self.pool = AttentionPooling(size) if heads.pooling == "attention" else _POOLINGS[heads.pooling]
+        self.pool = _pooling(heads, size)
         # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
         self.heads = nn.ModuleList(_head(heads, size, task.num_outputs) for task in tasks)
         init_std = getattr(encoder.config, "initializer_range", 0.02)
@@ -141,6 +143,15 @@ class AttentionPooling(nn.Module):
 
 
 _POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max, "last": pool_last}
+
+
+def _pooling(heads: HeadSettings, hidden_size: int) -> Callable[[Tensor, Tensor], Tensor]:
+    if heads.pooling == "attention":
+        return AttentionPooling(hidden_size)
+    if own := POOLINGS.get(heads.pooling):
+        options = options_of(heads.pooling, heads.option)
+        return cast(Callable[[Tensor, Tensor], Tensor], own.make(hidden_size, options))
+    return _POOLINGS[heads.pooling]
 
 
 def build_model(

@@ -14,7 +14,8 @@ The sums are made by the kinds (`hpo.tasks`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from hpo.data.batches import Batch
 from hpo.data.tasks import Task
 from hpo.errors import InputError
+from hpo.extensions import LOSSES
+from hpo.section import Section
 from hpo.tasks.registry import KINDS, kind_of
 
 
@@ -37,6 +40,8 @@ class LossOptions:
     loss: str = "auto"
     label_smoothing: float = 0.0
     focal_gamma: float = 2.0
+    own: Section = field(default_factory=Section)
+    """Of a loss that is the study's own."""
 
     @property
     def gamma(self) -> float:
@@ -51,7 +56,8 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
     change no task is a mistake.
     """
     kinds = sorted({task.kind for task in tasks})
-    fits = [name for name, kind in KINDS.items() if loss in kind.losses]
+    of_own = LOSSES[loss].kinds if loss in LOSSES else ()
+    fits = [*(name for name, kind in KINDS.items() if loss in kind.losses), *of_own]
     if loss != "auto" and not set(kinds) & set(fits):
         raise InputError(
             f"loss: `{loss}` fits the kinds {', '.join(fits)}, "
@@ -84,6 +90,10 @@ def loss_sum(
     with a gradient of 0.
     """
     kind = kind_of(task)
+    extension = LOSSES.get(options.loss)
+    if extension is not None and task.kind in extension.kinds:
+        given = (kind, logits.float(), target, options.own, class_weight, attention_mask_BL)
+        return cast(Tensor, extension.make(*given))
     own = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
     return kind.loss_sum(logits.float(), target, own, class_weight, attention_mask_BL)
 

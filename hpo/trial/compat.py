@@ -181,6 +181,7 @@ def cache_key(parts: TrialParts) -> str:
         "heads": [config.pooling, config.head_type, config.head_hidden_size, config.loss_weighting],
         "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],
         "loss_weight": config.loss_weight,
+        "option": config.option,
         "max_length": config.max_length,
         # Attention with dropout has another kernel than without, whatever the rate.
         "attention": [config.attention, config.attention_dropout and "dropout"],
