@@ -76,13 +76,13 @@ class Code:
 
     @property
     def sha256(self) -> str:
-        """Of the file; of a package, of all its files with their names."""
-        (first, *others) = self.files.values()
-        if self.is_file or not others:
-            return hashlib.sha256(first).hexdigest()
-        root = Path(next(iter(self.files))).parent
-        names = (f"{Path(path).relative_to(root)}\n".encode() + text for path, text in self.files.items())
-        return hashlib.sha256(b"\n".join(hashlib.sha256(each).digest() for each in names)).hexdigest()
+        """Of the file; of a package, of a list of its files as `sha256sum` prints it."""
+        sums = {Path(path): hashlib.sha256(text).hexdigest() for path, text in self.files.items()}
+        if len(sums) == 1:
+            return sums.popitem()[1]
+        root = next(iter(sums)).parent
+        listed = "".join(f"{one}  {path.relative_to(root)}\n" for path, one in sums.items())
+        return hashlib.sha256(listed.encode()).hexdigest()
 
 
 _registries: list[Registry[Any]] = []
@@ -149,11 +149,8 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
                 f"of this machine names it.{has} Read that code, then give --trust-code FILE (`code=` of "
                 "hpo.load), or the study's own file."
             )
-    if not stays:
-        for sha in [sha for sha, has_to_stay in _in_use.items() if not has_to_stay]:
-            for registry, name, _ in _brought[sha]:
-                registry.pop(name, None)
-            del _in_use[sha]
+    for sha in [sha for sha, has_to_stay in _in_use.items() if not (has_to_stay or stays)]:
+        _withdraw(sha)
     for sha in code.values():
         if sha not in _brought:
             _brought[sha] = _run(_named[sha])
@@ -161,8 +158,16 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
             for registry, name, thing in _brought[sha]:
                 registry.add(name, thing)
         except ValueError as error:
+            _withdraw(sha)
             raise InputError(f"{_named[sha].place}: {error}") from None
         _in_use[sha] = stays or _in_use.get(sha, False)
+
+
+def _withdraw(sha: str) -> None:
+    for registry, name, thing in _brought[sha]:
+        if registry.get(name) is thing:
+            del registry[name]
+    _in_use.pop(sha, None)
 
 
 def is_in_use(code: object) -> bool:

@@ -50,13 +50,18 @@ def _adds(
     def add(thing: Thing) -> Thing:
         if not name.isidentifier():
             raise ValueError(f"the name of a {registry.what} must be one of Python, but got {name!r}.")
-        options()  # each has a default
-        if options.model_fields:
-            OPTIONS.add(name, options)
+        add_options(name, options)
         registry.add(name, Extension(thing, kinds))
         return thing
 
     return add
+
+
+def add_options(name: str, options: type[Section]) -> None:
+    """Make the options of a thing known. Raises ValueError where one has no default, or the name is taken."""
+    options()
+    if options.model_fields:
+        OPTIONS.add(name, options)
 
 
 def option_section(name: str) -> type[Section] | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+import torch
 import yaml
 from command_line import ROOT, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
 from jsonl_sets import write_set
@@ -24,13 +25,18 @@ from hpo.code import name_code, use_code
 from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
+from hpo.data.tasks import Task
 from hpo.errors import InputError, StudyFileError
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.tasks.registry import KINDS
+from hpo.training.losses import LossOptions, loss_sum
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialLoader, build_trial
+from hpo.trial.trial_run import checkpoint_key
 
 EXAMPLE = (ROOT / "studies" / "own_kind.py").read_text()
 NOTED = "\nwith open(__file__ + '.ran', 'a') as note:\n    note.write('x')  # each time it is run\n"
@@ -314,6 +320,38 @@ def test_options_are_checked_before_the_study_is_made(
 ) -> None:
     with pytest.raises(InputError, match=rf"(?s){message}"):
         load_study(write_extended(tmp_path, **changes))
+
+
+def test_a_kind_has_options_too(tmp_path: Path) -> None:
+    changes = {
+        "@hpo.kind": "class Scale(hpo.Section):\n    scale: float = 1.0\n\n@hpo.kind",
+        'losses = ("poisson",)': 'losses = ("poisson",)\n    options = Scale',
+        "logits, target, *_)": "logits, target, options, *_)",
+        ".sum()": '.sum() * options.of("count").scale',
+    }
+    source = EXAMPLE
+    for old, new in changes.items():
+        assert old in source
+        source = source.replace(old, new)
+    load_study(write(tmp_path, source))
+    task, logits, target = Task("times", "count"), torch.tensor([[0.5]]), torch.tensor([2.0])
+    once, thrice = (
+        loss_sum(task, logits, target, LossOptions(option={"count.scale": scale}), None, torch.ones(1, 1))
+        for scale in (1.0, 3.0)
+    )
+    assert thrice == 3 * once != 0
+
+
+def test_what_is_kept_belongs_to_the_code(tmp_path: Path) -> None:
+    """Checkpoints, tokens with targets, and checks of precisions are not those of other code."""
+    kept = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        config = load_study(write(tmp_path / str(number), EXAMPLE + f"# {number}\n"))
+        parts = build_trial(config, CPU, {"learning_rate": 1e-3}, TrialLoader(config, CPU, tmp_path / "runs"))
+        tokens = {path.name for path in (tmp_path / "runs" / "cache" / "tokens").iterdir() if path.is_dir()}
+        kept.append((checkpoint_key("key", parts), cache_key(parts), len(tokens)))
+    assert all(one != other for one, other in zip(*kept, strict=True)), kept
 
 
 def test_a_loss_that_fits_no_task(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hpo.cli.options import (
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustCodeOption,
     UntilOption,
     WorkersOption,
     app,
@@ -93,6 +94,7 @@ def compare(
     ] = False,
     workers: WorkersOption = None,
     until: UntilOption = None,
+    _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:

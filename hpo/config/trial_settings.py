@@ -149,7 +149,7 @@ class TrialSettings(CheckedSection):
     loss_weight: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weight of a task's loss, written `loss_weight.<task>`; 1 each."""
     option: dict[str, Any] = Field(default_factory=dict)
-    """Options of a pooling or loss of your own code, written `<name>.<option>`."""
+    """Options of what your own code brings, written `<name>.<option>`."""
 
     init_scale: Annotated[float, Field(gt=0, le=1e38)] | None = None
     """fp16: first factor of the loss; left out, `amp.init_scale`."""

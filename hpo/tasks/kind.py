@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.section import Section
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -94,6 +96,8 @@ class Kind(ABC):
     """NumPy's name of the type of a batch's targets."""
     errors: ClassVar[tuple[str, ...]] = ()
     """Metrics of which less is better, in the units of the labels."""
+    options: ClassVar[type[Section]] = Section
+    """Settings of its own, `<name>.<option>`: `options.of(name)` in `loss_sum`."""
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from hpo.code import Registry
+from hpo.extensions import add_options
 from hpo.tasks.kind import Kind
 from hpo.tasks.labels import MultiLabel, SingleLabel
 from hpo.tasks.regression import Regression
@@ -24,6 +25,7 @@ def register(kind: AnyKind) -> AnyKind:
     """Make a kind known by its name; a decorator of its class, `hpo.kind` in the code of a study. Raises
     ValueError where another kind has the name."""
     KINDS.add(kind.name, kind)
+    add_options(kind.name, kind.options)
     return kind
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hpo.data.batches import Batch
 from hpo.data.tasks import Task
 from hpo.errors import InputError
-from hpo.extensions import LOSSES
+from hpo.extensions import LOSSES, options_of
 from hpo.section import Section
 from hpo.tasks.registry import KINDS, kind_of
 
@@ -40,13 +40,17 @@ class LossOptions:
     loss: str = "auto"
     label_smoothing: float = 0.0
     focal_gamma: float = 2.0
-    own: Section = field(default_factory=Section)
-    """Of a loss that is the study's own."""
+    option: Mapping[str, Any] = field(default_factory=dict)
+    """Those of kinds and losses of the study's own code."""
 
     @property
     def gamma(self) -> float:
         """0 for every other loss."""
         return self.focal_gamma if self.loss == "focal" else 0.0
+
+    def of(self, name: str) -> Section:
+        """The options of such a kind or loss."""
+        return options_of(name, self.option)
 
 
 def check_loss(tasks: Iterable[Task], loss: str) -> None:
@@ -92,7 +96,7 @@ def loss_sum(
     kind = kind_of(task)
     extension = LOSSES.get(options.loss)
     if extension is not None and task.kind in extension.kinds:
-        given = (kind, logits.float(), target, options.own, class_weight, attention_mask_BL)
+        given = (kind, logits.float(), target, options.of(options.loss), class_weight, attention_mask_BL)
         return cast(Tensor, extension.make(*given))
     own = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
     return kind.loss_sum(logits.float(), target, own, class_weight, attention_mask_BL)

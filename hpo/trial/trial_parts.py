@@ -24,7 +24,6 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
-from hpo.extensions import options_of
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
@@ -225,9 +224,7 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
             weights[task.name] = None if weight is None else weight.to(device)
     return MultitaskLoss(
         model.tasks,
-        LossOptions(
-            config.loss, config.label_smoothing, config.focal_gamma, options_of(config.loss, config.option)
-        ),
+        LossOptions(config.loss, config.label_smoothing, config.focal_gamma, config.option),
         config.loss_weight,
         weights,
         model.log_variance if config.loss_weighting == "uncertainty" else None,
