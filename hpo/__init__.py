@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpo.api.study import Study as Study
     from hpo.extensions import loss as loss
     from hpo.extensions import pooling as pooling
     from hpo.inference.model import load as load
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 
 _PLACES = {
+    "Study": "hpo.api.study.Study",
     "load": "hpo.inference.model.load",
     "check_precision": "hpo.trial.check_precision.check_precision",
     "kind": "hpo.tasks.registry.register",

@@ -14,6 +14,7 @@ from hpo.tasks.registry import KINDS
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
+    "api",
     "cli",
     "report",
     "cluster",
@@ -31,7 +32,7 @@ FLOORS = (
     "precision",
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-KNOWS_OPTUNA = ("cli", "report", "cluster", "study", "config")
+KNOWS_OPTUNA = ("api", "cli", "report", "cluster", "study", "config")
 
 
 def floor(parts: tuple[str, ...]) -> int:

@@ -32,10 +32,13 @@ from hpo.json_safe import json_safe
 from hpo.precision.table import canonical_precision
 
 if TYPE_CHECKING:
+    from hpo.compare.companion import Request
+    from hpo.compare.price import Price
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
     from hpo.study.running.stopping import Stop
+    from hpo.study.store.storage import Storage
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
     "price": Annotated[
@@ -100,12 +103,8 @@ def compare(
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
-    from hpo.compare.companion import Request, open_comparison
-    from hpo.compare.looks import price_before, run_looks
-    from hpo.data.dataset import load_data
-    from hpo.device import probe_device
-    from hpo.study.running.run import check_trust
-    from hpo.study.store.studies import check_data
+    from hpo.compare.companion import Request
+    from hpo.compare.looks import run_looks
 
     only_price = options.pop("price")
     if options["precisions"]:
@@ -117,12 +116,7 @@ def compare(
         existing_study(study, storage) as (database, record),
     ):
         config = config_of(study, record, trust_remote_code=False)
-        device, data = probe_device(config.device), load_data(config.data)
-        check_data(database, record.name, data.fingerprint)
-        has_test = _say_what_is_compared(config, data)
-        companion = open_comparison(database, record, config, request, device=device, has_test=has_test)
-        check_trust(companion, config, trust_remote_code=False)  # what the database has of it
-        cost, sentence = price_before(record, companion, data)
+        companion, data, cost, sentence = prepared(database, record, config, request)
         if only_price and as_json:
             print_json({"price": cost and cost.as_json(), "sentence": sentence})
         elif only_price or not (as_json or database.has_study(companion.name)):
@@ -132,6 +126,25 @@ def compare(
         run_look = partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json)
         result = run_looks(database, companion, record, data.tasks, run_look, cost)
     print_json(result.content) if as_json else print_comparison(json_safe(result.content))
+
+
+def prepared(
+    database: Storage, record: StudyRecord, config: StudyConfig, request: Request
+) -> tuple[StudyConfig, DataSet, Price | None, str]:
+    """The comparison of a study, its data, what it costs and the sentence that says so; nothing is stored."""
+    from hpo.compare.companion import open_comparison
+    from hpo.compare.looks import price_before
+    from hpo.data.dataset import load_data
+    from hpo.device import probe_device
+    from hpo.study.running.run import check_trust
+    from hpo.study.store.studies import check_data
+
+    device, data = probe_device(config.device), load_data(config.data)
+    check_data(database, record.name, data.fingerprint)
+    has_test = _say_what_is_compared(config, data)
+    companion = open_comparison(database, record, config, request, device=device, has_test=has_test)
+    check_trust(companion, config, trust_remote_code=False)  # what the database has of it
+    return companion, data, *price_before(record, companion, data)
 
 
 def _say_what_is_compared(config: StudyConfig, data: DataSet) -> bool:
