@@ -60,9 +60,8 @@ def use_training_attention() -> Iterator[None]:
 
 
 @contextmanager
-def sdpa_in_place_of_flash(model: Any) -> Iterator[None]:
-    """Inside, the encoder of a `MultitaskModel` runs sdpa where its attention is flash, which has no fp32."""
-    encoder = model.encoder
+def sdpa_in_place_of_flash(encoder: Any) -> Iterator[None]:
+    """Inside, an encoder runs sdpa where its attention is flash, which has no fp32 and runs on no CPU."""
     if getattr(encoder.config, "_attn_implementation", None) != FLASH:
         yield
         return

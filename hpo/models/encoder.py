@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 
 from hpo.errors import ModelError, did_you_mean, shorten
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
-from hpo.models.attention import FLASH, attend_with_fast_dropout
+from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
 from hpo.models.hub import download
 
 MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -263,14 +263,14 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         return AutoConfig.for_model(model_type, **options)
 
 
-def is_causal(encoder: nn.Module, ids_L: Tensor) -> bool:
+def is_causal(encoder: Any) -> bool:
     """Whether a token sees only those before it: another one in the last place leaves all states before it
-    as they were. `ids_L` are any two tokens or more that it knows, the first and the last not the same."""
+    as they were."""
+    ids_2L = torch.arange(1, 7, device=next(encoder.parameters()).device).repeat(2, 1)
+    ids_2L[1, -1] = 1
     was_training = encoder.training
-    ids_2L = ids_L.repeat(2, 1)
-    ids_2L[1, -1] = ids_L[0]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_in_place_of_flash(encoder):
             outputs = encoder.eval()(input_ids=ids_2L, attention_mask=torch.ones_like(ids_2L))
     finally:
         encoder.train(was_training)

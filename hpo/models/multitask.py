@@ -123,7 +123,8 @@ def pool_max(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
 def pool_last(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
     """The last real token's hidden state, whichever side is padded, [B, D]."""
     place_BL = torch.arange(1, mask_BL.shape[1] + 1, device=mask_BL.device) * (mask_BL != 0)
-    return hidden_BLD[torch.arange(len(hidden_BLD), device=mask_BL.device), place_BL.argmax(dim=1)]
+    last_B11 = place_BL.argmax(dim=1)[:, None, None]
+    return hidden_BLD.gather(1, last_B11.expand(-1, 1, hidden_BLD.shape[-1])).squeeze(1)
 
 
 class AttentionPooling(nn.Module):
@@ -178,7 +179,7 @@ def build_model(
             f"max_length must be at most the {positions} positions of this {name}, but it is {max_length}. "
             f"Shorten it and set `data.long_text: window` to lose no text, or use a longer encoder."
         )
-    if heads.pooling == "cls" and is_causal(encoder, torch.arange(1, 7)):
+    if heads.pooling == "cls" and is_causal(encoder):
         raise ModelError(
             f"pooling: `cls` is the state of the first token, which in this {name} sees nothing of the text. "
             "Use last or mean."
@@ -208,8 +209,9 @@ def parameter_depths(model: MultitaskModel) -> dict[str, int]:
     layers = encoder_layers(model.encoder)
     of_layers = [(number, p) for number, layer in enumerate(layers, 1) for p in layer.parameters()]
     depth = {id(parameter): number for number, parameter in of_layers}
+    tables = {name for name, one in model.named_modules() if isinstance(one, nn.Embedding)}
     for name, parameter in model.named_parameters():
-        embeds = "embed" in name or "relative_attention_bias" in name
+        embeds = "embed" in name or "relative_attention_bias" in name or name.rpartition(".")[0] in tables
         above = 0 if name.startswith("encoder.") and embeds else len(layers) + 1
         depth.setdefault(id(parameter), above)
     return {name: depth[id(parameter)] for name, parameter in model.named_parameters()}

@@ -35,10 +35,12 @@ from hpo.errors import (
 )
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
+from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import PRECISION, apply_preset
+from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank
 from hpo.training.losses import check_loss
@@ -47,7 +49,7 @@ from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
-from hpo.trial.trial_parts import TrialLoader, TrialParts, build_trial
+from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
 
 _logger = logging.getLogger(__name__)
@@ -210,7 +212,7 @@ class Executor:
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         try:
             Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
-            _say_if_causal(parts)
+            _say_if_causal(parts.model)
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
@@ -221,18 +223,18 @@ class Executor:
             ) from error
 
 
-def _say_if_causal(parts: TrialParts) -> None:
+def _say_if_causal(model: MultitaskModel) -> None:
     """Warn of what that means where tasks are of tokens."""
-    by_token = [task.name for task in parts.model.tasks if task.level == "token"]
-    ids_BL, mask_BL, *_ = parts.batch(2).to(parts.device.torch_device).inputs
-    ids_L = ids_BL[0] if mask_BL is None else ids_BL[0, mask_BL[0].bool()]
-    if by_token and is_causal(parts.model.encoder, ids_L):
-        _logger.warning(
-            "In this %s a token sees only those before it: what it tells of %s knows nothing of the text "
-            "behind, and the first token, where a span_extraction has `no answer`, nothing of the text.",
-            type(parts.model.encoder).__name__,
-            ", ".join(by_token),
-        )
+    by_token = [task for task in model.tasks if task.level == "token"]
+    if not by_token or not is_causal(model.encoder):
+        return
+    said = (
+        f"In this {type(model.encoder).__name__} a token sees only those before it: what it tells of "
+        f"{', '.join(task.name for task in by_token)} knows nothing of the text behind"
+    )
+    if marked := {one for task in by_token if (one := kind_of(task).at_first_token)}:
+        said += f", and the first token, where `{'`, `'.join(marked)}` is marked, nothing of the text"
+    _logger.warning("%s.", said)
 
 
 def follow(runs_dir: Path) -> None:

@@ -120,7 +120,7 @@ def work_of(parts: TrialParts, batch: Batch) -> Work:
         lambda model: model(*inputs),
         # Those of token tasks without padding, where attention gives what it likes.
         lambda logits: logits[is_token_BL] if logits.dim() == 3 else logits,
-        sdpa_in_place_of_flash,
+        lambda model: sdpa_in_place_of_flash(model.encoder),
     )
 
 
