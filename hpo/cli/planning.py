@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,7 +68,12 @@ def plan(
         _print(config.name, result)
 
 
-def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None = None) -> Plan:
+def measured_plan(
+    config: StudyConfig,
+    record: StudyRecord | None,
+    workers: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Plan:
     """The plan of a study by its complete trials, and by some steps here in a precision that has none.
 
     Args:
@@ -75,7 +81,7 @@ def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int 
         workers: so many work; None: those that do, or one.
 
     Raises:
-        RunError: the steps did not work.
+        RunError: the steps did not work, or were stopped.
     """
     from hpo.device import probe_device
     from hpo.precision.table import apply_preset
@@ -88,17 +94,17 @@ def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int 
     for name in config.precisions or apply_preset(config.amp, device)[1:]:
         if name not in costs and name not in lacking:
             typer.echo(f"measuring {name} ...", err=True)
-            costs[name] = measure_cost(config, device, RUNS, name)
+            costs[name] = measure_cost(config, device, RUNS, name, should_stop)
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
     return make_plan(config, list(costs.values()), record, workers or live or 1)
 
 
-def say_what_it_buys(config: StudyConfig, workers: int) -> None:
+def say_what_it_buys(config: StudyConfig, workers: int, should_stop: Callable[[], bool]) -> None:
     """Print what the budget of a study comes to, of which no trial has trained."""
     try:
-        _print(config.name, measured_plan(config, None, workers))
+        _print(config.name, measured_plan(config, None, workers, should_stop))
     except RunError as error:  # the trials will tell
         typer.echo(f"What the budget buys is not known yet. {error}")
 

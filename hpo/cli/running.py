@@ -205,7 +205,7 @@ def run_here(
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         is_new = opened.stored.state == "open" and not opened.stored.has_trained
         if config.budget is not None and is_new and not quiet and "TORCHELASTIC_RUN_ID" not in os.environ:
-            say_what_it_buys(opened.config, max(1, len(processes.shares)))
+            say_what_it_buys(opened.config, max(1, len(processes.shares)), stop.is_set)
         with shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
         return read_study(opened.storage, config.name), summary, opened.left_out

@@ -124,6 +124,6 @@ def _is_empty(cell: Any) -> bool:
 def _parsed(cell: Any, column: str, problems: list[str], read: Callable[[Any], Any] = json.loads) -> Any:
     try:
         return read(cell)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, or a number of too many digits
         problems.append(f'column {column} must be JSON in double quotes, as `["a", "b"]`, but {error}')
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -128,12 +128,20 @@ def _seconds(telemetry: Mapping[str, Any]) -> float:
     return sum(telemetry.get(part) or 0.0 for part in parts)
 
 
-def measure_cost(config: StudyConfig, device: DeviceInfo, runs_dir: Path, precision: str) -> TrialCost:
+def measure_cost(
+    config: StudyConfig,
+    device: DeviceInfo,
+    runs_dir: Path,
+    precision: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrialCost:
     """Train some steps with the settings in the middle of their ranges, and evaluate once.
 
     Raises:
-        RunError: that does not work.
+        RunError: that does not work, or was stopped.
     """
+    from hpo.memory import release_free_memory
+    from hpo.trial.callbacks import Callbacks
     from hpo.trial.executor import Executor
     from hpo.trial.trial_parts import training_args
 
@@ -147,7 +155,8 @@ def measure_cost(config: StudyConfig, device: DeviceInfo, runs_dir: Path, precis
         pruner=PrunerConfig(name="none"),
     )
     executor = Executor(short, device, runs_dir)
-    result = executor.run(params, None, "plan")
+    result = executor.run(params, None, "plan", Callbacks(should_stop=should_stop))
+    release_free_memory(device)  # the trials may run in other processes
     if result.outcome != Outcome.COMPLETE:
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
     told = {**result.telemetry, **result.headline}

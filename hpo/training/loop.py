@@ -278,7 +278,7 @@ def compute_loss(learner: Learner, batch: Batch, num_items: Mapping[str, int], s
     if mixed_precision.falls_back(loss):
         # A backward pass that computed activations again would do so after this block, in the trial's way.
         kept = without_gradient_checkpointing(model)
-        with kept, sdpa_in_place_of_flash(model), mixed_precision.float32(model) as model_in_float32:
+        with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
             loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
     return loss
 

@@ -8,7 +8,9 @@ It is the check that a trial has before it trains (`hpo.trial.compat`), with its
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+import itertools
+from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,9 +21,11 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from hpo.config.study_config import CompatConfig
 from hpo.device import DeviceInfo, probe_device
-from hpo.errors import InputError, did_you_mean
+from hpo.errors import InputError
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISIONS, AmpConfig, support
+from hpo.precision.effective import left_as_it_was
+from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
+from hpo.random_numbers import manual_seed
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Work, measure_work
 
@@ -38,10 +42,11 @@ def check_precision(
 ) -> Compatibility:
     """Train `model` forward and backward on one batch in fp32 and under `precision`, and compare.
 
-    Measured are the relative error of each output ||y - y32|| / ||y32|| and of the gradients (their cosine);
-    where something is not finite, the first module and operator that made it so; what each layer with a
-    weight matrix really computed in; speed and memory against fp32. The model comes back as it was, without
-    gradients; dropout is off. What is emulated on this device is measured too, and the reasons say so.
+    Measured are the relative error of each output ||y - y32|| / ||y32|| (of a model that is not called as a
+    whole, of the loss) and of the gradients (their cosine); where something is not finite, the first module
+    and operator that made it so; what each layer with a weight matrix really computed in; speed and memory
+    against fp32. Dropout is off, and random numbers are the same in both. The model comes back as it was,
+    without gradients. What is emulated on this device is measured too, and the reasons say so.
 
     Args:
         model: with weights in fp32, all on one device.
@@ -59,16 +64,20 @@ def check_precision(
     Raises:
         InputError: there is no such precision, this device cannot run it, or the model or loss are not as
             above.
+        Exception: whatever `loss_of_batch` raises with the model as it is, and an allocator.
     """
-    if precision not in PRECISIONS:
-        hint = did_you_mean(precision, list(PRECISIONS))
-        raise InputError(f"precision: must be one of {', '.join(PRECISIONS)}, but got `{precision}`.{hint}")
+    try:
+        precision = canonical_precision(precision)
+    except ValueError as error:
+        raise InputError(f"precision: {error}") from None
     device = _device_of(model)
     supported = support(precision, device)
     if supported.level == "unsupported":
         raise InputError(supported.reason)
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
-    measurement = measure_work(model, amp, _work_of(loss_of_batch, batch), repeats=repeats)
+    with torch.enable_grad():
+        _try(model, loss_of_batch, batch)
+        measurement = measure_work(model, amp, _work_of(loss_of_batch, batch), repeats=repeats)
     check = judge(measurement, CompatConfig())
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
     return replace(check, reasons=(*check.reasons, *emulated))
@@ -77,11 +86,13 @@ def check_precision(
 def _device_of(model: nn.Module) -> DeviceInfo:
     """Where the model is. Raises InputError for one that cannot be a reference in fp32."""
     parameters = [one for one in model.parameters() if one.is_floating_point()]
-    devices = sorted({one.device.type for one in parameters})
-    if len(devices) != 1 or devices[0] not in ("cpu", "cuda"):
-        raise InputError(
-            f"model: must be on the CPU or on one CUDA device, but got {devices or 'no weights'}."
-        )
+    devices = {one.device for one in parameters}
+    known = {torch.device("cpu")}
+    if torch.cuda.is_available():
+        known.add(torch.device("cuda", torch.cuda.current_device()))
+    if len(devices) != 1 or not devices <= known:
+        found = ", ".join(map(str, devices)) or "no weights"
+        raise InputError(f"model: must be on the CPU or on the current CUDA device, but got {found}.")
     others = Counter(str(one.dtype) for one in parameters if one.dtype != torch.float32)
     if others:
         found = ", ".join(f"{count} in {dtype}" for dtype, count in others.items())
@@ -89,34 +100,44 @@ def _device_of(model: nn.Module) -> DeviceInfo:
             f"model: all weights must be in torch.float32, but there are {found}. transformers loads a "
             "checkpoint in the dtype in which it is stored, unless it is given `dtype=torch.float32`."
         )
-    return probe_device(devices[0])
+    return probe_device(devices.pop().type)
+
+
+def _try(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
+    """Raise what is raised without any precision, and InputError for what is no loss."""
+    with left_as_it_was(model):
+        loss = loss_of_batch(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
 
 
 def _work_of(loss_of_batch: LossOfBatch, batch: Any) -> Work:
     def loss_of(model: nn.Module) -> Tensor:
+        manual_seed(0)  # both sides draw the same; `measure_work` puts the generators back
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        given = tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch
-        return loss_of_batch(model, given)
+        return loss_of_batch(model, tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch)
 
     def forward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
+        calls = itertools.count(1)
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            call = next(calls)
             for path, leaf in tree_leaves_with_path(output):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                    call = f" of call {len(calls)}" if calls else ""
-                    outputs[f"output{keystr(path)}{call}"] = leaf
-            calls.append(None)
+                    outputs[f"output{keystr(path)}{f' of call {call}' * (call > 1)}"] = leaf
 
-        calls: list[None] = []
         with model.register_forward_hook(note):
-            loss = loss_of(model)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
-        return loss.squeeze(), outputs
+            loss = loss_of(model).squeeze()
+        # A model that is not called as a whole, or gives what nothing is known of, has only its loss.
+        return loss, outputs or {"loss": loss}
 
     return Work(forward, loss_of)
 
 
 def _as_bf16(leaf: Any) -> Any:
+    if isinstance(leaf, UserDict):  # as the tokenizers and processors of transformers give
+        cast = copy.copy(leaf)
+        cast.data = tree_map(_as_bf16, leaf.data)
+        return cast
     return leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

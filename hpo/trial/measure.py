@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpo.data.batches import Batch
 from hpo.device import synchronize
-from hpo.errors import InputError
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Observation, observe_model
+from hpo.precision.effective import Observation, left_as_it_was, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
@@ -144,7 +144,7 @@ class Side:
         seconds, loss, outputs = self._step()
         scale = self.mixed_precision.scale_value().cpu()
         gradients = {
-            name: parameter.grad.detach().float().cpu() / scale
+            name: parameter.grad.detach().to_dense().float().cpu() / scale
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }
@@ -256,17 +256,18 @@ def _attempt(
     With `observes`, also what its products really are. Raises what an allocator raises.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
+    if precision.float8 or precision.weights != "float32" or compile_model:
+        side = replace(side, model=copy.deepcopy(side.model))
     with side.flags():
         try:
-            if precision.float8 or precision.weights != "float32" or compile_model:
-                side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
+            prepare_model(side.model, precision)
             seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
-            if is_out_of_memory(error) or isinstance(error, InputError):
+            if is_out_of_memory(error):
                 raise
             message = f"{type(error).__name__}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
@@ -295,14 +296,17 @@ def _backed_off(config: AmpConfig) -> list[float]:
 
 @contextlib.contextmanager
 def _training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """As in training but for dropout: modules that compute activations again do so, and those whose backward
-    pass cuDNN has in training alone are in it; the others evaluate."""
+    """As in training but for dropout: modules that compute activations again do so, batch norms take the
+    statistics of the batch, and recurrent ones are as cuDNN needs them; the others evaluate. Modules that are
+    in another mode than the model keep theirs."""
+    trains = {module for module in model.modules() if module.training == model.training}
     with contextlib.ExitStack() as undo:
-        undo.callback(model.train, model.training)
         undo.callback(model.zero_grad, set_to_none=True)
+        undo.enter_context(left_as_it_was(model))
         model.eval()
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) is True or isinstance(module, nn.RNNBase):
+        for module in trains:
+            recomputes = getattr(module, "gradient_checkpointing", False) is True
+            if recomputes or isinstance(module, (nn.RNNBase, _BatchNorm)):
                 module.training = True
                 # Some layers drop by a number of their own and not by a module.
                 for name, value in vars(module).items():

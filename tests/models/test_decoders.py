@@ -46,7 +46,7 @@ IDS_L = torch.arange(1, 13)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_is_causal_by_what_it_does(name: str) -> None:
     decoder = load_encoder(DECODERS[name])
-    assert is_causal(decoder, IDS_L)
+    assert is_causal(decoder)
     assert not decoder.training
     with torch.no_grad():
         output = decoder(input_ids=IDS_L[None], attention_mask=torch.ones(1, 12))
@@ -55,11 +55,11 @@ def test_a_decoder_is_causal_by_what_it_does(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_encoder_is_not(family: str) -> None:
-    assert not is_causal(family_encoder(family), IDS_L)
+    assert not is_causal(family_encoder(family))
 
 
 def test_bert_as_a_decoder_is_one() -> None:
-    assert is_causal(load_encoder({**BERT, "is_decoder": True}), IDS_L)
+    assert is_causal(load_encoder({**BERT, "is_decoder": True}))
 
 
 @pytest.mark.parametrize("is_left", [False, True])

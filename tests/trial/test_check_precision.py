@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BatchFeature, LlamaConfig
 
 import hpo
 from hpo.errors import InputError
@@ -135,7 +135,7 @@ def test_a_module_that_keeps_fp32_is_told() -> None:
 @pytest.mark.parametrize(
     ("model", "loss", "precision", "said"),
     [
-        (ConvNet(), cross_entropy, "bf61", r"must be one of fp32, .* but got `bf61`. Did you mean `bf16`\?"),
+        (ConvNet(), cross_entropy, "bf61", r"precision: .*bf61.*"),
         (ConvNet(), cross_entropy, "fp8", "`fp8` needs CUDA"),
         (ConvNet().bfloat16(), cross_entropy, "bf16", r"there are 6 in torch.bfloat16. transformers loads"),
         (nn.Identity(), mean, "bf16", "got no weights"),
@@ -146,3 +146,65 @@ def test_a_module_that_keeps_fp32_is_told() -> None:
 def test_what_cannot_be_checked_is_refused(model: Any, loss: Any, precision: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         hpo.check_precision(model, loss, images(), precision)
+
+
+def test_chance_and_modes_are_left_alone() -> None:
+    """Noise in the loss is the same on both sides; a frozen norm stays frozen, others use the batch."""
+    model = nn.Sequential(ConvNet(), ConvNet().last)
+    model[0].forward = lambda images: nn.functional.conv2d(images, model[0].first.weight).mean((2, 3))  # type: ignore[method-assign]
+    frozen = model[0].norm.eval()
+
+    def noisy(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = (model(batch) + torch.randn(6, 4)).square().mean()
+        return loss
+
+    state = torch.get_rng_state()
+    check = hpo.check_precision(model, noisy, images()[0], "fp32")
+    assert (check.verdict, check.measurement.gradient_cosine) == ("ok", pytest.approx(1.0))
+    del state
+    assert model.training
+    assert not frozen.training
+
+
+def test_a_batch_norm_is_checked_as_it_trains() -> None:
+    """On the statistics of the batch: with fresh running ones nothing is normalised."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))]
+    model = nn.Sequential(*layers).train()
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight.mul_(40)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check = hpo.check_precision(
+        model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 16), "fp16"
+    )
+    assert check.measurement.finite, check
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_is_not_called_as_a_whole_has_its_loss() -> None:
+    model = ConvNet()
+    check = hpo.check_precision(
+        model, lambda model, batch: model.last(batch).square().mean(), torch.randn(4, 8), "bf16-mixed"
+    )
+    assert [*check.measurement.logits_relative_error] == ["loss"]
+    assert check.verdict == "ok"
+
+
+def test_what_the_loss_raises_is_no_fault_of_the_precision() -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        hpo.check_precision(ConvNet(), lambda model, batch: model(batch)["nothing"], images()[0], "bf16")
+
+
+def test_sparse_gradients_and_the_batches_of_processors() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1)
+
+        def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+            out: Tensor = self.last(self.table(ids) * scale)
+            return out
+
+    batch = BatchFeature({"ids": torch.arange(6), "scale": torch.ones(6, 1)})
+    check = hpo.check_precision(Bag(), lambda model, batch: model(**batch).mean(), batch, "bf16-true")
+    assert check.verdict == "ok", check
