@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import optuna
+from curves import Curves, load
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
-from search_tables import Curves, Policy, Search, load, ours
+from search_tables import Policy, Search, ours
 
 from hpo.config.sampler_config import PrunerConfig
 from hpo.outcome import Outcome
@@ -61,7 +62,7 @@ PEERS = {"multi_metric_pruner, MedianPruner": Policy(lambda _, seed: TPESampler(
 def second_losses(path: Path, curves: Curves, second: str) -> np.ndarray:
     """Of each run after each part of its training, the second objective [N, P + 1]."""
     if second in curves.space:
-        setting_N1 = curves.scaled_NK[:, [list(curves.space).index(second)]]
+        setting_N1 = curves.points_NF[:, [list(curves.space).index(second)]]
         return np.broadcast_to(setting_N1, curves.losses_NP.shape)
     with np.load(path) as table:
         return np.where(np.isnan(curves.losses_NP), np.nan, table[second].astype(float))

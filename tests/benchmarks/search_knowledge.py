@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 import optuna
+from curves import Curves, Settings, load, table_paths
 from optuna.trial import FrozenTrial, Trial
-from search_tables import POLICIES, Curves, Policy, Search, load
+from search_tables import POLICIES, Policy, Search
 
 from hpo.config.portfolio import PORTFOLIO, SHARE
 from hpo.study.sampling.device_sampler import WrapperSampler
@@ -41,7 +42,6 @@ COMPUTE = (5, 10, 20)
 NUM_EARLIER = 30
 VARIANTS = ("without", "portfolio", "wrong portfolio", "learn_from", "misled")
 PRIOR = "prior"
-Settings = dict[str, float]
 
 
 class KnowingSearch(Search):
@@ -66,7 +66,7 @@ class KnowingSearch(Search):
     def _propose(self) -> dict[str, Any]:
         if self.first:
             self.source = "portfolio"
-            return self.first.pop(0)
+            return dict(self.first.pop(0))
         params = super()._propose()
         self.source = self.study.get_trials(deepcopy=False)[-1].user_attrs.get(SOURCE_ATTR)
         return params
@@ -82,8 +82,7 @@ def portfolio_of(others: Sequence[Curves], *, best: bool) -> list[Settings]:
     candidates: list[Settings] = []
     for curves in others:
         order = np.argsort(curves.finals_N)[: int(np.isfinite(curves.finals_N).sum())]
-        rows_MK = curves.settings_NK[order[:2] if best else order[-2:]]
-        candidates += [dict(zip(curves.space, row_K, strict=True)) for row_K in rows_MK.tolist()]
+        candidates += [curves.params[row] for row in (order[:2] if best else order[-2:])]
     regret_CT = np.array([[_regret_near(curves, one) for curves in others] for one in candidates])
     if not best:
         return [candidates[index] for index in regret_CT.mean(axis=1).argsort()[::-1]]
@@ -99,13 +98,13 @@ def portfolio_of(others: Sequence[Curves], *, best: bool) -> list[Settings]:
 def _regret_near(curves: Curves, settings: Settings) -> float:
     """The regret of the nearest configuration, at most 2; of one that breaks 2."""
     search = Search(POLICIES["random"], curves, 0)
-    loss = curves.finals_N[search._nearest(settings)]
+    loss = curves.finals_N[search._nearest(dict(settings))]
     return 2.0 if math.isnan(loss) else min(2.0, curves.regret(loss))
 
 
 @cache
 def _tables(folder: Path) -> tuple[Curves, ...]:
-    return tuple(load(path) for path in sorted(folder.glob("*.npz")))
+    return tuple(map(load, table_paths(folder)))
 
 
 @cache
@@ -158,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     num_tables = len(_tables(arguments.folder))
     if num_tables < 2:
-        parser.error(f"there must be two tables (*.npz) in {arguments.folder}")
+        parser.error(f"there must be two tables in {arguments.folder}")
     print("median table, worst table, [quarters of all searches]; trials drawn with the prior")
     with ProcessPoolExecutor() as pool:
         for variant in arguments.variants:

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import optuna
+from curves import load
 from optuna.study import StudyDirection
 from optuna.terminator import EMMREvaluator, MedianErrorEvaluator, RegretBoundEvaluator
 from optuna.trial import FrozenTrial, TrialState
-from search_tables import POLICIES, Search, load
+from search_tables import POLICIES, Search
 
 from hpo.study.claims.chance import LITTLE, chance_of_better, num_begun
 

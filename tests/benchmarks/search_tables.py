@@ -2,14 +2,13 @@
 
     python tests/benchmarks/search_tables.py FOLDER [--seeds 100] [--policies NAME ...] [--json]
 
-A table is a `.npz` file: `hyperparameters` [N, K] with their `names` [K], and `valid_loss` [N, P + 1] after 0
-to P equal parts of training, not finite from where a run broke. A trial has an evaluation after each tenth of
-its training, and at the rungs. It costs what it trained, to where it paused, was stopped or broke; one that
-goes on costs the rest. A whole run counts 1.
+The tables of FOLDER are those of `curves.py`; ours are in `tests/benchmarks/spaces`. A trial has an
+evaluation after each tenth of its training, and at the rungs; where a table has no losses there (ours have
+them after each epoch), it trains on to where there are, and its rung is there. It costs what it trained, to
+where it paused, was stopped or broke; one that goes on costs the rest. A whole run counts 1.
 
 The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
-configuration that was not tried (each setting scaled to its range, on a log scale where all values are
-positive), and the sampler is shown that one's settings.
+configuration that was not tried, and the sampler is shown that one's settings.
 
 The regret is (found - best) / (median - best) of the final losses of the runs that do not break; found is the
 least final loss of a run that has ended. Before the first has ended it is 1, as of a median configuration.
@@ -24,7 +23,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -32,13 +31,14 @@ from typing import Any
 
 import numpy as np
 import optuna
+from curves import Curves, load, points, table_paths
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
 from hpo.config.budget import MAX_TRIALS
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.search_space import FloatDistribution, SearchSpace, suggest
+from hpo.config.search_space import SearchSpace, suggest
 from hpo.config.study_config import EvaluationConfig, StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import (
@@ -63,66 +63,6 @@ STUDY = {
     "search_space": {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3}},
 }
 """Any that names neither sampler nor pruner."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """A table."""
-
-    space: SearchSpace
-    settings_NK: np.ndarray
-    scaled_NK: np.ndarray
-    """From 0 to 1."""
-    losses_NP: np.ndarray
-    """After each part of the training, the first after none; NaN where the run has broken."""
-    lasts_N: np.ndarray
-    """The share of its training after which a run breaks; 1: it does not."""
-
-    @property
-    def finals_N(self) -> np.ndarray:
-        """NaN for a run that breaks."""
-        return self.losses_NP[:, -1]
-
-    def loss(self, row: int, share: Fraction) -> float:
-        """At an evaluation after this share of the training."""
-        return float(self.losses_NP[row, math.ceil(share * (self.losses_NP.shape[1] - 1))])
-
-    def regret(self, loss: float | None) -> float:
-        best, median = np.nanmin(self.finals_N), np.nanmedian(self.finals_N)
-        return 1.0 if loss is None else float((loss - best) / (median - best))
-
-
-def load(path: Path) -> Curves:
-    with np.load(path) as table:
-        names, settings_NK = table["names"].tolist(), table["hyperparameters"].astype(float)
-        losses_NP = table["valid_loss"].astype(float)
-    num_parts = losses_NP.shape[1] - 1
-    is_finite_NP = np.isfinite(losses_NP).cumprod(axis=1).astype(bool)
-    is_log_K = (settings_NK > 0).all(axis=0)
-    low_K, high_K = settings_NK.min(axis=0), settings_NK.max(axis=0)
-    space = {
-        name: FloatDistribution.model_validate(
-            {"type": "float", "low": low, "high": high, "log": bool(is_log)}
-        )
-        for name, low, high, is_log in zip(names, low_K, high_K, is_log_K, strict=True)
-    }
-    return Curves(
-        space,
-        settings_NK,
-        _scaled(settings_NK, space),
-        np.where(is_finite_NP, losses_NP, np.nan),
-        # A run that is not finite after part p was trained so far.
-        np.where(is_finite_NP.all(axis=1), 1.0, (~is_finite_NP).argmax(axis=1) / num_parts),
-    )
-
-
-def _scaled(settings_NK: np.ndarray, space: SearchSpace) -> np.ndarray:
-    columns = []
-    for values_N, one in zip(settings_NK.T, space.values(), strict=True):
-        assert isinstance(one, FloatDistribution)
-        scale = np.log if one.log else np.asarray
-        columns.append((scale(values_N) - scale(one.low)) / (scale(one.high) - scale(one.low)))
-    return np.stack(columns, axis=1)
 
 
 @dataclass(frozen=True)
@@ -177,14 +117,20 @@ class Search:
         self.study = optuna.create_study(
             sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), directions=self.directions
         )
-        self.left = np.ones(len(curves.settings_NK), dtype=bool)
+        self.left = np.ones(len(curves.params), dtype=bool)
+        self.points_NF = curves.points_NF
         self.spent = 0.0
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
         self.paused: set[int | None] = set()
-        rungs = map(str, policy.promotion.rungs) if policy.promotion else ()
-        self.evaluate_at = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None, map(Fraction, rungs))
+        self.promotion = policy.promotion
+        rungs: list[Fraction] = []
+        if self.promotion:
+            rungs = sorted({curves.at(Fraction(str(rung))) for rung in self.promotion.rungs})
+            self.promotion = replace(self.promotion, rungs=tuple(map(float, rungs)))
+        shares = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None)
+        self.evaluate_at = sorted({*rungs, *map(curves.at, shares)})
 
     def regret_at(self, compute: float) -> float:
         losses = [loss for spent, loss in self.ended if spent <= compute + 1e-9]
@@ -192,7 +138,7 @@ class Search:
 
     def run(self, compute: float) -> None:
         """Search until so many whole runs are paid for."""
-        promotion = self.policy.promotion
+        promotion = self.promotion
         while promotion is None and self.spent < compute and self.left.any():
             self._start()
         while promotion is not None:
@@ -209,8 +155,7 @@ class Search:
     def _start(self) -> None:
         """Begin a trial and run it until it ends or pauses."""
         row = self._nearest(self._propose())
-        names = self.curves.space
-        self.study.enqueue_trial(dict(zip(names, self.curves.settings_NK[row].tolist(), strict=True)))
+        self.study.enqueue_trial(dict(self.curves.params[row]))
         trial = self.study.ask()
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
@@ -228,13 +173,13 @@ class Search:
 
     def _train(self, trial: Trial, begin: float) -> None:
         """Train a trial from this share of its training until it ends or pauses."""
-        row, promotion, before = self.row_of[trial.number], self.policy.promotion, self.spent
+        row, promotion, before = self.row_of[trial.number], self.promotion, self.spent
         for index, share in enumerate(self.evaluate_at, 1):
             if float(share) <= begin:
                 continue
             loss = self.curves.loss(row, share)
             if math.isnan(loss):
-                self.spent = before + float(self.curves.lasts_N[row]) - begin
+                self.spent = before + self.curves.last(row) - begin
                 self._end_broken(trial)
                 return
             self.spent = before + float(share) - begin
@@ -273,8 +218,7 @@ class Search:
         return params
 
     def _nearest(self, params: dict[str, Any]) -> int:
-        point_1K = np.array([[params[name] for name in self.curves.space]])
-        distance_N = ((self.curves.scaled_NK - _scaled(point_1K, self.curves.space)) ** 2).sum(axis=1)
+        distance_N = ((self.points_NF - points([params], self.curves.space)) ** 2).sum(axis=1)
         row = int(np.where(self.left, distance_N, np.inf).argmin())
         self.left[row] = False
         return row
@@ -306,9 +250,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--json", action="store_true", help="print {policy: {table: {compute: median}}}")
     arguments = parser.parse_args()
-    tables = sorted(arguments.folder.glob("*.npz"))
+    tables = table_paths(arguments.folder)
     if not tables:
-        parser.error(f"there is no table (*.npz) in {arguments.folder}")
+        parser.error(f"there is no table (*.npz, *.jsonl) in {arguments.folder}")
     result: dict[str, dict[str, dict[str, float]]] = {}
     with ProcessPoolExecutor() as pool:
         for name in arguments.policies:

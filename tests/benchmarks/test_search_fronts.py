@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import search_fronts
+from curves import load
 from search_fronts import POLICIES, FrontSearch, hypervolume, second_losses
-from search_tables import load
 
 SHARED = Path(__file__).parents[3] / "shared" / "curves" / "taskset"
 TABLE = Path(os.environ.get("HPO_CURVES_DIR", SHARED)) / "patch32_GRU128_bs128.npz"

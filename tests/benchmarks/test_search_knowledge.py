@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import search_knowledge
+from curves import Curves, load
 from search_knowledge import PRIOR, KnowingSearch, earlier_of, portfolio_of
-from search_tables import POLICIES, Curves, load
+from search_tables import POLICIES
 
 NUM_ROWS = 30
 
@@ -39,7 +40,7 @@ def test_what_other_tables_know_is_tried_first(tables: list[Curves]) -> None:
 def test_an_earlier_search_is_a_prior_of_another(tables: list[Curves]) -> None:
     earlier = earlier_of(tables[1], tables[0], seed=0)
     assert len(earlier) == NUM_ROWS - 1, "all but the one that breaks"
-    assert earlier[0].params["rate"] == pytest.approx(tables[1].settings_NK[28, 0])
+    assert earlier[0].params["rate"] == pytest.approx(tables[1].params[28]["rate"])
     search = KnowingSearch(POLICIES["no pruner"], tables[0], 0, earlier=earlier)
     search.run(10)
     drawn = [trial.user_attrs.get("source") for trial in search.study.trials if trial.number in search.row_of]

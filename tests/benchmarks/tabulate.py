@@ -1,12 +1,16 @@
-"""A search space with the course of every configuration, made by running each of them once.
+"""Run every configuration of a search space once and write its course: a table for `search_tables.py`.
 
-A table is a file of JSON lines beside the study file that defines its space: a header that says how and
-where it was made, then a line for each configuration. The space is a grid, so that what samplers search is
-what was run.
+    python tests/benchmarks/tabulate.py [SPACE ...]
+
+The spaces are the study files of `tests/benchmarks/spaces`; without any, all are run. A space is a grid, so
+that what samplers search is what was run. Its table is a file of JSON lines beside the study file: a header
+that says how and where it was made, then a line for each configuration. It takes the better part of an hour
+and wants a core of its own: `OMP_NUM_THREADS=1 taskset -c 1 python ...`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -36,8 +39,6 @@ from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
 
 SPACES = Path(__file__).with_name("spaces")
-Key = tuple[Any, ...]
-"""Values of the searched settings, in the order of the search space."""
 
 
 class TabulatedEvaluation(NamedTuple):
@@ -53,37 +54,6 @@ class TabulatedEvaluation(NamedTuple):
     """The objective."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What became of one configuration."""
-
-    params: Mapping[str, Any]
-    outcome: str
-    score: float | None
-    """Of the best evaluation, as a trial's value is; None unless the outcome is `complete`."""
-    seconds: float
-    """CPU time of the whole trial."""
-    evaluations: tuple[TabulatedEvaluation, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A space with a row for each of its configurations."""
-
-    study: StudyConfig
-    header: Mapping[str, Any]
-    rows: Mapping[Key, Row]
-
-    def row(self, params: Mapping[str, Any]) -> Row:
-        """The row that stands for `params`. Raises KeyError where its configuration was not tabulated."""
-        return self.rows[tuple(params[name] for name in self.study.search_space)]
-
-    @property
-    def best_score(self) -> float:
-        """The highest score of a configuration."""
-        return max(row.score for row in self.rows.values() if row.score is not None)
-
-
 def configurations(study: StudyConfig) -> list[dict[str, Any]]:
     """Every configuration of the study's space, in a random order that is always the same."""
     values = grid(study.search_space)
@@ -92,29 +62,10 @@ def configurations(study: StudyConfig) -> list[dict[str, Any]]:
     return every
 
 
-def table_names() -> list[str]:
-    """The spaces that there are, the first one for choosing and the others for confirming."""
-    return sorted(path.stem for path in SPACES.glob("*.yaml"))
-
-
-def load_table(name: str) -> Table:
-    study = load_study(SPACES / f"{name}.yaml")
-    header, *lines = map(json.loads, _path(name).read_text(encoding="utf-8").splitlines())
-    rows = {}
-    for line in lines:
-        evaluations = tuple(TabulatedEvaluation(*fields) for fields in line["evaluations"])
-        row = Row(line["params"], line["outcome"], line["score"], line["seconds"], evaluations)
-        rows[tuple(row.params.values())] = row
-    return Table(study, header, rows)
-
-
-def _path(name: str) -> Path:
-    return SPACES / f"{name}.jsonl"
-
-
 def tabulate(name: str) -> None:
-    """Run every configuration of the table `name`, one after the other, and write its file at the end."""
-    study = load_study(SPACES / f"{name}.yaml")
+    """Run every configuration of the space `name`, one after the other, and write the table at the end."""
+    path = SPACES / f"{name}.yaml"
+    study = load_study(path)
     device = probe_device(study.device)
     every = configurations(study)
     # Compatibility is measured once for all trials, as with the database of a study.
@@ -130,7 +81,9 @@ def tabulate(name: str) -> None:
                 raise RuntimeError(f"{params} failed: {row['reason']}")
             lines.append(row)
             print(f"{number} {row['outcome']} {row['score']} {row['seconds']} s {params}", flush=True)
-    _path(name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path.with_suffix(".jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
 
 
 def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +118,7 @@ def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]
     searched = study.search_space.get("fp_precision")
     precisions = searched.grid() if searched else [study.training.fp_precision]
     return {
-        "command": f"python tests/benchmarks/search_speed.py tabulate {name}",
+        "command": f"python tests/benchmarks/tabulate.py {name}",
         "begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": device.describe(),
         "num_threads": torch.get_num_threads(),
@@ -182,3 +135,20 @@ def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]
             "numpy": numpy.__version__,
         },
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = sorted(path.stem for path in SPACES.glob("*.yaml"))
+    parser.add_argument("spaces", nargs="*", metavar="SPACE", help=f"of {', '.join(known)}")
+    names = parser.parse_args().spaces or known
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"there is no space {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in names:
+        tabulate(name)
+
+
+if __name__ == "__main__":
+    main()
