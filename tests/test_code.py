@@ -322,6 +322,21 @@ def test_options_are_checked_before_the_study_is_made(
         load_study(write_extended(tmp_path, **changes))
 
 
+def test_options_on_the_command_line(tmp_path: Path) -> None:
+    write_extended(tmp_path)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    given = ("--param", "pooling=power", "--param", "power.exponent=2", "--param", "pinball.level=0.5")
+    trained = ok(hpo_command(tmp_path, "train", "tiny.yaml", *given, "--json")).json
+    assert trained["params"] == {"pooling": "power", "power.exponent": 2, "pinball.level": 0.5}
+    use_code({}, "none")
+    assert (
+        ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json["enqueued"] == trained["params"]
+    )
+    for name, value in (("power.exponent", 4), ("pooling", "other"), ("power.other", 1)):
+        outside = hpo_command(tmp_path, "enqueue", "tiny", "--param", f"{name}={value}")
+        assert (outside.exit_code, f"--param {name}" in outside.err) == (2, True)
+
+
 def test_a_kind_has_options_too(tmp_path: Path) -> None:
     changes = {
         "@hpo.kind": "class Scale(hpo.Section):\n    scale: float = 1.0\n\n@hpo.kind",

@@ -26,6 +26,7 @@ from hpo.cli.options import (
     app,
     check_work_options,
     load_to_run,
+    make_runs_folder,
     print_json,
     progress_shown,
     stop_signals,
@@ -113,12 +114,14 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
+    from hpo.config.study_config import load_study
     from hpo.config.trial_config import parse_params
     from hpo.study.claims.lease import trial_attributes
     from hpo.trial.callbacks import Callbacks
 
-    params = parse_params(param)
-    config = load_to_run(study)
+    config = load_study(study)
+    params = parse_params(param)  # of what the study's own code brings too
+    make_runs_folder(config.name)
     metrics = [objective.metric for objective in config.objective]
 
     def show(scored: ScoredEvaluation) -> None:

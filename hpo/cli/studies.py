@@ -82,15 +82,17 @@ def enqueue(
 
     It takes one of the trials that the study has left to begin, after those that were enqueued before.
     """
+    from hpo.code import names_of
     from hpo.config.known import fixed_problems
     from hpo.config.search_space import encode
     from hpo.config.study_config import stored_study
     from hpo.config.trial_config import parse_params
     from hpo.study.store.lifecycle import enqueued
 
-    params = {name: encode(value) for name, value in parse_params(param).items()}
     with existing_database(storage) as database:
         config = stored_study(study, database.read_definition(study))
+        with names_of(config.code):
+            params = {name: encode(value) for name, value in parse_params(param).items()}
         if config.comparison is not None:
             raise InputError(f"`{study}` is a comparison, which has planned trials alone.")
         if problems := [f"--param {problem}" for problem in fixed_problems(config.search_space, params)]:

@@ -16,7 +16,6 @@ from hpo.errors import did_you_mean
 from hpo.extensions import LOSSES, OPTIONS, POOLINGS, Loss, Pooling, known_options, option_section, options_of
 from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
-from hpo.tasks.registry import KINDS
 
 
 def _encoder(value: Any) -> Any:
@@ -40,6 +39,8 @@ def _or_own(takes: Callable[[Any], bool]) -> WrapValidator:
 
 
 def _is_own_loss(value: Any) -> bool:
+    from hpo.tasks.registry import KINDS  # NumPy, which `hpo --help` does without
+
     return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
 
 
