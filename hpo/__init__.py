@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpo.api.study import Study as Study
     from hpo.extensions import loss as loss
+    from hpo.extensions import optimizer as optimizer
     from hpo.extensions import pooling as pooling
+    from hpo.extensions import schedule as schedule
     from hpo.inference.model import load as load
     from hpo.section import Section as Section
     from hpo.tasks import registry
@@ -23,7 +25,9 @@ _PLACES = {
     "check_precision": "hpo.trial.check_precision.check_precision",
     "kind": "hpo.tasks.registry.register",
     "loss": "hpo.extensions.loss",
+    "optimizer": "hpo.extensions.optimizer",
     "pooling": "hpo.extensions.pooling",
+    "schedule": "hpo.extensions.schedule",
     "Section": "hpo.section.Section",
 }
 

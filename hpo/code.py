@@ -1,5 +1,5 @@
 """Code that a study brings: Python files, and modules of installed packages, which add kinds of tasks,
-poolings and losses.
+poolings, losses, optimisers and schedules.
 
 A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
 machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
@@ -159,7 +159,8 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
                 registry.add(name, thing)
         except ValueError as error:
             _withdraw(sha)
-            raise InputError(f"{_named[sha].place}: {error}") from None
+            other = "Other code of this process has brought it; use this in another process."
+            raise InputError(f"{_named[sha].place}: {error} {other}") from None
         _in_use[sha] = stays or _in_use.get(sha, False)
 
 

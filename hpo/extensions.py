@@ -1,6 +1,6 @@
-"""What a study's own code may bring beside kinds of tasks: poolings and losses, each with typed options.
+"""What a study's own code may bring beside kinds of tasks: poolings, losses, optimisers and schedules.
 
-An option is a setting of a trial, `<name>.<option>`, fixed or searched as any other.
+Each has typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as any other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from hpo.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last", "attention"]
 Loss = Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"]
+Optimizer = Literal["adamw", "adam", "adafactor", "lion", "sgd"]
+Schedule = Literal["linear", "cosine", "constant"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Extension:
 
 POOLINGS = Registry[Extension]("pooling", get_args(Pooling))
 LOSSES = Registry[Extension]("loss", get_args(Loss))
+OPTIMIZERS = Registry[Extension]("optimizer", get_args(Optimizer))
+SCHEDULES = Registry[Extension]("schedule", get_args(Schedule))
 OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight",))
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
@@ -42,6 +46,18 @@ def loss(name: str, kinds: Sequence[str], options: type[Section] = Section) -> C
     """Make a loss of these kinds of tasks known, a decorator of a function of (kind, logits, target, options,
     class_weight, mask_BL) that returns the sum over `kind.labelled(target)`, as `Kind.loss_sum` does."""
     return _adds(LOSSES, name, options, tuple(kinds))
+
+
+def optimizer(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Make an optimiser known, a decorator: called with (groups, options), it gives a `torch.optim.Optimizer`
+    over those groups, of which each has its `lr` and `weight_decay`."""
+    return _adds(OPTIMIZERS, name, options, ())
+
+
+def schedule(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Make a schedule known, a decorator of a function of (remaining, options) that returns the factor of the
+    learning rate; `remaining` falls from 1 after warm-up to 0 at the end of the budget."""
+    return _adds(SCHEDULES, name, options, ())
 
 
 def _adds(

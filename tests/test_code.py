@@ -33,6 +33,7 @@ from hpo.study.store.storage import open_storage
 from hpo.tasks.registry import KINDS
 from hpo.training.losses import LossOptions, loss_sum
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import TrialLoader, build_trial
@@ -320,6 +321,55 @@ def test_options_are_checked_before_the_study_is_made(
 ) -> None:
     with pytest.raises(InputError, match=rf"(?s){message}"):
         load_study(write_extended(tmp_path, **changes))
+
+
+OPTIMIZER = """
+import torch
+import hpo
+
+
+class Momentum(hpo.Section):
+    momentum: float = 0.0
+
+
+@hpo.optimizer("heavy_ball", Momentum)
+def heavy_ball(groups, options):
+    return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum)
+
+
+class Power(hpo.Section):
+    power: float = 1.0
+
+
+@hpo.schedule("polynomial", Power)
+def polynomial(remaining, options):
+    return remaining**options.power
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_an_optimizer_and_a_schedule_with_options(tmp_path: Path, precision: str) -> None:
+    """They do what PyTorch's and ours of the same formula do, and their options count."""
+    sizes = {"num_train": 40, "num_validation": 8, "num_test": 8, "max_sentences": 2}
+    changes = {"data": {"source": "synthetic", "synthetic": sizes}, "objective": {"metric": "score"}}
+    training = {"max_steps": 8, "batch_size": 8, "max_length": 32, "dropout": 0.0, "head_dropout": 0.0}
+    study = load_study(write(tmp_path, OPTIMIZER, training=training, **changes))
+    executor = Executor(study, CPU, tmp_path / "runs")
+
+    def loss_of(**params: Any) -> Any:
+        losses: list[Any] = []
+        seen = Callbacks(lambda scored: losses.append(scored.evaluation.train_loss))
+        given = {"fp_precision": precision, "learning_rate": 0.05} | params
+        result = executor.run(given, None, "", seen)
+        assert result.outcome == "complete", result.traceback
+        return losses[-1]
+
+    ours = loss_of(optimizer="sgd", schedule="linear")
+    own = {"optimizer": "heavy_ball", "schedule": "polynomial"}
+    momentum = {"heavy_ball.momentum": 0.9}
+    assert loss_of(**own, **momentum) == pytest.approx(ours, rel=1e-3)
+    assert loss_of(**own) != pytest.approx(ours, rel=1e-3)
+    assert loss_of(**own, **momentum, **{"polynomial.power": 4.0}) != pytest.approx(ours, rel=1e-3)
 
 
 def test_options_on_the_command_line(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ class StudyConfig(CheckedSection):
     name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
     code: dict[str, str] = Field(default_factory=dict, title="text or list")
-    """Code of your own, with kinds of tasks, poolings or losses: a `.py` file beside this one, a module or an
-    entry point of an installed package, or a list of them."""
+    """Code of your own, with kinds of tasks, poolings, losses, ...: a `.py` file beside this one, a module or
+    an entry point of an installed package, or a list of them."""
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
         ObjectiveConfig(),
     )

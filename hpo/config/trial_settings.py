@@ -13,7 +13,20 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Wr
 
 from hpo.config.study_file import CheckedSection, Problem, problems_of, refuse, show
 from hpo.errors import did_you_mean
-from hpo.extensions import LOSSES, OPTIONS, POOLINGS, Loss, Pooling, known_options, option_section, options_of
+from hpo.extensions import (
+    LOSSES,
+    OPTIMIZERS,
+    OPTIONS,
+    POOLINGS,
+    SCHEDULES,
+    Loss,
+    Optimizer,
+    Pooling,
+    Schedule,
+    known_options,
+    option_section,
+    options_of,
+)
 from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
 
@@ -109,7 +122,7 @@ class TrialSettings(CheckedSection):
     compile_dynamic: Switch | None = None
     """`torch.compile`'s `dynamic`: symbolic shapes; left out, PyTorch decides."""
 
-    optimizer: Literal["adamw", "adam", "adafactor", "lion", "sgd"] = "adamw"
+    optimizer: Annotated[Optimizer, _or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. Its state is fp32 in every precision."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
@@ -123,7 +136,7 @@ class TrialSettings(CheckedSection):
     betas: Betas = (0.9, 0.999)
     """Decay of the moments of `adamw`, `adam` and `lion`, with the same default (lion's paper has 0.9 and
     0.99). `sgd` takes the first as momentum; `adafactor` takes neither."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Annotated[Schedule, _or_own(SCHEDULES.takes)] = "linear"
     """Learning rate after warm-up, down to 0 at the end of the trial's budget."""
     warmup_ratio: Share = 0.1
     """Share of the trial's budget in which the learning rate rises from 0."""

@@ -86,7 +86,7 @@ class TrainingArgs:
     micro_batch_size: int
     """Of a trial that has not run out of memory."""
     seed: int
-    schedule: str
+    schedule: str | Callable[[float], float]
     warmup_ratio: float
     max_grad_norm: float
     evaluate_at: tuple[Fraction, ...]

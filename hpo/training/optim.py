@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -74,7 +75,11 @@ def parameter_groups(
 
 
 def build_optimizer(
-    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    option: Mapping[str, Any] = {},
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
 
@@ -88,7 +93,8 @@ def build_optimizer(
     sgd     the first of `betas` is the momentum, 0 for none, and the second is not used; weight decay as
             an L2 term in the gradient
 
-    adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
+    adamw, adam and sgd use torch's fused kernels on CPU and CUDA. Another is of the study's own code, with
+    its part of `option`.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Every group names its own rate. The default is not used, but torch checks it.
@@ -99,12 +105,23 @@ def build_optimizer(
         options["betas"] = betas
     if name == "sgd":
         options["momentum"] = betas[0]
+    build = partial(OPTIMIZERS[name], **options) if name in OPTIMIZERS else _own_optimizer(name, option)
     own = [dict(group) for group in groups]  # to which the optimiser adds its options
     if all(parameter.dtype == torch.float32 for parameter in parameters):
-        optimizer = OPTIMIZERS[name](own, **options)
+        optimizer = build(own)
         _start_momentum(optimizer, {parameter: parameter for parameter in parameters})
         return optimizer
-    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options))
+    return Float32Optimizer(own, build)
+
+
+def _own_optimizer(name: str, option: Mapping[str, Any]) -> Callable[..., Optimizer]:
+    return partial(extensions.OPTIMIZERS[name].make, options=extensions.options_of(name, option))
+
+
+def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], float] | None:
+    """The schedule that the study's own code brings; None: it is one of `SCHEDULES`."""
+    own = extensions.SCHEDULES.get(name)
+    return partial(own.make, options=extensions.options_of(name, option)) if own else None
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -131,7 +148,9 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -> float:
+def schedule_factor(
+    schedule: str | Callable[[float], float], progress: float, warmup_ratio: float = 0.0
+) -> float:
     """Return the learning rate's factor at `progress`, the share of the budget that is used up.
 
     The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
@@ -142,7 +161,7 @@ def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -
     if progress < warmup_ratio:
         return progress / warmup_ratio
     remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
-    return SCHEDULES[schedule](remaining)
+    return SCHEDULES[schedule](remaining) if isinstance(schedule, str) else schedule(remaining)
 
 
 def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
@@ -267,7 +286,7 @@ def _start_momentum(optimizer: Optimizer, weights: Mapping[Tensor, Tensor]) -> N
 
     `weights` are those, by the optimiser's parameters, that have the momenta's shapes. As of torch 2.13.
     """
-    if optimizer.defaults.get("momentum"):
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"]:
         for parameter, weight in weights.items():
             momentum = torch.zeros_like(weight, dtype=torch.float32)
             optimizer.state[parameter]["momentum_buffer"] = momentum

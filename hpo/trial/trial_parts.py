@@ -36,7 +36,7 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
-from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.progress import Budget
 from hpo.trial.objectives import decision_metrics
 
@@ -153,7 +153,7 @@ class TrialParts:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas)
+        return build_optimizer(config.optimizer, groups, betas=config.betas, option=config.option)
 
 
 def build_trial(
@@ -242,7 +242,7 @@ def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> 
         batch_size=config.batch_size,
         micro_batch_size=min(config.micro_batch_size or config.batch_size, rows_of_rank),
         seed=config.seed,
-        schedule=config.schedule,
+        schedule=own_schedule(config.schedule, config.option) or config.schedule,
         warmup_ratio=config.warmup_ratio,
         max_grad_norm=config.max_grad_norm or 0.0,
         evaluate_at=evaluation.shares(config.epochs, study.pruner.rungs),
