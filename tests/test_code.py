@@ -15,7 +15,17 @@ import pytest
 import sqlalchemy as sa
 import torch
 import yaml
-from command_line import ROOT, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from command_line import (
+    ROOT,
+    finish,
+    hpo_command,
+    ok,
+    saved_steps,
+    start_hpo,
+    start_python,
+    stored,
+    wait_until,
+)
 from jsonl_sets import write_set
 from tiny import CPU, TinyEncoder, write_study
 
@@ -161,6 +171,17 @@ def test_the_database_has_nothing_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert runs_of(code) == 3  # here and in each of the workers
     with open_storage(url, create=False) as storage:
         assert storage.slot_counts("tiny")["done"] == 2
+
+
+def test_the_ranks_of_torchrun_run_the_code_that_the_first_names(tmp_path: Path) -> None:
+    """Of a worker, only the first of them reads the study file."""
+    path = write(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 4})
+    ok(hpo_command(tmp_path, "init", path.name))
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hpo")
+    ended = finish(start_python(tmp_path, *module, "worker", path.name))
+    assert ended.exit_code == 0, ended.err
+    assert runs_of(tmp_path / "own_kind.py") == 3
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete"]
 
 
 def test_a_definition_is_read_without_its_code_but_not_trained(tmp_path: Path) -> None:
