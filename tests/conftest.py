@@ -18,6 +18,7 @@ from browser import open_chromium
 from postgres import PostgresServer
 from slurm import SlurmCluster, why_not
 
+from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError
 
@@ -152,3 +153,15 @@ def real_set() -> Callable[[str], Path]:
 def chromium() -> Iterator[Any]:
     with open_chromium() as browser:
         yield browser
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the user has named in this process, as each process begins: nothing."""
+    for name in ("_named", "_brought", "_in_use"):
+        monkeypatch.setattr(own_code, name, {})
+    before = {id(registry): dict(registry) for registry in own_code._registries}
+    yield
+    for registry in own_code._registries:
+        registry.clear()
+        registry.update(before[id(registry)])

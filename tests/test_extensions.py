@@ -1,0 +1,246 @@
+"""Poolings, losses, optimisers, schedules and kinds that a study's own code brings, and their options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import (
+    hpo_command,
+    ok,
+)
+from own_code_studies import EXAMPLE, TASKS, TRAINING, count_rows, write
+from tiny import CPU, TinyEncoder
+
+import hpo
+from hpo.code import use_code
+from hpo.config.study_config import load_study, stored_study
+from hpo.config.trial_config import build_trial_config, parse_params
+from hpo.config.trial_settings import setting_of
+from hpo.data.tasks import Task
+from hpo.errors import InputError
+from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.training.losses import LossOptions, loss_sum
+from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.executor import Executor
+
+pytestmark = pytest.mark.usefixtures("forgotten")
+
+EXTENSIONS = """
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+import hpo
+
+
+class Power(hpo.Section):
+    exponent: Annotated[int, Field(ge=1, le=9)] = 3
+
+
+@hpo.pooling("power", Power)
+def power_mean(hidden_size, options):
+    def pool(hidden_BLD, mask_BL):
+        mask_BL1 = mask_BL[..., None]
+        return (hidden_BLD**options.exponent * mask_BL1).sum(1) / mask_BL1.sum(1)
+
+    return pool
+
+
+class Level(hpo.Section):
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+@hpo.loss("pinball", ["regression"], Level)
+def pinball(kind, logits, target, options, _weight, _mask_BL):
+    known = kind.labelled(target)
+    scaled = (torch.where(known, target, 0.0) - kind.task.target_mean) / kind.task.target_std
+    error = scaled - logits.squeeze(-1)
+    return torch.where(known, torch.maximum(options.level * error, (options.level - 1) * error), 0.0).sum()
+"""
+NUMBERS = TASKS | {"times": {"kind": "regression"}}
+
+
+def write_extended(folder: Path, source: str = EXTENSIONS, **changes: Any) -> Path:
+    """A study with a pooling and a loss of its own, whose options it searches."""
+    space = {
+        "pooling": {"type": "categorical", "choices": ["mean", "power"]},
+        "power.exponent": {"type": "int", "low": 1, "high": 3, "when": {"pooling": "power"}},
+        "pinball.level": {"type": "float", "low": 0.05, "high": 0.95},
+    }
+    given = {
+        "data": {"source": "jsonl", "path": "rows", "tasks": NUMBERS},
+        "training": TRAINING | {"loss": "pinball", "learning_rate": 3e-3},
+        "search_space": space,
+        "objective": {"metric": "times/r2"},
+    }
+    return write(folder, source, **(given | changes))
+
+
+def test_a_pooling_and_a_loss_with_options(tmp_path: Path) -> None:
+    executor = Executor(load_study(write_extended(tmp_path)), CPU, tmp_path / "runs")
+    executor.check_study()
+    predicted = {}
+    for name, exponent, level in (("low", 1, 0.1), ("high", 1, 0.9), ("cubed", 3, 0.9)):
+        params = {"pooling": "power", "power.exponent": exponent, "pinball.level": level}
+        result = executor.run(params, tmp_path / name, name)
+        assert result.outcome == "complete", result.traceback
+        predicted[name] = split_predictions(executor, tmp_path / name, params, "test").predictions["times"]
+    truth = [row["labels"]["times"] for row in count_rows("t", 20)]
+    below = {name: np.mean(np.array(of_name) < truth) for name, of_name in predicted.items()}
+    assert below["low"] > below["high"] + 0.3, "a quantile of 0.1 lies below most, one of 0.9 above"
+    assert predicted["cubed"] != pytest.approx(predicted["high"], abs=1e-2)
+
+    folder = export_checkpoint(executor, tmp_path / "cubed", tmp_path / "model", TrialSource(0, params))
+    use_code({}, "none")
+    with pytest.raises(KeyError):
+        MultitaskModel(TinyEncoder(), (), HeadSettings(pooling="power"))
+    model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
+    texts = [row["text"] for row in count_rows("t", 20)]
+    assert [one["times"].label for one in model.predict(texts)] == pytest.approx(predicted["cubed"], rel=1e-4)
+
+
+def test_options_are_settings(tmp_path: Path) -> None:
+    config = load_study(
+        write_extended(tmp_path, training={"loss": "pinball", "power.exponent": 2}, search_space={})
+    )
+    trial = build_trial_config(config, {}, "fp32")
+    assert [setting_of(trial, name) for name in ("power.exponent", "pinball.level")] == [2, 0.5]
+    assert parse_params(["pinball.level=0.25"]) == {"pinball.level": 0.25}
+    searched = load_study(write_extended(tmp_path)).definition()
+    use_code({}, "none")
+    for definition in (config.definition(), searched):
+        stored_one = stored_study("tiny", json.loads(json.dumps(definition)))
+        assert stored_one.definition() == definition, "as it is stored, also where its code is not in use"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"power.exponent": 0}}, r"training\.power\.exponent: must be >= 1, but got `0`"),
+        (
+            {"training": {"power.exponent": 2}},
+            r"power\.exponent: is fixed too, as `training\.power\.exponent`",
+        ),
+        ({"training": {"power.exponnt": 2}}, r"training\.power\.exponnt: there is no such key"),
+        ({"training": {"loss": "pinbal"}}, r"training\.loss: must be one of auto, .*, but got `pinbal`"),
+        (
+            {"search_space": {"power.exponnt": {"type": "int", "low": 1, "high": 3}}},
+            r"power\.exponnt: there is no such setting\. Did you mean `power\.exponent`",
+        ),
+        (
+            {"search_space": {"power.exponent": {"type": "float", "low": 1, "high": 3}}},
+            r"power\.exponent\.type: must be `int`: the setting takes whole numbers",
+        ),
+        (
+            {"search_space": {"pinball.level": {"type": "float", "low": 0.5, "high": 1}}},
+            r"pinball\.level\.high: must be < 1, but got `1.0`",
+        ),
+        (
+            {"source": EXTENSIONS.replace('"power"', '"mean"')},
+            "ValueError: there is a pooling `mean` already",
+        ),
+        ({"source": EXTENSIONS.replace("= 3", "")}, r"own_kind\.py:14: ValidationError: .*exponent"),
+    ],
+)
+def test_options_are_checked_before_the_study_is_made(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=rf"(?s){message}"):
+        load_study(write_extended(tmp_path, **changes))
+
+
+OPTIMIZER = """
+import torch
+import hpo
+
+
+class Momentum(hpo.Section):
+    momentum: float = 0.0
+
+
+@hpo.optimizer("heavy_ball", Momentum)
+def heavy_ball(groups, options):
+    return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum)
+
+
+class Power(hpo.Section):
+    power: float = 1.0
+
+
+@hpo.schedule("polynomial", Power)
+def polynomial(remaining, options):
+    return remaining**options.power
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_an_optimizer_and_a_schedule_with_options(tmp_path: Path, precision: str) -> None:
+    """They do what PyTorch's and ours of the same formula do, and their options count."""
+    sizes = {"num_train": 40, "num_validation": 8, "num_test": 8, "max_sentences": 2}
+    changes = {"data": {"source": "synthetic", "synthetic": sizes}, "objective": {"metric": "score"}}
+    training = {"max_steps": 8, "batch_size": 8, "max_length": 32, "dropout": 0.0, "head_dropout": 0.0}
+    study = load_study(write(tmp_path, OPTIMIZER, training=training, **changes))
+    executor = Executor(study, CPU, tmp_path / "runs")
+
+    def loss_of(**params: Any) -> Any:
+        losses: list[Any] = []
+        seen = Callbacks(lambda scored: losses.append(scored.evaluation.train_loss))
+        given = {"fp_precision": precision, "learning_rate": 0.05} | params
+        result = executor.run(given, None, "", seen)
+        assert result.outcome == "complete", result.traceback
+        return losses[-1]
+
+    ours = loss_of(optimizer="sgd", schedule="linear")
+    own = {"optimizer": "heavy_ball", "schedule": "polynomial"}
+    momentum = {"heavy_ball.momentum": 0.9}
+    assert loss_of(**own, **momentum) == pytest.approx(ours, rel=1e-3)
+    assert loss_of(**own) != pytest.approx(ours, rel=1e-3)
+    assert loss_of(**own, **momentum, **{"polynomial.power": 4.0}) != pytest.approx(ours, rel=1e-3)
+
+
+def test_options_on_the_command_line(tmp_path: Path) -> None:
+    write_extended(tmp_path)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    given = ("--param", "pooling=power", "--param", "power.exponent=2", "--param", "pinball.level=0.5")
+    trained = ok(hpo_command(tmp_path, "train", "tiny.yaml", *given, "--json")).json
+    assert trained["params"] == {"pooling": "power", "power.exponent": 2, "pinball.level": 0.5}
+    use_code({}, "none")
+    assert (
+        ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json["enqueued"] == trained["params"]
+    )
+    for name, value in (("power.exponent", 4), ("pooling", "other"), ("power.other", 1)):
+        outside = hpo_command(tmp_path, "enqueue", "tiny", "--param", f"{name}={value}")
+        assert (outside.exit_code, f"--param {name}" in outside.err) == (2, True)
+
+
+def test_a_kind_has_options_too(tmp_path: Path) -> None:
+    changes = {
+        "@hpo.kind": "class Scale(hpo.Section):\n    scale: float = 1.0\n\n@hpo.kind",
+        'losses = ("poisson",)': 'losses = ("poisson",)\n    options = Scale',
+        "logits, target, *_)": "logits, target, options, *_)",
+        ".sum()": '.sum() * options.of("count").scale',
+    }
+    source = EXAMPLE
+    for old, new in changes.items():
+        assert old in source
+        source = source.replace(old, new)
+    load_study(write(tmp_path, source))
+    task, logits, target = Task("times", "count"), torch.tensor([[0.5]]), torch.tensor([2.0])
+    once, thrice = (
+        loss_sum(task, logits, target, LossOptions(option={"count.scale": scale}), None, torch.ones(1, 1))
+        for scale in (1.0, 3.0)
+    )
+    assert thrice == 3 * once != 0
+
+
+def test_a_loss_that_fits_no_task(tmp_path: Path) -> None:
+    path = write_extended(tmp_path, EXTENSIONS.replace('["regression"]', '["multi_label"]'))
+    with pytest.raises(InputError, match="loss: `pinball` fits the kinds multi_label, but the tasks are of"):
+        Executor(load_study(path), CPU, tmp_path / "runs")
