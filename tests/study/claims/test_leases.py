@@ -103,7 +103,7 @@ def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
         second.claim()
         first._leaving.set()  # it beats no more
         change_worker(storage, first, machine="elsewhere", last_seen=0.0)
-        storage.lease_seconds = 1.0
+        storage.lease_seconds = 3.0
         with worker_on(storage, opened) as third:
             assert third.claim() is None
             wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
