@@ -99,7 +99,7 @@ def scores(work: Path) -> list[float]:
     database = work / DATABASE
     if not database.exists():
         return []
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)) as connection:
         named = "SELECT count(*) FROM sqlite_master WHERE name = 'hpo_evaluations'"
         if not connection.execute(named).fetchone()[0]:
             return []
