@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpo.cli.comparing import prepared
-from hpo.cli.options import RUNS, existing_database, make_runs_folder, progress_shown, resized
+from hpo.cli.options import (
+    RUNS,
+    existing_database,
+    make_runs_folder,
+    progress_shown,
+    resized,
+    trials_done,
+)
 from hpo.cli.running import run_here
 from hpo.compare.companion import Request
 from hpo.compare.looks import run_looks
@@ -70,10 +77,8 @@ class Study:
             StudyChangedError: the database has another study of this name.
         """
         self.config = resized(self.config, n_trials, hours)
-        make_runs_folder(self.config.name)
-        with progress_shown(quiet=self._quiet), stop_on_signals() as stop:
-            _, summary, _ = run_here(self.config, WorkerProcesses([]), stop, self._storage, quiet=self._quiet)
-        return summary
+        with progress_shown(quiet=self._quiet):
+            return self._run(self.config)[1]
 
     @property
     def record(self) -> StudyRecord:
@@ -106,12 +111,8 @@ class Study:
             RunError: it was interrupted; what has ended is kept.
         """
 
-        def run_look(companion: Any) -> StudyRecord:
-            make_runs_folder(companion.name)
-            with stop_on_signals() as stop:
-                record, summary, _ = run_here(
-                    companion, WorkerProcesses([]), stop, self._storage, quiet=self._quiet
-                )
+        def run_look(companion: StudyConfig) -> StudyRecord:
+            record, summary = self._run(companion)
             if summary.ended != "finished":
                 raise RunError(
                     f"The comparison `{companion.name}` was {summary.ended}; call it again to go on."
@@ -126,6 +127,14 @@ class Study:
         content: Mapping[str, Any] = json_safe(result.content)
         return content
 
+    def _run(self, config: StudyConfig) -> tuple[StudyRecord, RunSummary]:
+        """Run the trials of this study, or of its comparison, in this process."""
+        make_runs_folder(config.name)
+        with stop_on_signals() as stop:
+            processes = WorkerProcesses([])
+            record, summary, _ = run_here(config, processes, stop, self._storage, quiet=self._quiet)
+        return record, summary
+
     def report(self, folder: Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
         from hpo.report.report import write_report
@@ -136,15 +145,13 @@ class Study:
         """In a notebook: how far it is, the best, and its history as a picture."""
         from hpo.report.charts import history
         from hpo.report.figures import plotly_figure
-        from hpo.report.status import study_status
         from hpo.report.tables import StudyTables, brief_summary
 
         record = self.record
-        counts = study_status(record)["trials"]
+        counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
         tables = StudyTables(record)
         picture = plotly_figure(history(tables)).to_html(full_html=False, include_plotlyjs="cdn")
-        done = f"<b>{record.name}</b>: {counts['done']} of {sum(counts.values())} trials done"
-        return f"{done}{brief_summary(tables).to_html(index=False)}{picture}"
+        return f"<b>{record.name}</b>: {counts}{brief_summary(tables).to_html(index=False)}{picture}"
 
 
 def _study_of(content: Mapping[str, Any]) -> StudyConfig:
