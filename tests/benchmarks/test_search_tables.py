@@ -13,7 +13,7 @@ import pytest
 import search_tables
 from curves import Curves, load
 from search_tables import POLICIES, Search
-from tabulate import SPACES, configurations
+from tabulate_spaces import SPACES, configurations
 
 from hpo.config.study_config import load_study
 

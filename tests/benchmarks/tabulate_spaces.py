@@ -1,6 +1,6 @@
 """Run every configuration of a search space once and write its course: a table for `search_tables.py`.
 
-    python tests/benchmarks/tabulate.py [SPACE ...]
+    python tests/benchmarks/tabulate_spaces.py [SPACE ...]
 
 The spaces are the study files of `tests/benchmarks/spaces`; without any, all are run. A space is a grid, so
 that what samplers search is what was run. Its table is a file of JSON lines beside the study file: a header
@@ -118,7 +118,7 @@ def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]
     searched = study.search_space.get("fp_precision")
     precisions = searched.grid() if searched else [study.training.fp_precision]
     return {
-        "command": f"python tests/benchmarks/tabulate.py {name}",
+        "command": f"python tests/benchmarks/tabulate_spaces.py {name}",
         "begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": device.describe(),
         "num_threads": torch.get_num_threads(),
