@@ -4,7 +4,7 @@ A table is one of two:
 
     NAME.npz    `hyperparameters` [N, K] with their `names` [K], and `valid_loss` [N, P + 1] after 0 to P
                 equal parts of training, not finite from where a run broke
-    NAME.jsonl  what `tabulate_spaces.py` wrote, beside the study file NAME.yaml; the loss is the negative score
+    NAME.jsonl  what `tabulate_spaces.py` wrote, beside NAME.yaml, its study; the loss is the negative score
 """
 
 from __future__ import annotations
