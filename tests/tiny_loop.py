@@ -9,7 +9,7 @@ import torch
 from tiny import CPU, EMULATED, tiny_batch, tiny_objective
 from torch import Tensor
 
-from hpo.config.study_config import EvaluationConfig
+from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel

@@ -47,10 +47,12 @@ def plan(
 
     By its complete trials; in a precision of which there is none, some steps are trained here.
     """
+    from hpo.data.dataset import load_data
     from hpo.errors import NoDatabaseError
     from hpo.study.reading.reader import read_study
     from hpo.study.store.database import storage_url
     from hpo.study.store.storage import open_storage
+    from hpo.trial.trial_parts import fit_rungs
 
     config = resized(load_to_check(study, storage, trust_remote_code), n_trials, hours)
     record = None
@@ -60,6 +62,10 @@ def plan(
                 record = read_study(database, config.name)
     except NoDatabaseError:
         pass  # nothing has run yet
+    if record is None:
+        config = fit_rungs(config, load_data(config.data))
+    else:
+        config = config.resumed(record.definition)
     with progress_shown(quiet=as_json):
         result = measured_plan(config, record, workers)
     if as_json:

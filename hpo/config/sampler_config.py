@@ -5,6 +5,7 @@ An option is an argument of Optuna's class, by the same name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
@@ -107,11 +108,22 @@ class PrunerConfig(_Algorithm):
     patience: Annotated[Whole, Field(ge=0)] | None = None
     """`patient`: evaluations without getting better; left out, 2."""
     starts: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """`promote`: share of a budget at which the first rung is, left out 0.04; each of the others is at
-    `reduction_factor` times the one before, as long as half of the budget is left."""
+    """`promote`: share of a budget at which the first rung is; each of the others is at `reduction_factor`
+    times the one before, as long as half of the budget is left. Left out, 0.04, or later where training to
+    there takes less than the evaluation."""
     keep: Count | None = None
     """`promote`: at least so many trials go on to the end, and `reduction_factor` times as many to the last
     rung, and so on; left out, 2."""
+
+    def fitted(self, evaluation_cost: float) -> PrunerConfig:
+        """With a first rung to which a trial trains for at least as long as an evaluation takes.
+
+        Args:
+            evaluation_cost: what one evaluation costs of what it takes to train the whole trial.
+        """
+        if self.name != "promote" or self.starts is not None or evaluation_cost <= self.options["starts"]:
+            return self
+        return self.model_copy(update={"starts": min(0.5, math.ceil(100 * evaluation_cost) / 100)})
 
     @property
     def rungs(self) -> tuple[Fraction, ...]:

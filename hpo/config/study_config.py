@@ -10,8 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from fractions import Fraction
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -32,6 +31,7 @@ from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
+from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits, unknown_metric
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -107,28 +107,6 @@ class CompatConfig(CheckedSection):
             yield Problem(("degraded_logits_relative_error",), message)
         if self.degraded_gradient_cosine < self.incompatible_gradient_cosine:
             yield Problem(("degraded_gradient_cosine",), "must be >= `incompatible_gradient_cosine`.")
-
-
-class EvaluationConfig(Section):
-    """When and how a trial is evaluated on the validation split."""
-
-    per_epoch: Count = 1
-    """Evaluations in each of the trial's `epochs`; in the whole trial with another budget."""
-    per_trial: Count | None = None
-    """Evaluations in the whole trial, spread evenly over its budget; goes before `per_epoch`."""
-    batch_tokens: Count = 8192
-    """Tokens of one batch, padding included."""
-    test: Switch = False
-    """Score the best weights of a complete trial on the test split too: `test_metrics` of its record."""
-
-    def shares(self, epochs: float | None, rungs: Iterable[Fraction] = ()) -> tuple[Fraction, ...]:
-        """The shares of its budget at which a trial is evaluated, the `rungs` among them.
-
-        Args:
-            epochs: of the trial; None: its budget is another.
-        """
-        count = self.per_trial or math.ceil(epochs or 1) * self.per_epoch
-        return tuple(sorted({*(Fraction(index, count) for index in range(1, count + 1)), *rungs}))
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
@@ -262,20 +240,26 @@ class StudyConfig(CheckedSection):
     def resumed(self, stored: Mapping[str, Any]) -> StudyConfig:
         """The study with its keys in the order that they have in `stored`, its definition.
 
-        No value is taken from there.
+        No value is taken from there but the first rung that suits the data (`PrunerConfig.fitted`).
 
         Raises:
             StudyChangedError: the two differ in what the study's results depend on.
             StorageError: what is stored is no definition.
         """
-        now = self.definition()
         try:
+            now = self._starting_as(stored).definition()
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
         # Early versions stored all keys sorted: of them, the file's order is that of the data and the heads.
         ordered = now if list(stored) == sorted(stored) else ordered_like(stored, now)
         return StudyConfig.model_validate({**ordered, "path": self.path})
+
+    def _starting_as(self, stored: Mapping[str, Any]) -> StudyConfig:
+        pruner, before = self.pruner, stored.get("pruner", {})
+        if "pruner" not in stored["given"] or pruner.starts is not None or pruner.name != before["name"]:
+            return self
+        return self.with_values(pruner=pruner.model_copy(update={"starts": before["starts"]}))
 
     @model_validator(mode="wrap")
     @classmethod

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
 from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
@@ -229,6 +230,19 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
         weights,
         model.log_variance if config.loss_weighting == "uncertainty" else None,
     )
+
+
+def fit_rungs(study: StudyConfig, dataset: DataSet) -> StudyConfig:
+    """A study that is not stored yet, with no rung to which training takes less than the evaluation there.
+
+    By rows, so that it is the same on each machine: an update costs three forward passes.
+    """
+    training = study.training
+    if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
+        return study
+    num_trained = (training.epochs or DEFAULT_EPOCHS) * len(dataset.splits["train"])
+    pruner = study.pruner.fitted(len(dataset.splits["validation"]) / (3 * num_trained))
+    return study if pruner is study.pruner else study.with_values(pruner=pruner)
 
 
 def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> TrainingArgs:

@@ -20,7 +20,7 @@ from tiny_loop import amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from hpo.config.study_config import EvaluationConfig
+from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example

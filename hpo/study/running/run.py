@@ -120,6 +120,8 @@ def open_study(
             must_check = not (stored and stored.has_trained) and WORKERS_ON_DEVICE not in os.environ
             if trains_here or must_check:
                 executor = _build_executor(config, device, runs_dir)
+                if stored is None:
+                    config = _fit_rungs(config, executor)
                 if must_check:
                     executor.check_study()
             if not trains_here:
@@ -213,6 +215,13 @@ def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> 
     from hpo.trial.executor import Executor
 
     return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+
+
+def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
+    from hpo.trial.trial_parts import fit_rungs
+
+    executor.study = fit_rungs(executor.study, executor.dataset)
+    return fit_rungs(config, executor.dataset)
 
 
 def _num_on_device() -> int:

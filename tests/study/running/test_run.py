@@ -43,7 +43,7 @@ class FakeExecutor:
 
     def __init__(self, config: Any, device: DeviceInfo, *_: Any) -> None:
         self.study, self.device, self.amp = config, device, config.amp
-        self.dataset = SimpleNamespace(fingerprint="x")
+        self.dataset = SimpleNamespace(fingerprint="x", splits={"train": range(48), "validation": range(24)})
         self.num_checks = 0
         self.made.append(self)
 
