@@ -54,6 +54,8 @@ class DeviceInfo:
     num_cores: int = 1
     has_torchao: bool = True
     """Whether the package that fp8 needs is installed."""
+    has_bitsandbytes: bool = True
+    """Whether the package that `base_precision: nf4` needs is installed."""
     torch_version: str = ""
     cuda_version: str | None = None
     host: str = ""
@@ -125,6 +127,7 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             total_memory_bytes=properties.total_memory,
             num_cores=available_cores(root),
             has_torchao=find_spec("torchao") is not None,
+            has_bitsandbytes=find_spec("bitsandbytes") is not None,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             host=socket.gethostname(),
@@ -138,6 +141,7 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
         cpu_features=frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES),
         total_memory_bytes=available_memory_bytes(root),
         num_cores=available_cores(root),
+        has_bitsandbytes=find_spec("bitsandbytes") is not None,
         torch_version=torch.__version__,
         host=socket.gethostname(),
     )

@@ -169,6 +169,9 @@ def best(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of --export: add an adapter to the weights of the encoder.")
+    ] = False,
     trust_remote_code: TrustOption = False,
     _trust_code: TrustCodeOption = [],  # noqa: B006
     as_json: JsonOption = False,
@@ -188,7 +191,7 @@ def best(
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
-                record, used = _use_best(database, config, record, evaluate, export)
+                record, used = _use_best(database, config, record, evaluate, (export, merge))
     if as_json:
         print_json(_described(record) | used)
     else:
@@ -220,9 +223,9 @@ def _use_best(
     config: StudyConfig,
     record: StudyRecord,
     evaluate: str | None,
-    export: Path | None,
+    exporting: tuple[Path | None, bool],
 ) -> tuple[StudyRecord, dict[str, Any]]:
-    """Evaluate and export the checkpoint of the best trial.
+    """Evaluate and export the checkpoint of the best trial; `exporting` is to where, and whether merged.
 
     Returns the record with the evaluation, and what `best --json` tells of them.
     """
@@ -236,10 +239,11 @@ def _use_best(
     if evaluate:
         used = _evaluate_checkpoint(database, executor, folder, trial, evaluate)
         record = with_evaluation(record, number, used["evaluation"]["detailed"])
+    export, merge = exporting
     if export:
         trial = best_trials(record)[0]
         source = TrialSource(number, trial.params, trial.telemetry, trial.detailed)
-        used["export"] = str(export_checkpoint(executor, folder, export, source))
+        used["export"] = str(export_checkpoint(executor, folder, export, source, merge=merge))
     return record, used
 
 

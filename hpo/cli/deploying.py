@@ -196,7 +196,7 @@ def _deploy(
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
     source = TrialSource(trial.number, trial.params, trial.telemetry)
-    exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source)
+    exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
     place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
     stop.can_checkpoint = True  # from here on there is something to keep
     try:

@@ -47,8 +47,11 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
     """The configurations of the portfolio that a study tries first, as Optuna holds them, with their sources.
 
     Only settings that the study searches, and values in their ranges; none without its learning rate and
-    AdamW. None where the encoder is fresh, and where the sampler follows a plan or is a baseline.
+    AdamW. None where the encoder is fresh or frozen under an adapter, and where the sampler follows a plan or
+    is a baseline.
     """
+    if config.training.adapter != "none" or "adapter" in config.search_space:
+        return []
     if not config.portfolio or config.sampler.name not in ("tpe", "gp", "nsga2"):
         return []
     choices = getattr(config.search_space.get("encoder"), "choices", ())

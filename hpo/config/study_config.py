@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from hpo.code import names_of
+from hpo.config.adapter_settings import study_problems
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
@@ -321,6 +322,7 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
+        yield from study_problems(self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from hpo.config.adapter_settings import trial_problems
 from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
-from hpo.config.study_file import parse_yaml_value, problems_of
+from hpo.config.study_file import Problem, parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
@@ -35,6 +36,10 @@ class TrialConfig(TrialSettings):
     """As in the study; a folder is absolute."""
     amp: AmpConfig
     """The study's, with the scaler settings of this trial."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield from trial_problems(self)
 
 
 def build_trial_config(

@@ -38,12 +38,21 @@ def _encoder(value: Any) -> Any:
     raise ValueError(f"must be {what}, but got {show(value)}.")
 
 
+def _targets(value: Any) -> Any:
+    if value == "all-linear":
+        return value
+    if isinstance(value, (list, tuple)) and value and all(isinstance(one, str) and one for one in value):
+        return tuple(value)
+    raise ValueError(f"must be `all-linear` or a list of names of layers, but got {show(value)}.")
+
+
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
 BatchSize = Annotated[Count, Field(le=100_000)]
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 
 
 def _or_own(takes: Callable[[Any], bool]) -> WrapValidator:
@@ -67,6 +76,10 @@ MODEL_SETTINGS = (
     "encoder",
     "attention",
     "freeze_layers",
+    "adapter",
+    "lora_rank",
+    "lora_targets",
+    "base_precision",
     "max_length",
     "dropout",
     "attention_dropout",
@@ -108,6 +121,23 @@ class TrialSettings(CheckedSection):
     """Dropout before each head."""
     freeze_layers: Whole = Field(0, ge=0)
     """Layers that are not trained, from the bottom; above 0 the embeddings neither."""
+    adapter: Literal["none", "lora", "dora"] = "none"
+    """What is trained of the encoder: all of it (`none`), or small matrices beside its frozen linear layers
+    (`lora`, `dora`; needs the extra `adapters`). Heads are trained in full."""
+    lora_rank: Count = 8
+    """Rank of the adapter's matrices."""
+    lora_alpha: Count = 16
+    """The adapter's part is multiplied by `lora_alpha / lora_rank`."""
+    lora_dropout: Share = 0.0
+    """Dropout before the adapter."""
+    lora_targets: Targets = "all-linear"
+    """The linear layers that have an adapter: all of the encoder, or a list of ends of their names, such as
+    `[query, value]`."""
+    base_precision: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
+    """How the weights of frozen linear layers are stored under an adapter; each product decodes them into
+    what `fp_precision` multiplies in. `int8` has a scale for each row, `nf4` (needs the extra `adapters`) one
+    for 64 weights. Embeddings are in bf16 under all but `fp32`, which under `fp_precision: bf16-true` is
+    bf16."""
     gradient_checkpointing: Switch = False
     """Compute activations again in the backward pass: less memory, more time."""
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
@@ -126,6 +156,9 @@ class TrialSettings(CheckedSection):
     """Optimiser. Its state is fp32 in every precision."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
+    lora_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Peak learning rate of the adapter; left out, `learning_rate`. Best ones are about ten times those of
+    all weights."""
     head_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
     """Peak learning rate of the heads; left out, `learning_rate`."""
     layerwise_lr_decay: float = Field(1.0, gt=0, le=1)

@@ -36,7 +36,7 @@ from hpo.inference.packed_linear import PackedLinears
 from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.table import PRECISIONS, AmpConfig, Precision, canonical_precision, support
+from hpo.precision.table import PRECISIONS, AmpConfig, Precision, base_lacks, canonical_precision, support
 from hpo.tasks.kind import DecodingThresholds
 from hpo.tasks.registry import KINDS
 from hpo.training.decoding import class_probabilities, decode_tasks
@@ -134,7 +134,11 @@ class TrainedModel(nn.Module):
             self._device_info = info
             return self.to(info.torch_device)
         wanted = _precision_for(info, self.settings.precision, precision)
-        if self._precision is not wanted:
+        if self.settings.base is not None:
+            wanted = replace(wanted, frozen=self.settings.base.precision)
+            if lacking := base_lacks(wanted.frozen, info):
+                raise InputError(lacking)
+        if self._precision != wanted:
             if self._precision.float8:
                 raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
             self.network = cast(MultitaskModel, prepare_model(self.network.to(info.torch_device), wanted))

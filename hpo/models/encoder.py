@@ -94,6 +94,13 @@ def encoder_folder(name: str, revision: str | None = None) -> Path:
     return folder
 
 
+def hub_id(encoder: str | Mapping[str, Any]) -> str | None:
+    """The name on the hub of an encoder that has one."""
+    if encoder == "minilm":
+        return MINILM_HUB_ID
+    return encoder if isinstance(encoder, str) and not Path(encoder).is_dir() else None
+
+
 def load_tokenizer(
     encoder: str | Mapping[str, Any], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

@@ -19,24 +19,40 @@ from typing import Any
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from hpo.code import use_code
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError, shorten
-from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, load_encoder, load_tokenizer
+from hpo.models.adapters import ADAPTER_FILES, load_adapter, save_adapter, weights_digest
+from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, hub_id, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.table import PRECISIONS
 from hpo.tasks.registry import KINDS
 
-EXPORT_FORMATS = {"torch": 2, "onnx": 3}
+EXPORT_FORMATS = {"torch": 2, "onnx": 3, "adapter": 4}
 """The format of hpo.json by runtime."""
 _DAMAGES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError)
 """What files raise that are not as they were written."""
+BASE_FOLDER = "base"
 _FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
 """Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
 would guess at a tokenizer."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The encoder under an adapter."""
+
+    encoder: str | None
+    """As a study names it, `minilm` or a hub id; None: it lies in the folder `base` of the export."""
+    revision: str | None
+    digest: str
+    """Its `base_digest`."""
+    precision: str
+    """The trial's `base_precision`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +76,8 @@ class ExportSettings:
     """The hashes of the code of the study, by name."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
+    base: BaseModel | None = None
+    """Of an adapter that is exported by itself, the encoder that it belongs to."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """See `hpo.trial.best_model`."""
 
@@ -78,15 +96,48 @@ def export_model(
     """
     with new_folder(directory) as folder:
         model.encoder.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        heads = {
-            name: value.contiguous()
-            for name, value in model.state_dict().items()
-            if not name.startswith("encoder.")
-        }
-        save_file(heads, folder / "heads.safetensors")
-        write_metadata(folder, {"format": EXPORT_FORMATS["torch"], **export_metadata(model, settings)})
+        _save_rest(model, tokenizer, folder, settings)
     return directory
+
+
+def export_adapter(
+    model: MultitaskModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    settings: ExportSettings,
+    base: Any | None,
+) -> Path:
+    """As `export_model`, with the adapter by itself in place of the encoder: `peft.PeftModel` loads it.
+
+        adapter_config.json, adapter_model.safetensors    the adapter
+        config.json                                       of the encoder
+        base/                                             the encoder under it, where `base` is given
+
+    Else the encoder comes from the name in the settings again.
+    """
+    assert settings.base is not None
+    with new_folder(directory) as folder:
+        model.encoder.config.save_pretrained(folder)
+        save_adapter(model.encoder, folder, settings.base.encoder and hub_id(settings.base.encoder))
+        if base is not None:
+            base.save_pretrained(folder / BASE_FOLDER)
+        _save_rest(model, tokenizer, folder, settings)
+    return directory
+
+
+def _save_rest(
+    model: MultitaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path, settings: ExportSettings
+) -> None:
+    tokenizer.save_pretrained(folder)
+    heads = {
+        name: value.contiguous()
+        for name, value in model.state_dict().items()
+        if not name.startswith("encoder.")
+    }
+    save_file(heads, folder / "heads.safetensors")
+    runtime = "torch" if settings.base is None else "adapter"
+    head = {"format": EXPORT_FORMATS[runtime], **({"runtime": runtime} if settings.base else {})}
+    write_metadata(folder, {**head, **export_metadata(model, settings)})
 
 
 @contextmanager
@@ -162,15 +213,15 @@ def load_exported(
     """
     directory = Path(directory).resolve()
     content = read_metadata(directory)
-    if content["runtime"] != "torch":
+    if content["runtime"] == "onnx":
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
-    check_files(directory, _FILES, content)
     tasks, settings = read_settings(directory, content)
-    if not any(directory.glob("model*.safetensors")):  # transformers would take a pickle in its place
-        raise ModelError(not_intact(directory, "there is no model.safetensors"))
-    encoder = load_encoder(
-        str(directory), attention=attention or settings.attention, trust_remote_code=trust_remote_code
-    )
+    check_files(directory, (*_FILES, *(ADAPTER_FILES if settings.base else ())), content)
+    options: dict[str, Any] = {
+        "attention": attention or settings.attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    encoder = _load_encoder(directory, settings.base, options)
     try:
         heads = load_file(directory / "heads.safetensors")
         content = {"option": {}, **content}  # of exports that were written before it was a setting
@@ -182,6 +233,24 @@ def load_exported(
         raise ModelError(not_intact(directory, error)) from error
     tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
     return model.eval(), tokenizer, settings
+
+
+def _load_encoder(directory: Path, base: BaseModel | None, options: Mapping[str, Any]) -> nn.Module:
+    if base is not None and base.encoder is not None:
+        folder, revision = base.encoder, base.revision
+    else:
+        folder, revision = str(directory / BASE_FOLDER if base else directory), None
+        if not any(Path(folder).glob("model*.safetensors")):  # transformers would take a pickle in its place
+            raise ModelError(not_intact(directory, "there is no model.safetensors"))
+    encoder = load_encoder(folder, revision=revision, **options)
+    if base is None:
+        return encoder
+    adapted = load_adapter(encoder, directory)
+    if weights_digest(adapted) != base.digest:
+        raise ModelError(
+            not_intact(directory, "the encoder has other weights than the adapter was trained on")
+        )
+    return adapted
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
@@ -226,7 +295,12 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
         tasks = TypeAdapter(list[Task]).validate_python(content["tasks"])
-        content = {"csv": {}, "code": {}, **content}  # of exports that were written before it was a setting
+        content = {
+            "csv": {},
+            "code": {},
+            "base": None,
+            **content,
+        }  # of exports that were written before it was a setting
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
         settings = TypeAdapter(ExportSettings).validate_python(given)
     except (ValueError, LookupError) as error:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
 from hpo.precision.float8 import convert_to_float8
+from hpo.precision.frozen import store_frozen
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
@@ -101,7 +102,8 @@ def tf32_is_on() -> bool:
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay.
+    """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay, and
+    those of linear layers that are not trained in fewer bits where the precision says so.
 
     Buffers stay as they are: rotary frequencies in bf16 are off by radians at long distances. So do weights
     of batch norms, which must have the dtype of their running statistics. `float8_linears` among the observed
@@ -110,7 +112,8 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     if precision.float8:
         model = convert_to_float8(model)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    kept = {parameter for norm in norms for parameter in norm.parameters()}
+    kept: set[Tensor] = {parameter for norm in norms for parameter in norm.parameters()}
+    kept |= store_frozen(model, precision.frozen, getattr(torch, precision.weights))
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
             parameter.data = parameter.data.to(getattr(torch, precision.weights))

@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, is_matmul_module, tf32_is_on
 from hpo.precision.float8 import float8_facts, no_float8
+from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import Precision
 from hpo.random_numbers import manual_seed
 
@@ -185,9 +186,11 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     if first is None:
         return None
     weights = dict(module._parameters)
+    # What is stored in fewer bits is decoded: the products are measured, not the storage.
+    decoded = weights | ({"stored": module.weight} if isinstance(module, FrozenLinear) else {})
 
     def result(k: int | None, scale: float, inputs: Tensor) -> Tensor | None:
-        for name, parameter in weights.items():
+        for name, parameter in decoded.items():
             if parameter is not None:
                 module._parameters[name] = _planted(parameter, k, scale)
         given = tree_map(lambda leaf: inputs if leaf is first else leaf, (args, kwargs))
@@ -253,7 +256,9 @@ def _signs(size: int) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module is one of PyTorch's, unchanged."""
+    """Whether the module is one of PyTorch's, unchanged, or as one."""
+    if isinstance(module, FrozenLinear):
+        return True
     return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 

@@ -19,7 +19,7 @@ This module does not import PyTorch: `amp.py` turns the values into autocast, sc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
@@ -32,6 +32,9 @@ SupportLevel = Literal["native", "emulated", "unsupported"]
 
 PRECISION = "fp_precision"
 """The setting of a trial that names its precision."""
+BASE_PRECISION = "base_precision"
+"""The setting that names how the frozen weights under an adapter are stored."""
+BASE_PRECISIONS = ("fp32", "bf16", "int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ class Precision:
     aliases: tuple[str, ...] = ()
     falls_back_to: str | None = None
     """What `amp.on_unsupported: fallback` tries next."""
+    frozen: str = "fp32"
+    """How linear layers that are not trained are stored, of `BASE_PRECISIONS`; fp32: as `weights` says."""
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether a model in fp32 weights is changed to compute in it."""
+        return self.float8 or self.weights != "float32" or self.frozen != "fp32"
 
     @property
     def linear_dtype(self) -> str:
@@ -198,10 +208,12 @@ class Resolution:
     effective: str
     support: SupportLevel
     reason: str = ""
+    base: str = "fp32"
+    """The `base_precision`."""
 
     @property
     def precision(self) -> Precision:
-        return PRECISIONS[self.effective]
+        return replace(PRECISIONS[self.effective], frozen=self.base)
 
 
 def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
@@ -233,3 +245,10 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
 
 def _usable(answer: Support, config: AmpConfig) -> bool:
     return answer.level == "native" or (answer.level == "emulated" and config.allow_emulated)
+
+
+def base_lacks(name: str, device: DeviceInfo) -> str:
+    """Why a `base_precision` cannot be had here; empty: it can."""
+    if name == "nf4" and not device.has_bitsandbytes:
+        return "`base_precision: nf4` needs the package bitsandbytes: pip install 'hpo[adapters]'."
+    return ""

@@ -14,12 +14,14 @@ from hpo.data.batches import evaluation_batches
 from hpo.errors import DataError, RunError, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
-from hpo.models.encoder import MINILM_HUB_ID, attention_on
-from hpo.models.export import ExportSettings, export_model
+from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
+from hpo.models.encoder import attention_on, hub_id
+from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
@@ -27,7 +29,7 @@ from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 from hpo.versions import installed_versions
 
-_BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation]
+_BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def split_predictions(
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
-    model, config, precision, evaluation = _best_model(executor, folder, params)
+    model, config, precision, evaluation, _ = _best_model(executor, folder, params)
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     tokens = executor.loader.tokens(split, config)
     with backend_flags(precision, config.amp):
@@ -94,12 +96,16 @@ def with_scores(
     return result, predicted.statistics
 
 
-def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: TrialSource) -> Path:
+def export_checkpoint(
+    executor: Executor, folder: Path, out_dir: Path, trial: TrialSource, *, merge: bool = False
+) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
+
+    With `merge` an adapter is added to the weights; else it is written by itself, as peft has it.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
-    model, config, precision, evaluation = _best_model(executor, folder, trial.params)
+    model, config, precision, evaluation, digest = _best_model(executor, folder, trial.params)
     # Weights that could not be written leave those of an older evaluation.
     trial = replace(trial, telemetry={**trial.telemetry, "metrics": evaluation.metrics})
     data = executor.study.data
@@ -115,7 +121,18 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path, trial: Tr
         decisions=evaluation.decisions,
         provenance=provenance(executor, config, trial),
     )
-    return export_model(model, executor.loader.tokenizer(config), out_dir, settings)
+    tokenizer = executor.loader.tokenizer(config)
+    if not has_adapter(model):
+        return export_model(model, tokenizer, out_dir, settings)
+    if merge:
+        merge_adapter(model)
+        return export_model(model, tokenizer, out_dir, settings)
+    manual_seed(config.seed)  # as in `_best_model`
+    has_name = hub_id(config.encoder) is not None
+    encoder = None if has_name else executor.loader.build_encoder(config)
+    name = str(config.encoder) if has_name else None
+    base = BaseModel(name, executor.study.model.revision, digest, precision.frozen)
+    return export_adapter(model, tokenizer, out_dir, replace(settings, base=base), encoder)
 
 
 def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> _BestModel:
@@ -127,11 +144,20 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
         )
     precision = PRECISIONS[best.state["precision"]]
     config = build_trial_config(executor.study, params, precision.name, executor.amp)
+    precision = replace(precision, frozen=config.base_precision)
     runnable = attention_on(executor.device.type, config.attention)
+    manual_seed(config.seed)  # frozen weights that are random are those of the trial
     model = executor.loader.build_model(config.model_copy(update={"attention": runnable}))
+    digest = base_digest(model)
+    if digest != best.state.get("base_digest", digest):
+        raise RunError(
+            f"the encoder must have the weights that the trial's adapter in {folder} was trained on, but has "
+            "others now. Give it the earlier ones again, or name their `model.revision`."
+        )
     prepare_model(model, precision)
-    model.load_state_dict(best.weights)
-    return model, config, precision, ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
+    load_trained(model, best.weights)
+    evaluation = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
+    return model, config, precision, evaluation, digest
 
 
 def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> dict[str, Any]:
@@ -173,5 +199,5 @@ def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dic
     """Name and revision of an encoder; of a folder its name alone, and no path of this machine."""
     if not isinstance(encoder, str):
         return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None}
-    hub_id = MINILM_HUB_ID if encoder == "minilm" else None if Path(encoder).is_dir() else encoder
-    return {"name": hub_id or Path(encoder).name, "hub_id": hub_id, "revision": revision}
+    of_hub = hub_id(encoder)
+    return {"name": of_hub or Path(encoder).name, "hub_id": of_hub, "revision": revision}

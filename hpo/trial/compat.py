@@ -177,6 +177,8 @@ def cache_key(parts: TrialParts) -> str:
         "tasks": [repr(task) for task in parts.loss_fn.tasks],
         "weights": _files_of(config.encoder),
         "frozen": config.freeze_layers,
+        "adapter": [config.adapter, config.lora_rank, config.lora_alpha, config.lora_targets],
+        "base": parts.resolution.base,
         "cuts": [data.long_text, data.stride_of(config.max_length), data.pair_segments],
         "heads": [config.pooling, config.head_type, config.head_hidden_size, config.loss_weighting],
         "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],

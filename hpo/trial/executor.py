@@ -9,10 +9,11 @@ disk, a lost lease) is raised.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from hpo.code import code_in_use, name_code, use_code
 from hpo.config.limits import broken_limits, violations
-from hpo.config.search_space import lowest
+from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
 from hpo.device import DeviceInfo, limit_threads, probe_device
@@ -39,7 +40,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
-from hpo.precision.table import PRECISION, apply_preset
+from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset
 from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank
@@ -195,15 +196,14 @@ class Executor:
         Raises InputError.
         """
         space = self.study.search_space
-        lowest_values = lowest(space) | {PRECISION: "fp32"}
+        lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
-        for encoder in getattr(space.get("encoder"), "choices", (None,)):
-            named = {} if encoder is None else {"encoder": encoder}
+        for named in _to_check(space):
             try:
                 self._check_parts(lowest_values | named)
             except ModelError:
-                if not space.keys() & (set(MODEL_SETTINGS) - {"encoder"}):
+                if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
                     raise
                 self._check_parts(others | named)
 
@@ -221,6 +221,18 @@ class Executor:
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
+
+
+def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    """What is checked of a space: each encoder, without an adapter and with one, on each list of targets."""
+    encoders, adapters, targets = (
+        [{name: value} for value in getattr(space.get(name), "choices", ())] or [{}]
+        for name in ("encoder", "adapter", "lora_targets")
+    )
+    kinds = {one.get("adapter", "none") != "none": one for one in reversed(adapters)}
+    for encoder, kind in itertools.product(encoders, kinds.values()):
+        for target in [{}] if kind == {"adapter": "none"} else targets:
+            yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
 
 
 def _say_if_causal(model: MultitaskModel) -> None:

@@ -256,7 +256,7 @@ def _attempt(
     With `observes`, also what its products really are. Raises what an allocator raises.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
-    if precision.float8 or precision.weights != "float32" or compile_model:
+    if precision.changes_weights or compile_model:
         side = replace(side, model=copy.deepcopy(side.model))
     with side.flags():
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hpo.data.batches import collate, evaluation_batches, training_batches
 from hpo.errors import Nonfinite
+from hpo.models.adapters import load_trained, trained_state
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
 from hpo.training.checkpoint import intact_checkpoints
@@ -76,13 +77,13 @@ class Replay:
 
     def _go_on_from(self, start: State) -> None:
         precision, of_start = self.parts.resolution.precision, PRECISIONS[start["precision"]]
-        self.parts.model.load_state_dict(start["weights"])
+        load_trained(self.parts.model, start["weights"])
         if of_start.weights == precision.weights:  # else the optimiser begins anew
             rates = [group["initial_lr"] for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["initial_lr"] = rate  # that of the configuration
-        if of_start is precision:
+        if of_start.name == precision.name:
             self.mixed_precision.load_state_dict(start["mixed_precision"])
         self.state.load_state_dict(start["progress"])
 
@@ -114,7 +115,7 @@ class Replay:
 
     def _snapshot(self) -> State:
         return {
-            "weights": copy.deepcopy(self.parts.model.state_dict()),
+            "weights": copy.deepcopy(trained_state(self.parts.model)),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "mixed_precision": self.mixed_precision.state_dict(),
             "progress": self.state.state_dict(),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
@@ -25,12 +25,14 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
+from hpo.errors import Incompatible, Unsupported
+from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
-from hpo.precision.table import Resolution, apply_preset, resolve, support
+from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.registry import kind_of
 from hpo.training.compilation import apply_compile
@@ -95,9 +97,9 @@ class TrialLoader:
         splits = (self.tokens(name, config) for name in ("train", "validation"))
         return np.unique(np.concatenate([[self.pad_id(config)], *(split.used_ids for split in splits)]))
 
-    def build_model(self, config: TrialConfig) -> MultitaskModel:
-        """A new model in fp32 weights, on the device."""
-        encoder = load_encoder(
+    def build_encoder(self, config: TrialConfig) -> nn.Module:
+        """A new encoder in fp32 weights, on the CPU."""
+        return load_encoder(
             config.encoder,
             attention=config.attention,
             dropout=config.dropout,
@@ -105,15 +107,26 @@ class TrialLoader:
             revision=self.study.model.revision,
             trust_remote_code=self.study.model.trust_remote_code,
         )
+
+    def build_model(self, config: TrialConfig) -> MultitaskModel:
+        """A new model in fp32 weights, on the device."""
+        encoder = self.build_encoder(config)
+        if config.adapter != "none":
+            encoder = add_adapter(encoder, AdapterSettings(**_of(config, AdapterSettings)))
         model = build_model(
             encoder,
             self.tasks,
-            HeadSettings(**{field.name: getattr(config, field.name) for field in fields(HeadSettings)}),
+            HeadSettings(**_of(config, HeadSettings)),
             max_length=config.max_length,
             freeze_layers=config.freeze_layers,
             gradient_checkpointing=config.gradient_checkpointing,
         )
         return model.to(self.device.torch_device)
+
+
+def _of(config: TrialConfig, settings: type[Any]) -> dict[str, Any]:
+    """Those of the trial's settings that `settings` has."""
+    return {field.name: getattr(config, field.name) for field in fields(settings)}
 
 
 @dataclass(frozen=True)
@@ -147,10 +160,11 @@ class TrialParts:
         config = self.config
         prepare_model(self.model, self.resolution.precision)
         compact_vocabulary(self.model, config.optimizer, self.used_ids)
+        adapter_rate = None if config.adapter == "none" else config.lora_learning_rate
         groups = parameter_groups(
             self.model,
-            learning_rate=config.learning_rate,
-            head_learning_rate=config.head_learning_rate,
+            learning_rate=adapter_rate or config.learning_rate,
+            head_learning_rate=config.head_learning_rate or config.learning_rate,
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
@@ -175,7 +189,12 @@ def build_trial(
     check_loss(loader.tasks, config.loss)
     requested = config.fp_precision
     note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
-    resolution = resolve(requested, device, config.amp)
+    base = config.base_precision
+    resolution = replace(resolve(requested, device, config.amp), base=base)
+    if lacking := base_lacks(base, device):
+        raise Unsupported(lacking)
+    if resolution.precision.float8 and base != "fp32":
+        raise Incompatible(f"fp8 has linear layers of its own, so the base cannot be {base}. Use bf16.")
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)
     split = parts.data.train

@@ -18,6 +18,7 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.device import Utilization
 from hpo.errors import Incompatible, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
@@ -55,7 +56,8 @@ def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
     precision = parts.resolution.effective
     code = "".join(f"/{sha}" for sha in parts.study.code.values())
-    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}"
+    base = f"/{parts.resolution.base}/{base_digest(parts.model)}" if has_adapter(parts.model) else ""
+    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}{base}"
 
 
 class TrialRun:
@@ -89,6 +91,7 @@ class TrialRun:
         # What is followed must not be of `self`, which would hold the model until garbage is collected.
         recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
         key = checkpoint_key(resume_key, parts)
+        self.base_digest = base_digest(parts.model)
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
         recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
         precision, amp = parts.resolution.precision, parts.config.amp
@@ -130,7 +133,7 @@ class TrialRun:
         if last is None:
             return
         state = last.state
-        self.parts.model.load_state_dict(last.weights)
+        load_trained(self.parts.model, last.weights)
         self.optimizer.load_state_dict(state["optimizer"])
         self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
         self.state.load_state_dict(state["progress"])
@@ -153,6 +156,8 @@ class TrialRun:
             "reason": " ".join(filter(None, (resolution.reason, disagreement))),
         }
         self.recorder.note(precision=asdict(resolution) | observed)
+        if has_adapter(parts.model):
+            self.recorder.note(base_precision=base_facts(parts.model, resolution.precision))
 
     def _compile(self, apply: Callable[[MultitaskModel], object]) -> None:
         parts, clock = self.parts, self.compile_clock
@@ -242,6 +247,7 @@ class TrialRun:
             # After the report: a trial never goes on from behind one that was not made.
             best = {
                 "precision": self.parts.resolution.effective,
+                "base_digest": self.base_digest,
                 "best": asdict(scored),
             }
             self._save(best, at_end=evaluation.budget_used >= 1)
@@ -302,7 +308,7 @@ class TrialRun:
         }
         self.store.save(
             self.state.step,
-            self.parts.model.state_dict(),
+            trained_state(self.parts.model),
             state=None if at_end else state,
             best=best,
         )

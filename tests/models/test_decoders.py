@@ -11,7 +11,7 @@ from command_line import hpo_command, ok
 from every_kind import TASKS, WINDOWS, write_every_kind
 from safetensors.torch import load_file
 from tiny import CPU
-from tiny_encoders import BERT, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
+from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
 from transformers import AutoModel
 
 import hpo
@@ -26,20 +26,6 @@ from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import TrialResult
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-DECODERS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SIZES},
-    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16},
-    "smollm3": {"model_type": "smollm3", **SIZES},
-    "gemma3": {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 8},
-}
 IDS_L = torch.arange(1, 13)
 
 

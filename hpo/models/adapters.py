@@ -1,0 +1,206 @@
+"""Adapters by `peft`: small matrices that are trained in place of an encoder's weights, and their files.
+
+    lora   W x + (alpha / rank) B A x, with W frozen (Hu et al. 2021, arXiv 2106.09685)
+    dora   the same, with the length of each row of W + (alpha / rank) B A trained apart from its direction
+           (Liu et al. 2024, arXiv 2402.09353)
+
+B begins at 0, so a trial begins with the encoder as it is. Only what is trained is kept in checkpoints: the
+frozen weights come from the encoder again, and `base_digest` tells whether they are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hpo.errors import InputError, ModelError, did_you_mean, shorten
+from hpo.precision.frozen import STORAGE_DTYPES, plain_linears, storage_facts
+from hpo.precision.table import Precision
+
+ALL_LINEAR = "all-linear"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Before the names in peft's files."""
+DIGEST_VALUES = 1024
+"""So many numbers of each tensor, evenly spread, tell whether it is another."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The settings of a study file that make an adapter, by the same names."""
+
+    adapter: str = "none"
+    lora_rank: int = 8
+    lora_alpha: int = 16
+    lora_dropout: float = 0.0
+    lora_targets: str | tuple[str, ...] = ALL_LINEAR
+
+
+def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
+    """Freeze the encoder, and put the adapter into it, in place.
+
+    Its weights come from torch's global generator. Raises ModelError where a target is no linear layer,
+    InputError where peft is missing.
+    """
+    _import_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=_targets(encoder, settings.lora_targets),
+        use_dora=settings.adapter == "dora",
+    )
+    adapted: nn.Module = inject_adapter_in_model(config, encoder)
+    return adapted
+
+
+def _import_peft() -> None:
+    if find_spec("peft") is None:
+        raise InputError("an adapter needs the package peft: pip install 'hpo[adapters]'.")
+
+
+def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:
+    """The full names of the linear layers that are meant; those of a pooler, which no head reads, never are.
+
+    A name means each layer that ends with it.
+    """
+    linears = [
+        name
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith("pooler.")
+    ]
+    if isinstance(given, str):
+        wanted: dict[str, list[str]] = {given: linears}
+    else:
+        wanted = {one: [n for n in linears if f".{n}".endswith(f".{one}")] for one in given}
+    for one, found in wanted.items():
+        if not found:
+            known = sorted({name.rpartition(".")[2] for name in linears})
+            raise ModelError(
+                f"lora_targets: `{one}` must end the name of a linear layer of this "
+                f"{type(encoder).__name__}: {', '.join(known)}.{did_you_mean(one, known)}"
+            )
+    return sorted({name for found in wanted.values() for name in found})
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether the encoder of `model` has an adapter."""
+    return hasattr(model.encoder, "peft_config")
+
+
+def base_digest(model: Any) -> str:
+    """A hash of the frozen weights under an adapter, before they are stored in fewer bits; empty without one.
+
+    A folder may hold other weights under the same name, as may the hub, and another version of PyTorch may
+    draw others from the same seed.
+    """
+    return weights_digest(model.encoder) if has_adapter(model) else ""
+
+
+def weights_digest(encoder: nn.Module) -> str:
+    """A hash of an encoder's weights, but for those of an adapter."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in encoder.named_parameters():
+        if ".lora_" not in name:
+            values = weight.detach().flatten()
+            every = values[:: max(1, len(values) // DIGEST_VALUES)]
+            digest.update(every.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def base_facts(model: Any, precision: Precision) -> dict[str, Any]:
+    """What a trial's record says of the frozen weights, as they really are in a model that is prepared.
+
+    `agrees` tells whether all have the bits of what was requested.
+    """
+    is_cast = precision.frozen == "fp32" and precision.weights == "bfloat16"
+    effective = "bf16" if is_cast else precision.frozen
+    observed = storage_facts(model.encoder)
+    return {
+        "requested": precision.frozen,
+        "effective": effective,
+        "reason": f"{precision.name} has all weights in bf16." if is_cast else "",
+        "observed": observed,
+        "agrees": [*observed["storage_dtypes"]] == [STORAGE_DTYPES[effective]],
+    }
+
+
+def trained_state(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: all of it, or with an adapter all but what is frozen."""
+    frozen = _frozen(model)
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def load_trained(model: Any, state: Mapping[str, Tensor]) -> None:
+    """Take over what `trained_state` returned. Raises RuntimeError where it is of another model."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if wrong := [*unexpected, *(name for name in missing if name not in _frozen(model))]:
+        raise RuntimeError(f"the weights are of another model: {', '.join(wrong[:3])}")
+
+
+def _frozen(model: Any) -> set[str]:
+    if not has_adapter(model):
+        return set()
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, weight in parameters if not weight.requires_grad}
+
+
+def merge_adapter(model: Any) -> None:
+    """Add the adapter to the weights, which become fp32 ones: the encoder is as `transformers` made it.
+
+    What was stored in fewer bits is decoded, so that the merged model computes as the adapted one.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    encoder = model.encoder
+    plain_linears(encoder)
+    for name, layer in list(encoder.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            encoder.set_submodule(name, layer.get_base_layer())
+    del encoder.peft_config
+
+
+def save_adapter(encoder: Any, folder: Path, base: str | None) -> None:
+    """Write the adapter as `peft.PeftModel.from_pretrained` reads it; `base` is the encoder's hub id."""
+    from peft import get_peft_model_state_dict
+
+    (config,) = encoder.peft_config.values()
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    weights = {
+        f"{_PREFIX}{name}": value.contiguous()
+        for name, value in get_peft_model_state_dict(encoder, save_embedding_layers=False).items()
+    }
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def load_adapter(encoder: nn.Module, folder: Path) -> nn.Module:
+    """The encoder with the adapter of `folder`, in place. Raises ModelError where it does not fit."""
+    _import_peft()
+    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = False  # else it would be frozen, and stored as what is under it
+        adapted: nn.Module = inject_adapter_in_model(config, encoder)
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
+        found: Any = set_peft_model_state_dict(adapted, weights)
+        lost = [name for name in found.missing_keys if ".lora_" in name] + found.unexpected_keys
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ModelError(f"the adapter in {folder} cannot be read: {shorten(str(error), 200)}") from error
+    if lost:
+        raise ModelError(f"the adapter in {folder} must fit its encoder, but {lost[0]} does not.")
+    return adapted

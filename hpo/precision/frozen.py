@@ -1,0 +1,173 @@
+"""Weights that are not trained, stored in fewer bits: `base_precision`.
+
+    fp32   as they are
+    bf16   8 bits of mantissa, exact where the checkpoint is in bf16 itself
+    int8   w = scale * q, q in -127 .. 127, with one scale for each row, by its largest value
+    nf4    4 bits: 16 levels that are the quantiles of a normal distribution, times the largest value of each
+           block of 64 weights (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); by bitsandbytes
+
+That is of linear layers. Embeddings, which bitsandbytes and others leave alone as well, are in bf16 under all
+but fp32, and what they give is fp32 again; norms and biases are few, and stay.
+
+This is how weights are stored, not how they are multiplied: each product decodes them into the dtype that
+`fp_precision` multiplies in, forward and backward, and keeps no decoded copy between the two. So either can
+be searched apart from the other, and a merged model, whose weights are the decoded ones, computes the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+NF4_BLOCK = 64
+STORAGE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "nf4": "uint8"}
+
+
+def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """A matrix as it is stored, and its scales."""
+    if kind == "bf16":
+        return weight.to(torch.bfloat16), None
+    if kind == "int8":
+        scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        return (weight / scale).round().to(torch.int8), scale
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+    return packed, state.absmax
+
+
+def decode(stored: Tensor, scale: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The matrix that `encode` stored; one that is floating-point already is only cast."""
+    if scale is None or stored.is_floating_point():
+        return stored.to(dtype)
+    if stored.dtype == torch.int8:
+        return (stored.to(scale.dtype) * scale).to(dtype)
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState(scale, shape, None, NF4_BLOCK, "nf4", dtype)  # type: ignore[no-untyped-call]
+    return dequantize_4bit(stored, state)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b without gradients of W and b; W is decoded anew in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, stored, scale, bias, shape = inputs
+        ctx.save_for_backward(stored, scale)
+        ctx.shape = shape
+        return F.linear(x, decode(stored, scale, shape, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        stored, scale = ctx.saved_tensors
+        gradient = gradients[0]
+        return gradient @ decode(stored, scale, ctx.shape, gradient.dtype), None, None, None, None
+
+
+class FrozenLinear(nn.Module):
+    """A linear layer that is not trained, whose weights are stored as `kind` says."""
+
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        stored, scale = encode(linear.weight.detach().float(), kind)
+        self.stored = nn.Parameter(stored, requires_grad=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.scale: Tensor | None
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded matrix, in fp32."""
+        return decode(self.stored, self.scale, self._shape, torch.float32)
+
+    @property
+    def _shape(self) -> torch.Size:
+        return torch.Size((self.out_features, self.in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype), self.stored, self.scale, bias, self._shape
+        )
+        return product
+
+    def linear(self) -> nn.Linear:
+        """A plain layer with the decoded weights."""
+        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        plain.weight = nn.Parameter(self.weight, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+
+def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]:
+    """Store the weights of the layers that are not trained as `kind` says, in place, and return them.
+
+    Embeddings give `dtype`. Layers that are stored so already keep what they have.
+    """
+    kept: set[Tensor] = {module.stored for module in model.modules() if isinstance(module, FrozenLinear)}
+    if kind == "fp32":
+        return kept
+    for name, module in list(model.named_modules()):
+        if any(weight.requires_grad for weight in module.parameters()):
+            continue
+        if type(module) is nn.Linear:
+            stored = FrozenLinear(module, kind)
+            model.set_submodule(name, stored)
+            kept.add(stored.stored)
+        elif isinstance(module, nn.Embedding):
+            module.weight.data = module.weight.data.to(torch.bfloat16)
+            if _DTYPE not in vars(module):
+                module.register_forward_hook(_cast_output)
+            vars(module)[_DTYPE] = dtype
+            kept.add(module.weight)
+    return kept
+
+
+_DTYPE = "output_dtype"
+
+
+def _cast_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return output.to(vars(module)[_DTYPE])
+
+
+def plain_linears(model: nn.Module) -> None:
+    """Put plain linear layers with the decoded weights in the place of the stored ones, all in fp32."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FrozenLinear):
+            model.set_submodule(name, module.linear())
+    model.float()
+
+
+def storage_facts(model: nn.Module) -> dict[str, Any]:
+    """What the weights of linear layers that are not trained are really stored in, and what all weights take.
+
+    `bits_per_weight` counts scales, too.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FrozenLinear | nn.Linear)]
+    frozen = [layer for layer in layers if not any(p.requires_grad for p in layer.parameters())]
+    tensors = [tensor for layer in frozen for tensor in _stored_tensors(layer)]
+    dtypes = Counter(str(_stored_tensors(layer)[0].dtype).removeprefix("torch.") for layer in frozen)
+    numbers = sum(layer.in_features * layer.out_features for layer in frozen)
+    held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return {
+        "storage_dtypes": dict(dtypes),
+        "bits_per_weight": round(8 * sum(t.nbytes for t in tensors) / numbers, 3) if numbers else None,
+        "weights_bytes": sum(held.values()),
+    }
+
+
+def _stored_tensors(layer: FrozenLinear | nn.Linear) -> list[Tensor]:
+    if isinstance(layer, FrozenLinear):
+        return [layer.stored, *([] if layer.scale is None else [layer.scale])]
+    return [layer.weight]

@@ -1,0 +1,262 @@
+"""Adapters: what is trained, kept, exported and merged, over frozen weights stored in each way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import hpo_command, ok
+from every_kind import TASKS, WINDOWS, write_every_kind
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny import CPU, tiny_executor
+from tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
+from transformers import AutoModel
+
+import hpo
+from hpo.config.study_config import load_study
+from hpo.errors import InputError, ModelError, RunError
+from hpo.models.adapters import trained_state
+from hpo.outcome import Outcome
+from hpo.trial.best_model import TrialSource, export_checkpoint
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.executor import Executor
+from hpo.trial.telemetry import TrialResult
+from hpo.trial.trial_parts import build_trial
+
+ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
+BASES = ["fp32", "bf16", "int8", "nf4"]
+LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_learning_rate": 1e-2}
+TEXTS = ["late again the parcel came to Rome", "broken !"]
+
+
+def executor_of(folder: Path, encoder: Any, **training: Any) -> Executor:
+    """Of a study with every kind of task."""
+    training = {**WINDOWS, "max_steps": 12, **LORA, **training}
+    changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
+    return Executor(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU, folder)
+
+
+def run(executor: Executor, checkpoints: Path, stop_at: int = 0) -> TrialResult:
+    """The trial, which is preempted after so many steps."""
+    asked = iter(range(1, 10**6))
+    return executor.run({}, checkpoints, "trial", Callbacks(should_stop=lambda: next(asked) == stop_at))
+
+
+def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
+    """An executor whose trial has left a checkpoint in `folder / "trial"`."""
+    executor = executor_of(folder, encoder, **training)
+    result = run(executor, folder / "trial")
+    assert result.outcome == Outcome.COMPLETE, result.reason
+    return executor
+
+
+def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False) -> Path:
+    return export_checkpoint(executor, folder / "trial", folder / name, TrialSource(0), merge=merge)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("best-*/model.safetensors")))
+
+
+def logits_of(model: hpo.TrainedModel) -> dict[str, torch.Tensor]:
+    inputs = model.tokenizer(TEXTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
+    assert logits is not None
+    return {name: value.float() for name, value in logits.items()}
+
+
+def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys() == TASKS.keys()
+    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_a_trial_goes_on_bit_by_bit_from_what_is_trained(tmp_path: Path, adapter: str, base: str) -> None:
+    executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
+    whole = run(executor, tmp_path / "whole")
+    assert whole.outcome == Outcome.COMPLETE, whole.reason
+    assert run(executor, tmp_path / "cut", stop_at=5).outcome == Outcome.PREEMPTED
+    resumed = run(executor, tmp_path / "cut")
+    assert resumed.telemetry["resumed_from_step"] > 0
+    assert resumed.values == whole.values
+    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert all(".lora_" in name for name in first if name.startswith("encoder.")), "and no frozen weight"
+    changed = [float(value.norm()) for name, value in first.items() if ".lora_B" in name]
+    assert len(changed) == 12, "every linear layer of the two has an adapter, and the pooler none"
+    assert min(changed) > 0
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_any_encoder_has_a_default(tmp_path: Path, encoder: str) -> None:
+    attention = FAMILIES[encoder][1] if encoder in FAMILIES else "sdpa"
+    settings = {"attention": attention, "gradient_checkpointing": encoder != "mpnet"}
+    executor = executor_of(
+        tmp_path, ENCODERS[encoder], base_precision="int8", fp_precision="bf16", **settings
+    )
+    result = run(executor, tmp_path / "trial")
+    assert result.outcome == Outcome.COMPLETE, result.reason
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
+    assert result.telemetry["base_precision"]["agrees"], result.telemetry["base_precision"]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+def test_merged_it_predicts_the_same(tmp_path: Path, base: str, adapter: str, precision: str) -> None:
+    """In fp32 to its rounding, whatever the base is; in bf16 the merged weights are rounded anew."""
+    executor = trained_on(tmp_path, adapter=adapter, base_precision=base, fp_precision=precision)
+    exported(executor, tmp_path, "alone")
+    exported(executor, tmp_path, "merged", merge=True)
+    alone, merged = (logits_of(hpo.load(tmp_path / name)) for name in ("alone", "merged"))
+    assert largest_error(alone, merged) < (2e-6 if precision == "fp32" else 2e-2)
+    assert not any(".lora_" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
+    plain = AutoModel.from_pretrained(tmp_path / "merged")
+    assert type(plain).__name__ == "BertModel"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("encoder", ["bert", "qwen3"])
+def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> None:
+    executor = trained_on(tmp_path, ENCODERS[encoder], adapter=adapter)
+    folder = exported(executor, tmp_path, "alone")
+    with_peft = PeftModel.from_pretrained(AutoModel.from_pretrained(folder / "base"), str(folder)).eval()
+    ids, mask = torch.arange(1, 13)[None], torch.ones(1, 12, dtype=torch.long)
+    model = hpo.load(folder)
+    with torch.no_grad():
+        theirs = with_peft(input_ids=ids, attention_mask=mask).last_hidden_state
+        ours = model.network.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        bare = AutoModel.from_pretrained(folder / "base")(
+            input_ids=ids, attention_mask=mask
+        ).last_hidden_state
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours, bare, rtol=1e-2, atol=1e-3), "the adapter does something"
+
+
+def test_an_encoder_with_a_name_is_not_in_the_export(tmp_path: Path) -> None:
+    executor = trained_on(tmp_path, "minilm", max_steps=2)
+    folder = exported(executor, tmp_path, "alone")
+    assert not (folder / "base").exists()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert str(tmp_path) not in (folder / "adapter_config.json").read_text()
+    merged = exported(executor, tmp_path, "merged", merge=True)
+    assert largest_error(logits_of(hpo.load(folder)), logits_of(hpo.load(merged))) < 2e-6
+
+
+def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
+    """Weights of the same shapes under the same name are told apart: resumed, scored, loaded."""
+    encoder = save_encoder(tmp_path / "encoder")
+    executor = executor_of(tmp_path, str(encoder))
+    assert run(executor, tmp_path / "trial", stop_at=9).outcome == Outcome.PREEMPTED
+    weights = load_file(encoder / "model.safetensors")
+    name = "encoder.layer.1.output.dense.weight"
+    save_file({**weights, name: weights[name] + 1e-3}, encoder / "model.safetensors", {"format": "pt"})
+    assert "resumed_from_step" not in run(executor, tmp_path / "trial").telemetry
+    folder = exported(executor, tmp_path, "alone")
+    save_file(weights, encoder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"must have the weights that the trial's adapter .* was trained on"):
+        exported(executor, tmp_path, "again")
+    assert hpo.load(folder).predict(TEXTS), "it has its own copy"
+    save_file(weights, folder / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="other weights than the adapter was trained on"):
+        hpo.load(folder)
+
+
+def test_what_is_frozen_is_recorded_as_it_is(tmp_path: Path) -> None:
+    bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "nf4": 4.5}
+    held = []
+    for base, expected in bits.items():
+        result = run(executor_of(tmp_path, BERT, base_precision=base, max_steps=1), tmp_path / base)
+        facts = result.telemetry["base_precision"]
+        assert (facts["requested"], facts["effective"], facts["agrees"]) == (base, base, True)
+        assert expected <= facts["observed"]["bits_per_weight"] < expected + 1  # and a scale for each row
+        held.append(facts["observed"]["weights_bytes"])
+        assert result.telemetry["precision"]["observed"]["linear_products"] == {"float32": 44}
+    assert held == sorted(held, reverse=True)
+    assert held[1] < 0.55 * held[0], "embeddings are in bf16, too"
+    result = run(executor_of(tmp_path, BERT, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
+    facts = result.telemetry["base_precision"]
+    assert (facts["requested"], facts["effective"]) == ("fp32", "bf16")
+    assert facts["reason"] == "bf16-true has all weights in bf16."
+
+
+def test_the_check_measures_what_the_base_costs(tmp_path: Path) -> None:
+    errors = []
+    for base in BASES:
+        checked = run(executor_of(tmp_path, BERT, base_precision=base, max_steps=1), tmp_path / base)
+        errors.append(max(checked.telemetry["compatibility"]["logits_relative_error"].values()))
+    assert errors[0] == 0
+    assert 1e-4 < max(errors[1:3]) < errors[3] < 0.1
+
+
+def test_rates_of_their_own(tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, BERT, learning_rate=1e-4, lora_learning_rate=3e-3)
+    rates = {group["name"]: group["lr"] for group in build_parts(executor).prepare().param_groups}
+    assert rates == {"encoder": 3e-3, "heads": 1e-4, "heads, no decay": 1e-4}
+
+
+def build_parts(executor: Executor, **params: Any) -> Any:
+    return build_trial(executor.study, CPU, {"fp_precision": "fp32", **params}, executor.loader)
+
+
+def test_only_named_layers(tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, BERT, lora_targets=["query", "1.output.dense"])
+    names = [name for name in trained_state(build_parts(executor).model) if ".lora_A" in name]
+    ends = ["0.attention.self.query", "1.attention.self.query", "1.output.dense"]
+    assert names == [f"encoder.encoder.layer.{end}.lora_A.default.weight" for end in ends]
+
+
+def test_a_target_that_is_none_is_refused_before_the_study(tmp_path: Path) -> None:
+    told = r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
+    with pytest.raises(ModelError, match=rf"{told}, value\. Did you mean `query`\?"):
+        executor_of(tmp_path, BERT, lora_targets=["value", "qeury"]).check_study()
+    space = {"adapter": {"type": "categorical", "choices": ["none", "lora"]}}
+    executor = tiny_executor(tmp_path, search_space=space, training={"lora_targets": ["pooler.dense"]})
+    with pytest.raises(ModelError, match=r"lora_targets: `pooler.dense` must end"):
+        executor.check_study()
+
+
+def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(tmp_path, BERT, base_precision="nf4")
+    executor.device = replace(CPU, has_bitsandbytes=False)
+    result = run(executor, tmp_path / "trial")
+    assert (result.outcome, result.reason) == (
+        Outcome.UNSUPPORTED,
+        "`base_precision: nf4` needs the package bitsandbytes: pip install 'hpo[adapters]'.",
+    )
+    monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"an adapter needs the package peft: pip install 'hpo\[adapters\]'"):
+        executor_of(tmp_path, BERT).check_study()
+
+
+def test_a_study_of_adapters_from_end_to_end(tmp_path: Path) -> None:
+    space: dict[str, Any] = {
+        "adapter": {"type": "categorical", "choices": ["none", "lora", "dora"]},
+        "base_precision": {"type": "categorical", "choices": BASES, "when": {"adapter": ["lora", "dora"]}},
+        "lora_rank": {"type": "int", "low": 2, "high": 8, "when": {"adapter": ["lora", "dora"]}},
+    }
+    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["query", "value"]}
+    path = write_every_kind(tmp_path, training=training, search_space=space, n_trials=6)
+    ok(hpo_command(tmp_path, "run", path.name))
+    trials = ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"]
+    assert trials == {"complete": 6}
+    ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
+    assert hpo.load(tmp_path / "merged").predict(TEXTS)
+
+
+def test_one_is_deployed_merged(tmp_path: Path) -> None:
+    training = {**WINDOWS, "max_steps": 8, **LORA, "base_precision": "int8"}
+    path = write_every_kind(tmp_path, training=training, search_space={})
+    ok(hpo_command(tmp_path, "run", path.name))
+    ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
+    assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)
