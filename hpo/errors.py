@@ -14,6 +14,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     ├── RunError                   the run cannot go on (exit code 1)
     │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
     │   ├── LeaseLostError         another worker took this trial over; this one must stop
+    │   ├── TrackerError           MLflow or W&B is away, or refuses what it is sent
     │   └── OutageError            the database is away; it may be back soon
     │       └── StoppedError       told to stop while it is (exit code 130)
     └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
@@ -83,6 +84,10 @@ class CheckpointError(RunError):
 
 class LeaseLostError(RunError):
     """Another worker has taken over the trial that this worker was running."""
+
+
+class TrackerError(RunError):
+    """A tracker does not take what it is to show; the study is not concerned."""
 
 
 class OutageError(RunError):

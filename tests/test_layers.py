@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
     "api",
     "cli",
+    "track",
     "report",
     "cluster",
     "compare",

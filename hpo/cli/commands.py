@@ -28,6 +28,7 @@ from hpo.cli import (  # noqa: F401  (their commands)
     predicting,
     running,
     studies,
+    tracking,
     working,
 )
 from hpo.cli import database as databases  # noqa: F401  (its commands)

@@ -200,6 +200,7 @@ def run_here(
     from hpo.study.reading.reader import read_study
     from hpo.study.running.run import OpenOptions, open_study, run_study
     from hpo.study.store.database import storage_url
+    from hpo.track.beside import tracked
 
     options = OpenOptions(
         trials_run="in workers" if processes.shares else "in this process",
@@ -209,7 +210,8 @@ def run_here(
         is_new = opened.stored.state == "open" and not opened.stored.has_trained
         if config.budget is not None and is_new and not quiet and "TORCHELASTIC_RUN_ID" not in os.environ:
             say_what_it_buys(opened.config, max(1, len(processes.shares)), stop.is_set)
-        with shown(opened, quiet=quiet):
+        url = processes.storage_as_given or opened.storage.url
+        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
         return read_study(opened.storage, config.name), summary, opened.left_out
 

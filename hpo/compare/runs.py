@@ -24,7 +24,8 @@ import numpy as np
 
 from hpo.compare.decision import Array, half_width
 from hpo.config.comparison import REFERENCE, Arm
-from hpo.config.study_config import StudyConfig, smaller_is_better
+from hpo.config.objective import smaller_is_better
+from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION

@@ -30,6 +30,7 @@ CHANGEABLE = (
     "sampler",
     "learn_from",
     "pruner",
+    "tracker",
     "device",
     "checkpoint",
     "data.csv",  # what it changes in the data changes their fingerprint

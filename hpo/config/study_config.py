@@ -34,46 +34,22 @@ from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
 from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.known import EarlierResults, First, parse_first
-from hpo.config.limits import MEASURED_METRICS, Limits, unknown_metric
+from hpo.config.limits import MEASURED_METRICS, Limits
+from hpo.config.objective import ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
+from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
-from hpo.tasks.registry import is_error
 
 
 def study_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
     return name
-
-
-def smaller_is_better(metric: str) -> bool:
-    return metric == "peak_memory_bytes" or is_error(metric)
-
-
-class ObjectiveConfig(CheckedSection):
-    """What a trial is judged by. A list of these makes a study with several objectives."""
-
-    metric: str = "score"
-    """`score` (mean of the tasks' primary metrics, an `r2` below 0 as 0), `<task>/<metric>` such as
-    `criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`,
-    `evaluation_examples_per_second`, or `peak_memory_bytes`."""
-    direction: Literal["maximize", "minimize"] = "maximize"
-    """Which way is better."""
-
-    def problems(self) -> Iterator[Problem]:
-        if told := unknown_metric(self.metric):
-            yield Problem(("metric",), told)
-        if smaller_is_better(self.metric) and self.direction == "maximize":
-            yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
-
-
-def _as_tuple(value: Any) -> Any:
-    return (ObjectiveConfig.model_validate(value),) if isinstance(value, Mapping) else value
 
 
 class ModelConfig(Section):
@@ -135,7 +111,7 @@ class StudyConfig(CheckedSection):
     code: dict[str, str] = Field(default_factory=dict, title="text or list")
     """Code of your own, with kinds of tasks, poolings, losses, ...: a `.py` file beside this one, a module or
     an entry point of an installed package, or a list of them."""
-    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
+    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(as_tuple)] = (
         ObjectiveConfig(),
     )
     """What is optimised; a list of them for several objectives."""
@@ -163,6 +139,8 @@ class StudyConfig(CheckedSection):
     """A worker whose trial makes no step for so long, and for 20 times its slowest, ends its process."""
     max_retries: Annotated[Whole, Field(ge=0)] = 1
     """How often a `failed` trial is tried again; other outcomes never are."""
+    tracker: TrackerName | None = None
+    """Where `hpo run` shows the trials too, in a process beside, as `hpo track --follow` does."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
     data: DataConfig

@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from hpo.config.study_config import ObjectiveConfig
+from hpo.config.objective import ObjectiveConfig
 from hpo.deploy.net_loss import TextChanges, least_rows, text_changes
 from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError

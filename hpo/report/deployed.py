@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.config.study_config import smaller_is_better
+from hpo.config.objective import smaller_is_better
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_interval, format_number
 from hpo.study.reading.study_record import is_number

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpo.config.study_config import smaller_is_better
+from hpo.config.objective import smaller_is_better
 from hpo.report.detailed_tables import Detailed, interval_text, intervals, off_diagonal, sorted_classes
 from hpo.report.figures import TICK_WIDTH, Chart, Series, interval_line
 from hpo.report.formats import format_number

@@ -90,20 +90,25 @@ def precision_facts(trial: TrialRecord) -> str:
     precision = trial.telemetry.get("precision")
     if not precision:
         return "Nothing about its precision is stored."
-    observed = precision.get("observed") or {}
+    agrees = precision.get("agrees")
+    verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
+    reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
+    return (
+        f"requested {precision['requested']}, effective {precision['effective']} "
+        f"({precision['support']}), observed: {observed_precision(trial)}; {verdict}{reason}."
+    )
+
+
+def observed_precision(trial: TrialRecord) -> str:
+    """What was seen in the linear layers, TF32 and compilation; or `nothing`."""
+    observed = (trial.telemetry.get("precision") or {}).get("observed") or {}
     seen = _linear_formats(observed)
     if observed.get("float8_linears"):
         seen.append(f"{observed['float8_linears']} float8 layers")
     if observed:
         seen.append("TF32 on" if observed["tf32"] else "TF32 off")
         seen.append("compiled" if observed["compiled"] else "not compiled")
-    agrees = precision.get("agrees")
-    verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
-    reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
-    return (
-        f"requested {precision['requested']}, effective {precision['effective']} "
-        f"({precision['support']}), observed: {', '.join(seen) or 'nothing'}; {verdict}{reason}."
-    )
+    return ", ".join(seen) or "nothing"
 
 
 def _linear_formats(observed: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpo.config.limits import MEASURED_METRICS
-from hpo.config.study_config import ObjectiveConfig
+from hpo.config.objective import ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 from hpo.tasks.registry import is_error

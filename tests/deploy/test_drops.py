@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpo.config.study_config import ObjectiveConfig
+from hpo.config.objective import ObjectiveConfig
 from hpo.deploy.drops import Scale, verdict_on
 from hpo.deploy.net_loss import TextChanges
 from hpo.evaluation.intervals import Interval

@@ -148,7 +148,7 @@ def stop_on_signals(until: float | None = None, timeout: float | None = None) ->
     watcher.start()
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     if WORKERS_ON_DEVICE in os.environ:
-        threading.Thread(target=_stop_at_end_of_input, args=[stop], daemon=True).start()
+        stop_at_end_of_input(stop, "the process that started this worker wants it to, or has ended")
     try:
         yield stop
     finally:
@@ -159,11 +159,16 @@ def stop_on_signals(until: float | None = None, timeout: float | None = None) ->
         watcher.join()
 
 
-def _stop_at_end_of_input(stop: Stop) -> None:
-    # Not `sys.stdin`: its lock, held here at exit, would abort the interpreter.
-    while os.read(0, 1):
-        pass
-    stop.set("the process that started this worker wants it to, or has ended")
+def stop_at_end_of_input(stop: Stop, reason: str) -> None:
+    """Set the `Stop` when the standard input ends, also by the death of who holds the other end."""
+
+    def wait() -> None:
+        # Not `sys.stdin`: its lock, held here at exit, would abort the interpreter.
+        while os.read(0, 1):
+            pass
+        stop.set(reason)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:

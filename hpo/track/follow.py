@@ -1,0 +1,121 @@
+"""A study kept in step with a tracker: the database is the truth, and the tracker a copy that may be away.
+
+Each look reads the study and brings the runs that have changed since the last one. A run counts as shown only
+when the tracker has taken all of it, so what it missed while it was away comes with a later look, or with the
+next call of the command. Nothing is written to the database, and no worker waits for a tracker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hpo.config.trackers import TrackerName
+from hpo.errors import InputError, TrackerError
+from hpo.study.reading.study_record import StudyRecord
+from hpo.track.runs import Run, is_over, runs_of
+
+LOOK_SECONDS = 5.0
+"""Between two looks; 20 times what reading the study takes, where that is longer."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Where runs are shown. All methods may raise TrackerError."""
+
+    @property
+    def where(self) -> str:
+        """The place, for people."""
+
+    def show(self, run: Run, /) -> bool:
+        """Bring what is shown of the trial to what `run` says; whether that changed anything."""
+
+    def close(self) -> None:
+        """Finish what is open."""
+
+
+@dataclass
+class Shown:
+    """What a command has brought to a tracker."""
+
+    runs: int = 0
+    """Of the study at the last look."""
+    changed: int = 0
+    """Those that were made or changed."""
+    is_over: bool = False
+    """Whether the study had ended."""
+
+
+class Follower:
+    """Shows one study in one tracker."""
+
+    def __init__(self, read: Callable[[], StudyRecord], token: str, tracker: Tracker) -> None:
+        self._read, self._token, self._tracker = read, token, tracker
+        self._digests: dict[str, str] = {}
+        self._changed: set[str] = set()
+        self._read_seconds = 0.0
+
+    def look(self) -> Shown:
+        """Bring the tracker to the study as it is now. Raises TrackerError."""
+        started = time.monotonic()
+        record = self._read()
+        self._read_seconds = time.monotonic() - started
+        runs = runs_of(record, self._token)
+        for run in runs:
+            if self._digests.get(run.key) != run.digest:
+                if self._tracker.show(run):
+                    self._changed.add(run.key)
+                self._digests[run.key] = run.digest
+        return Shown(len(runs), len(self._changed), is_over(record))
+
+    def follow(self, stop: threading.Event) -> Shown:
+        """Look again and again until the study has ended or `stop` is set, and once after that.
+
+        A tracker that is away is said once, and tried again. Raises TrackerError where the last look fails.
+        """
+        away = False
+        while True:
+            is_last = stop.is_set()
+            try:
+                shown = self.look()
+            except TrackerError as error:
+                if is_last:
+                    raise
+                if not away:
+                    _logger.warning("%s It is tried again; nothing is lost.", error)
+                away = True
+            else:
+                if away:
+                    _logger.warning("The tracker is back.")
+                away = False
+                if is_last or shown.is_over:
+                    return shown
+            stop.wait(max(LOOK_SECONDS, 20 * self._read_seconds))
+
+
+def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
+    """The tracker of that name for a study, which may write files into `folder`.
+
+    Raises InputError where its package is not installed or nothing says where it is.
+    """
+    try:
+        if name == "mlflow":
+            from hpo.track.mlflow_runs import MlflowTracker
+
+            return MlflowTracker(record.name, token)
+        if name == "tensorboard":
+            from hpo.track.tensorboard_files import TensorboardTracker
+
+            return TensorboardTracker(folder, token)
+        from hpo.track.wandb_runs import WandbTracker
+
+        return WandbTracker(record.name, folder)
+    except ImportError as error:
+        told = f"{name} must be installed, but: {error}. Install it: pip install 'hpo[{name}]'."
+        raise InputError(told) from None

@@ -1,0 +1,199 @@
+"""Runs of MLflow: an experiment of the study's name, in which a tag says of which trial a run is.
+
+MLflow has no key by which a run could be made once, so two commands that follow one study at a time may both
+make it. Whoever finds several runs of a trial keeps the one with the first id and deletes the others (MLflow
+keeps what is deleted), and each command fills the one that is kept.
+
+Whether an evaluation is in a run is read from the run itself: `epoch` is the last of its metrics that is
+written. What a command that was killed in between had written comes again with the same time and value, which
+MLflow's tables hold once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from hpo.errors import InputError, TrackerError, shorten
+from hpo.study.store.database import redact
+from hpo.track.runs import Point, Run
+
+ADDRESS = "MLFLOW_TRACKING_URI"
+KEY, STUDY, DIGEST = "hpo.trial", "hpo.study", "hpo.digest"
+"""Tags of a run: of which trial it is, of which study, and as of when."""
+_STATUS = {
+    "running": "RUNNING",
+    "waiting": "SCHEDULED",
+    "finished": "FINISHED",
+    "stopped": "KILLED",
+    "failed": "FAILED",
+}
+# MLflow's own defaults wait minutes for a server that is away, print on stdout and report to its makers.
+_DEFAULTS = {
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+MAX_PARAMS, MAX_METRICS = 90, 900
+"""Of one request; MLflow takes 100 and 1000."""
+
+
+@dataclass
+class _Known:
+    """What MLflow has of a trial."""
+
+    run_id: str
+    digest: str = ""
+    results: dict[str, float] = field(default_factory=dict)
+    steps: set[int] | None = None
+    """Of the evaluations; None: they were not asked for yet."""
+
+
+class MlflowTracker:
+    """Raises InputError where MLFLOW_TRACKING_URI is not set."""
+
+    def __init__(self, study: str, token: str) -> None:
+        address = os.environ.get(ADDRESS)
+        if not address:
+            raise InputError(f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000. Set it.")
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient(tracking_uri=address)
+        self._address, self._token = redact(address), token
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or study
+        self._experiment_id = ""
+        """Empty: it was not asked for yet."""
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def where(self) -> str:
+        page = f"/#/experiments/{self._experiment_id}/runs" if self._address.startswith("http") else ""
+        return f"{self._address}{page}, experiment {self._experiment}"
+
+    def show(self, run: Run, /) -> bool:
+        with self._asking():
+            known = self._find(run)
+            if known.digest == run.digest:
+                return False
+            try:
+                self._bring(known, run)
+            except Exception:
+                self._experiment_id = ""  # the run may be gone: deleted by a person, or by another command
+                raise
+            return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _bring(self, known: _Known, run: Run) -> None:
+        from mlflow.entities import Param, RunTag
+
+        if known.steps is None:
+            history = self._client.get_metric_history(known.run_id, "epoch")
+            known.steps = {metric.step for metric in history}
+        new = [point for point in run.points if point.step not in known.steps]
+        self._log(known.run_id, metrics=[metric for point in new for metric in _metrics(point)])
+        known.steps |= {point.step for point in new}
+        at = (int((run.ended or run.started) * 1000), run.points[-1].step if run.points else 0)
+        results = {name: value for name, value in run.results.items() if known.results.get(name) != value}
+        self._log(known.run_id, metrics=[_metric(name, value, *at) for name, value in results.items()])
+        self._log(
+            known.run_id, params=[Param(name, str(value)) for name, value in sorted(run.params.items())]
+        )
+        tags = {**run.facts, "mlflow.runName": run.name}
+        self._log(known.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        if run.ended is None:
+            self._client.update_run(known.run_id, status=_STATUS[run.status])
+        else:
+            self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
+        self._client.set_tag(known.run_id, DIGEST, run.digest)  # last: all of it is there
+        known.results |= results
+        known.digest = run.digest
+
+    def _log(self, run_id: str, **entities: Sequence[Any]) -> None:
+        """Send the entities of one kind, in as many requests as MLflow wants."""
+        for kind, rows in entities.items():
+            left = iter(rows)
+            while chunk := list(islice(left, MAX_METRICS if kind == "metrics" else MAX_PARAMS)):
+                self._client.log_batch(run_id, **{kind: chunk})
+
+    def _find(self, run: Run) -> _Known:
+        """The run of a trial, made if there is none."""
+        if not self._experiment_id:
+            experiment = self._find_experiment()
+            self._known = self._search(experiment)
+            self._experiment_id = experiment
+        if run.key not in self._known:
+            tags = {KEY: run.key, STUDY: self._token, "mlflow.source.name": "hpo"}
+            at = int(run.started * 1000)
+            self._client.create_run(self._experiment_id, start_time=at, tags=tags, run_name=run.name)
+            self._known |= self._search(self._experiment_id, run.key)
+        return self._known[run.key]
+
+    def _search(self, experiment: str, key: str = "") -> dict[str, _Known]:
+        """The runs of the study's trials, or of one of them, by their keys; of several of a trial one."""
+        condition = f"tags.`{KEY}` = '{key}'" if key else f"tags.`{STUDY}` = '{self._token}'"
+        found: dict[str, list[Any]] = {}
+        page = None
+        while page != "":
+            runs = self._client.search_runs([experiment], condition, max_results=500, page_token=page)
+            for run in runs:
+                found.setdefault(run.data.tags.get(KEY, ""), []).append(run)
+            page = runs.token or ""
+        for same in found.values():
+            same.sort(key=lambda run: run.info.run_id)
+            for run in same[1:]:
+                self._client.delete_run(run.info.run_id)
+        return {
+            key: _Known(first.info.run_id, first.data.tags.get(DIGEST, ""), dict(first.data.metrics))
+            for key, (first, *_) in found.items()
+        }
+
+    def _find_experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(self._experiment))
+            except MlflowException:  # another command has just made it, or it cannot be made
+                experiment = self._client.get_experiment_by_name(self._experiment)
+                if experiment is None:
+                    raise
+        if experiment.lifecycle_stage != "active":
+            raise InputError(
+                f"The experiment `{self._experiment}` of {self._address} is deleted. Restore it there, or "
+                "name another one in MLFLOW_EXPERIMENT_NAME."
+            )
+        return str(experiment.experiment_id)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            status: Any = error.get_http_status_code  # which has no types
+            is_away = status() >= 500
+            said = "does not answer as it should" if is_away else "refuses what it is sent"
+            told = shorten(redact(str(error)), 300)
+            raise TrackerError(f"MLflow at {self._address} {said}. ({told})") from error
+
+
+def _metrics(point: Point) -> list[Any]:
+    at = (int(point.time * 1000), point.step)
+    return [_metric(name, value, *at) for name, value in point.metrics.items()]
+
+
+def _metric(name: str, value: float, milliseconds: int, step: int) -> Any:
+    from mlflow.entities import Metric
+
+    return Metric(name, value, milliseconds, step)

@@ -1,0 +1,177 @@
+"""What a tracker shows of a study: one run for each trial, made from the study's tables alone.
+
+The key of a run is that of its trial in any database, so a second call, another machine or a copy of the
+study finds the run again. A trial that paused and goes on is one run with all its evaluations, though Optuna
+has two trials of it. One that failed and is tried again is two.
+
+Whoever can write to the database decides on names and texts: control characters are replaced in all of them,
+and in names also what MLflow refuses, which takes fewer characters than the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hpo.errors import printable, shorten
+from hpo.outcome import Outcome
+from hpo.report.formats import format_value, observed_precision
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, is_number
+from hpo.study.sampling.promotion import PAUSED_ATTR
+
+Status = Literal["running", "waiting", "finished", "stopped", "failed"]
+MAX_NAME, MAX_TEXT = 200, 2000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation."""
+
+    step: int
+    time: float
+    """Seconds since 1970: the start of the trial and what it had trained."""
+    metrics: Mapping[str, float]
+    """As `task/metric`; `epoch` is the last."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trial as it is shown."""
+
+    key: str
+    """The token of the study and the number of the trial that started: letters, digits and `-`."""
+    name: str
+    status: Status
+    """`waiting`: no worker has it now, and it may go on; `stopped`: by the pruner, a limit or a person."""
+    started: float
+    """Seconds since 1970, as `ended`."""
+    ended: float | None
+    params: Mapping[str, str | float]
+    facts: Mapping[str, str]
+    """Outcome, device, and its precision as requested, effective and observed."""
+    points: Sequence[Point]
+    results: Mapping[str, float]
+    """Of the whole trial, each as `trial/NAME`; empty while it runs."""
+
+    @property
+    def digest(self) -> str:
+        """Another one when anything of the run is."""
+        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+
+
+def runs_of(record: StudyRecord, token: str) -> list[Run]:
+    """The runs of a study whose token this is, in the order of their trials."""
+    trials: dict[int, list[TrialRecord]] = {}
+    for trial in record.trials:
+        if trial.started is not None:  # else it waits in the queue
+            trials.setdefault(trial.origin, []).append(trial)
+    return [_run(record, f"{token}-{origin}", same) for origin, same in trials.items()]
+
+
+def is_over(record: StudyRecord) -> bool:
+    """Whether nothing will happen in the study any more."""
+    return record.state == "cancelled" or record.slots["done"] == sum(record.slots.values())
+
+
+def _run(record: StudyRecord, key: str, trials: Sequence[TrialRecord]) -> Run:
+    """The run of the `trials` that are one to a person."""
+    first, last = trials[0], trials[-1]
+    assert first.started is not None
+    started, status = first.started.timestamp(), _status(last, is_over(record))
+    rows = {row.step: row for trial in trials for row in trial.evaluations}
+    numbers = ", ".join(str(trial.number) for trial in trials)
+    params = {name: _value(value) for name, value in named(last.params.items())}
+    return Run(
+        key=key,
+        name=f"trial {numbers}",
+        status=status,
+        started=started,
+        ended=None if status in ("running", "waiting") or not last.ended else last.ended.timestamp(),
+        params=params,
+        facts={"study": record.name, "trial": numbers, **_facts(last)},
+        points=[_point(rows[step], started) for step in sorted(rows)],
+        results=dict(_results(record, last)),
+    )
+
+
+def _status(trial: TrialRecord, study_is_over: bool) -> Status:
+    if trial.state == "COMPLETE":
+        return "finished"
+    if trial.state == "RUNNING":
+        return "running" if trial.outcome == "running" else "waiting"
+    if trial.outcome == Outcome.PRUNED and PAUSED_ATTR in trial.attributes and not study_is_over:
+        return "waiting"
+    return "stopped" if trial.outcome in (Outcome.PRUNED, Outcome.PREEMPTED) else "failed"
+
+
+def _facts(trial: TrialRecord) -> dict[str, str]:
+    precision, device = trial.telemetry.get("precision") or {}, trial.telemetry.get("device") or {}
+    facts = {
+        "outcome": trial.outcome,
+        "outcome_reason": trial.reason,
+        "precision_requested": precision.get("requested"),
+        "precision_effective": precision.get("effective"),
+        "precision_observed": observed_precision(trial) if precision else None,
+        "precision_agrees": None if precision.get("agrees") is None else format_value(precision["agrees"]),
+        "precision_reason": precision.get("reason"),
+        "compatibility": (trial.telemetry.get("compatibility") or {}).get("verdict"),
+        "device": device.get("name"),
+        "host": device.get("host"),
+        "torch": device.get("torch"),
+    }
+    # An empty reason replaces that of a pause.
+    return {name: _text(value) for name, value in facts.items() if value or name == "outcome_reason"}
+
+
+def _point(row: EvaluationRow, started: float) -> Point:
+    rates = {name: getattr(row, name) for name in ("train_examples_per_second", "train_tokens_per_second")}
+    numerics = {name: value for name, value in (row.numerics or {}).items() if name != "step"}
+    known = {**row.metrics, **rates, "numerics": numerics, "epoch": row.epoch}
+    return Point(row.step, started + row.seconds, dict(named(_numbers(known))))
+
+
+def _results(record: StudyRecord, trial: TrialRecord) -> Iterator[tuple[str, float]]:
+    if trial.ended is None:
+        return iter(())
+    telemetry = trial.telemetry
+    values = dict(zip(record.metric_names, trial.values or (), strict=False))
+    measured = {
+        name: telemetry.get(name) for name in ("peak_memory_bytes", "train_seconds", "fp32_fallbacks")
+    }
+    known = {**measured, **(telemetry.get("throughput") or {}), **values}
+    known["test"] = telemetry.get("test_metrics") or {}
+    return named((f"trial/{name}", value) for name, value in _numbers(known))
+
+
+def _numbers(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """The finite numbers among nested values, as `outer/inner`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{name}/")
+        elif is_number(value):
+            yield f"{above}{name}", float(value)
+
+
+def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The items by names that every tracker takes, each another one; in their order."""
+    taken: set[str] = set()
+    for name, value in items:
+        cleaned = re.sub(r"[^\w./\- :]", "_", _text(name))[:MAX_NAME]
+        # MLflow refuses what would be another path: `a//b`, `./a`, `..a`.
+        cleaned = "/".join(re.sub(r"^\.+", "_", part) or "_" for part in cleaned.split("/"))
+        again = (f"{cleaned}_{count}" for count in range(2, len(taken) + 3))
+        unique = cleaned if cleaned not in taken else next(one for one in again if one not in taken)
+        taken.add(unique)
+        yield unique, value
+
+
+def _value(value: Any) -> str | float:
+    return value if is_number(value) else _text(format_value(value))
+
+
+def _text(value: Any) -> str:
+    """`value` as text that can be sent and shown: half a surrogate pair cannot."""
+    return shorten(printable(str(value).encode(errors="replace").decode()), MAX_TEXT)

@@ -1,0 +1,63 @@
+"""Event files of TensorBoard: a folder for each trial, with its evaluations as scalars and its parameters as
+what the page HPARAMS shows, once it has ended.
+
+A folder that is written anew begins with the order to drop what was there before (`purge_step`), which a
+TensorBoard that has read that obeys.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from hpo.track.run_folders import forget_other_studies, is_noted, note
+from hpo.track.runs import Run
+
+
+class TensorboardTracker:
+    """Writes into `folder`, from which trials of a deleted study of this name are removed."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self._folder = folder
+        self._open: dict[str, tuple[SummaryWriter, int]] = {}
+        """By the keys of runs that go on, with the number of their evaluations that are written."""
+        forget_other_studies(folder, token)
+
+    @property
+    def where(self) -> str:
+        return f"{self._folder}: tensorboard --logdir {self._folder}"
+
+    def show(self, run: Run, /) -> bool:
+        folder = self._folder / f"trial-{run.key.rpartition('-')[2]}"
+        if run.key not in self._open:
+            if is_noted(folder, run):
+                return False
+            shutil.rmtree(folder, ignore_errors=True)
+            self._open[run.key] = SummaryWriter(str(folder), purge_step=0), 0
+        writer, num_written = self._open[run.key]
+        for point in run.points[num_written:]:
+            for name, value in point.metrics.items():
+                writer.add_scalar(name, value, point.step, point.time)
+        self._open[run.key] = writer, len(run.points)
+        if run.status == "running":
+            writer.flush()
+            return True
+        del self._open[run.key]
+        last = run.points[-1].step if run.points else 0
+        for name, value in run.results.items():
+            writer.add_scalar(name, value, last, run.ended)
+        events: Any = writer.file_writer
+        for summary in hparams({**run.params, **run.facts}, dict(run.results)):
+            events.add_summary(summary)
+        writer.close()
+        note(folder, run)
+        return True
+
+    def close(self) -> None:
+        for writer, _ in self._open.values():
+            writer.close()
+        self._open.clear()

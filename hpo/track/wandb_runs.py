@@ -1,0 +1,93 @@
+"""Runs of Weights & Biases: a project of the study's name, in which a run's id is the key of its trial.
+
+`WANDB_MODE=offline` keeps them in files, for `wandb sync` to send later. A server goes on with the run of
+that id and takes no step twice; the files of a trial are written anew where they are not as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from hpo.errors import TrackerError, shorten
+from hpo.track.run_folders import is_noted, note
+from hpo.track.runs import Run
+
+INIT_SECONDS = 30.0
+"""How long W&B may take until it has a run."""
+
+
+class WandbTracker:
+    """Keeps its files in `folder`, or in WANDB_DIR."""
+
+    def __init__(self, study: str, folder: Path) -> None:
+        self._project = os.environ.get("WANDB_PROJECT") or study
+        self._folder = Path(os.environ.get("WANDB_DIR") or folder)
+        self._open: dict[str, Any] = {}
+        """By the keys of runs that go on."""
+
+    @property
+    def where(self) -> str:
+        return f"W&B, project {self._project}, files in {self._folder / 'wandb'}"
+
+    def show(self, run: Run, /) -> bool:
+        with _asking():
+            if run.key not in self._open:
+                before = list(self._folder.glob(f"wandb/*run-*-{run.key}"))
+                if any(is_noted(folder, run) for folder in before):
+                    return False
+                self._open[run.key] = self._begin(run, before)
+            opened = self._open[run.key]
+            for point in run.points:
+                if point.step >= opened.step:
+                    opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
+            opened.config.update({**run.params, **run.facts}, allow_val_change=True)
+            if run.status != "running":
+                opened.summary.update(run.results)
+                self._end(run.key, has_ended=run.status != "waiting", failed=run.status == "failed")
+                note(Path(opened.dir).parent, run)
+            return True
+
+    def close(self) -> None:
+        with _asking():
+            for key in list(self._open):
+                self._end(key, has_ended=False, failed=False)
+
+    def _begin(self, run: Run, before: list[Path]) -> Any:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        options = {"console": "off", "silent": True, "init_timeout": INIT_SECONDS, "disable_git": True}
+        options |= {"x_disable_stats": True, "x_disable_meta": True, "disable_code": True}
+        opened = wandb.init(
+            project=self._project,
+            id=run.key,
+            name=run.name,
+            dir=self._folder,
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(**options),
+        )
+        if opened.offline:
+            for folder in before:
+                shutil.rmtree(folder)
+        return opened
+
+    def _end(self, key: str, *, has_ended: bool, failed: bool) -> None:
+        opened = self._open.pop(key)
+        if not has_ended:
+            opened.mark_preempting()
+        opened.finish(exit_code=int(failed or not has_ended))
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except wandb.errors.Error as error:
+        hint = "Log in (`wandb login`), or set WANDB_MODE=offline and `wandb sync` later"
+        raise TrackerError(f"W&B does not take the runs. {hint}. ({shorten(str(error), 300)})") from error

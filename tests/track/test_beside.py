@@ -1,0 +1,100 @@
+"""`tracker:` in a study file: `hpo run` shows its trials beside, and no tracker stops or fails it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from test_mlflow import runs
+from tiny import write_study
+
+from hpo.track import beside
+
+STUDY: dict[str, Any] = {
+    "n_trials": 4,
+    "tracker": "mlflow",
+    "pruner": {"name": "promote"},
+    "training": {"batch_size": 8, "max_length": 64, "fp_precision": "fp32", "max_steps": 60},
+    "evaluation": {"per_trial": 4},
+    "checkpoint": {"top_k": 9, "every_seconds": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_server")
+def test_killed_and_resumed_each_trial_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trials that pause, and the best of which go on as trials of their own."""
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "killed and resumed")
+    write_study(tmp_path, **STUDY)
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path, trial=1)), process)
+    process.kill()
+    finish(process)
+    assert sum(stored(tmp_path).slots.values()) == 4
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+
+    record, found = stored(tmp_path), runs("killed and resumed")
+    went_on = {trial.origin for trial in record.trials if trial.origin != trial.number}
+    assert went_on, "no trial went on: nothing is tested"
+    origins = {trial.origin: trial for trial in record.trials}  # the last of each
+    by_key = {run["tags"]["hpo.trial"].rpartition("-")[2]: run for run in found.values()}
+    assert by_key.keys() == {str(origin) for origin in origins}
+    for origin, last in origins.items():
+        run = by_key[str(origin)]
+        assert run["status"] == ("FINISHED" if last.outcome == "complete" else "KILLED")
+        assert [step for step, _, _ in run["points"]["score"]] == [row.step for row in last.evaluations]
+        values = [value for _, value, _ in run["points"]["score"]]
+        assert values == pytest.approx([row.metrics["score"] for row in last.evaluations], rel=1e-5)
+    told = ok(hpo_command(tmp_path, "track", "tiny", "--to", "mlflow", "--json")).json
+    assert (told["trials"], told["changed"]) == (4, 0)
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of what takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+SHORT: dict[str, Any] = {"n_trials": 1, "tracker": "mlflow"}
+
+
+def test_a_tracker_that_never_answers_does_not_hold_a_run(
+    tmp_path: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    monkeypatch.setattr(beside, "LEAVE_SECONDS", 1.0)
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "The tracker mlflow: it took longer than 1 s." in finished.err
+    assert "What is missing there comes with: hpo track tiny --to mlflow" in finished.err
+    assert stored(tmp_path).trials[0].outcome == "complete"
+
+
+def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "MLFLOW_TRACKING_URI must say where MLflow is" in finished.err
+    assert stored(tmp_path).trials[0].outcome == "complete"
+
+
+def test_a_study_may_get_another_tracker(tmp_path: Path) -> None:
+    write_study(tmp_path, n_trials=1)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    write_study(tmp_path, n_trials=2, tracker="tensorboard")
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    folder = tmp_path / "runs/tiny/tensorboard"
+    assert sorted(path.name for path in folder.iterdir()) == ["trial-0", "trial-1"]
+
+
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    write_study(tmp_path, tracker="mlflo")
+    finished = hpo_command(tmp_path, "run", "tiny.yaml")
+    assert finished.exit_code == 2
+    assert "tracker" in finished.err
+    assert "mlflow" in finished.err

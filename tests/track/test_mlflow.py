@@ -1,0 +1,260 @@
+"""A study in a real MLflow server: one run a trial, nothing doubled, whatever is killed, away or hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from command_line import finish, hpo_command, start_hpo, wait_until
+from mlflow_server import MlflowServer
+from tracked_study import TrackedStudy
+from worker_process import start_process
+
+from hpo.errors import TrackerError
+from hpo.study.store import optuna_internals, schema
+from hpo.track.follow import Follower
+from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
+
+
+def client() -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+
+
+def experiment_of(name: str) -> str:
+    return str(client().get_experiment_by_name(name).experiment_id)
+
+
+def runs(name: str) -> dict[str, Any]:
+    """The active runs of an experiment by their names: their content, with the history of each metric."""
+    found = client().search_runs([experiment_of(name)], max_results=1000)
+    content = {run.info.run_name: _content(run) for run in found}
+    assert len(content) == len(found), "a name twice"
+    return content
+
+
+def _content(run: Any) -> dict[str, Any]:
+    points = {
+        name: [(p.step, p.value, p.timestamp) for p in client().get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+    for name, history in points.items():
+        assert len({step for step, _, _ in history}) == len(history), f"{name} has a step twice"
+    times = (run.info.start_time, run.info.end_time)
+    return {"id": run.info.run_id, "status": run.info.status, "times": times, "points": points} | {
+        "params": dict(run.data.params),
+        "tags": {name: value for name, value in run.data.tags.items() if name != "mlflow.runName"},
+    }
+
+
+def values(run: dict[str, Any], metric: str) -> list[float]:
+    return [value for _, value, _ in run["points"][metric]]
+
+
+def test_each_trial_is_a_run_with_all_that_is_known(
+    mlflow_server: MlflowServer, tracked: TrackedStudy
+) -> None:
+    tracked.run("complete", "pruned", "nonfinite", "incompatible", "failed", "complete")
+    tracked.leave_running(alive=True)
+    tracked.leave_running()
+    tracked.study.enqueue_trial({"learning_rate": 1e-4})
+    told = tracked.tracked("mlflow")
+    page = f"{mlflow_server.url}/#/experiments/{experiment_of(tracked.name)}/runs"
+    assert told["where"].startswith(page)
+    assert (told["trials"], told["changed"]) == (8, 8)
+
+    found = runs(tracked.name)
+    assert {name: run["status"] for name, run in found.items()} == {
+        "trial 0": "FINISHED",
+        "trial 1": "KILLED",
+        "trial 2": "FAILED",
+        "trial 3": "FAILED",
+        "trial 4": "FAILED",  # which trial 5 tries again
+        "trial 5": "FINISHED",
+        "trial 6": "RUNNING",
+        "trial 7": "SCHEDULED",
+    }
+    trials = tracked.record.trials
+    for number, steps in enumerate([(10, 20, 30)] * 6 + [(10,)] * 2):
+        run, trial = found[f"trial {number}"], trials[number]
+        assert run["params"] == {name: str(value) for name, value in trial.params.items()}
+        assert [step for step, _, _ in run["points"]["score"]] == list(steps)
+        assert values(run, "criteria/f1_macro") == [step / 100 for step in steps]
+        assert values(run, "train_examples_per_second") == [10 + step / 10 for step in steps]
+        assert values(run, "numerics/all/underflow") == [1e-3] * len(steps)
+        assert run["tags"]["outcome"] == trial.outcome
+        start = int(trial.started.timestamp() * 1000)
+        assert run["times"][0] == start
+        after = [at - start for _, _, at in run["points"]["epoch"]]
+        assert after == pytest.approx([step * 100 for step in steps], abs=2)
+    whole = found["trial 0"]
+    assert whole["times"][1] == int(trials[0].ended.timestamp() * 1000)
+    assert whole["points"]["trial/score"][0][:2] == (30, 0.5)
+    assert whole["points"]["trial/peak_memory_bytes"][0][1] == 2**30
+    facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
+    facts["observed"] = "3 linear layers multiplied in bfloat16, TF32 off, not compiled"
+    assert {name: whole["tags"][f"precision_{name}"] for name in facts} == facts
+    assert found["trial 2"]["tags"]["outcome_reason"] == "it was nonfinite"
+    assert "trial/score" not in found["trial 2"]["points"]
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_called_again_it_adds_what_is_new_and_nothing_else(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "pruned")
+    tracked.leave_running()
+    assert tracked.tracked("mlflow")["changed"] == 3
+    before = runs(tracked.name)
+    assert tracked.tracked("mlflow")["changed"] == 0
+    assert runs(tracked.name) == before
+    tracked.run("complete")  # the trial of the dead worker goes on
+    assert tracked.tracked("mlflow")["changed"] == 1
+    after = runs(tracked.name)
+    assert {**after, "trial 2": None} == {**before, "trial 2": None}
+    assert after["trial 2"]["id"] == before["trial 2"]["id"]
+    assert after["trial 2"]["status"] == "FINISHED"
+    assert [step for step, _, _ in after["trial 2"]["points"]["score"]] == [10, 20, 30]
+
+
+def test_a_server_that_is_away_is_one_clear_error(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
+    tracked.run("complete")
+    mlflow_server.stop()
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == 1
+    assert finished.err.count("Error:") == 1
+    assert f"MLflow at {mlflow_server.url} does not answer" in finished.err
+    assert not finished.out
+    mlflow_server.start()
+    assert tracked.tracked("mlflow")["changed"] == 1
+
+
+def test_followed_it_is_waited_for_and_loses_nothing(
+    mlflow_server: MlflowServer, tracked: TrackedStudy
+) -> None:
+    tracked.resize(3)
+    tracked.run("complete")
+    process = start_hpo(tracked.folder, "track", tracked.name, "--to", "mlflow", "--follow")
+    wait_until(lambda: client().get_experiment_by_name(tracked.name) is not None, process)
+    wait_until(lambda: len(runs(tracked.name)) == 1, process)
+    mlflow_server.stop()
+    tracked.run("nonfinite")
+    line = process.stderr.readline()
+    assert "does not answer" in line
+    assert "It is tried again" in line
+    tracked.run("complete")
+    mlflow_server.start()
+    finished = finish(process)
+    assert finished.exit_code == 0, "the study has ended"
+    assert finished.err == "The tracker is back.\n"
+    assert f"trials of {tracked.name}: 3" in finished.out
+    statuses = {name: run["status"] for name, run in runs(tracked.name).items()}
+    assert statuses == {"trial 0": "FINISHED", "trial 1": "FAILED", "trial 2": "FINISHED"}
+
+
+def _die_after(folder: Path, name: str, calls: int) -> None:
+    from mlflow import MlflowClient
+
+    for method in ("create_run", "log_batch", "set_terminated", "set_tag"):
+        original = getattr(MlflowClient, method)
+
+        def called(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            nonlocal calls
+            returned = original(*args, **kwargs)
+            calls -= 1
+            if not calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return returned
+
+        setattr(MlflowClient, method, called)
+    hpo_command(folder, "track", name, "--to", "mlflow")
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_killed_at_any_request_the_next_call_doubles_nothing(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "complete")
+    for calls in (1, 3, 6, 14):  # each process goes on from where the one before was killed
+        process = start_process(_die_after, tracked.folder, tracked.name, calls)
+        process.join(60)
+        assert process.exitcode in (-signal.SIGKILL, 0)
+    assert process.exitcode == 0, "killed too often: nothing was left to the last"
+    tracked.tracked("mlflow")
+    found = runs(tracked.name)
+    assert len(found) == 2
+    for run in found.values():
+        assert [step for step, _, _ in run["points"]["score"]] == [10, 20, 30]
+        assert run["status"] == "FINISHED"
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_of_two_runs_of_a_trial_one_is_kept(tracked: TrackedStudy) -> None:
+    """Two commands made them at the same moment, and the other one goes on with the one that is deleted."""
+    tracked.run("complete")
+    trial = tracked.leave_running(alive=True)
+    token = tracked.storage.study_token(tracked.name)
+    one = Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token))
+    one.look()
+    experiment = experiment_of(tracked.name)
+    for number in (0, 1, 1, 1, 1):
+        client().create_run(experiment, tags={KEY: f"{token}-{number}", STUDY: token})
+    first = min(run.info.run_id for run in client().search_runs([experiment], f"tags.`{KEY}` = '{token}-1'"))
+    tracked.tracked("mlflow")
+    assert len(runs(tracked.name)) == 2
+    assert runs(tracked.name)["trial 1"]["id"] == first
+
+    tracked.evaluate(trial, 2)
+    with suppress(TrackerError):  # where the run that it knows is deleted; then it finds the other one
+        one.look()
+    one.look()
+    assert tracked.tracked("mlflow")["changed"] == 0
+    assert [step for step, _, _ in runs(tracked.name)["trial 1"]["points"]["score"]] == [10, 20]
+    assert len(runs(tracked.name)) == 2
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe \ud800 ' OR 1=1 -- <img src=x onerror=alert(1)>"
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_hostile_names_and_texts(tracked: TrackedStudy) -> None:
+    tracked.run("complete", reason=HOSTILE)
+    names = [HOSTILE, "..", "a/../b", "//x//", ".", "", "a" * 400, "x\n", "x\t", "é☃"]
+    metrics = {name: {"f1": 0.5} for name in names} | {"score": 0.5, "epoch": float("nan"), "big": 1e308}
+    params, evaluations = optuna_internals.params, schema.evaluations
+    with tracked.storage.engine.begin() as connection:
+        connection.execute(sa.update(evaluations).values(metrics=json.dumps(metrics)))
+        first = connection.execute(sa.select(params).limit(1)).one()
+        evil = sa.update(params).where(params.c.param_id == first.param_id)
+        connection.execute(evil.values(param_name="..\x1b[2J"))
+    assert tracked.tracked("mlflow")["changed"] == 1
+    assert tracked.tracked("mlflow")["changed"] == 0
+    (run,) = runs(tracked.name).values()
+    of_names = [name for name in run["points"] if re.search(r"f1(_\d)?$", name)]
+    assert len(of_names) == len(names) - 1, "each has its own, but that which is longer than MLflow takes"
+    assert "a" * 200 in run["points"]
+    shown = repr(run)
+    for unsafe in ("\\x1b", "\\x07", "\\u202e", "\\ud800"):
+        assert unsafe not in shown
+    assert "OR 1=1" in run["tags"]["outcome_reason"]
+
+
+def test_where_it_is_comes_from_the_environment(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == 2
+    assert "MLFLOW_TRACKING_URI must say where MLflow is" in finished.err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == 0, "there is no trial to show, and nothing is asked"
+    tracked.run("complete")
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == 1
+    assert "secret" not in finished.err + finished.out
+    assert "user:***@127.0.0.1:9" in finished.err

@@ -1,0 +1,87 @@
+"""A study as event files, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+from tracked_study import TrackedStudy
+
+from hpo.track.follow import Follower
+from hpo.track.tensorboard_files import TensorboardTracker
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The points of each scalar of a trial; none may be there twice."""
+    reader = EventAccumulator(str(folder), purge_orphaned_data=False)
+    reader.Reload()
+    found = {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    for points in found.values():
+        assert len({step for step, _ in points}) == len(points)
+    return found
+
+
+def hparams(folder: Path) -> dict[str, Any]:
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    content = reader.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    values = parse_session_start_info_plugin_data(content).hparams
+    return {name: value.string_value or value.number_value for name, value in values.items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_each_trial_is_a_folder(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "nonfinite")
+    tracked.leave_running()
+    told = tracked.tracked("tensorboard")
+    folder = tracked.folder / "runs" / tracked.name / "tensorboard"
+    assert (told["trials"], told["changed"]) == (3, 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["trial-0", "trial-1", "trial-2"]
+    for number, trial in enumerate(tracked.record.trials):
+        points = scalars(folder / f"trial-{number}")
+        steps = [10, 20, 30] if number < 2 else [10]
+        assert points["criteria/f1_macro"] == [(step, pytest.approx(step / 100)) for step in steps]
+        told_of = hparams(folder / f"trial-{number}")
+        assert told_of["learning_rate"] == trial.params["learning_rate"]
+        assert told_of["fp_precision"] == trial.params["fp_precision"]
+        assert told_of["outcome"] == trial.outcome
+    assert scalars(folder / "trial-0")["trial/score"] == [(30, 0.5)]
+    assert hparams(folder / "trial-1")["precision_effective"] == "fp32"
+
+    before = files(folder)
+    assert tracked.tracked("tensorboard")["changed"] == 0
+    assert files(folder) == before
+    tracked.run("complete")  # the trial of the dead worker goes on
+    assert tracked.tracked("tensorboard")["changed"] == 1
+    assert len(scalars(folder / "trial-2")["score"]) == 3
+    assert hparams(folder / "trial-2")["outcome"] == "complete"
+
+
+def test_what_a_killed_command_left_is_not_doubled(tracked: TrackedStudy) -> None:
+    """A trial is followed, the command dies, the trial goes on, and another command takes over."""
+    trial = tracked.leave_running(alive=True)
+    folder = tracked.folder / "other"
+    token = tracked.storage.study_token(tracked.name)
+    left = Follower(lambda: tracked.record, token, TensorboardTracker(folder, token))
+    left.look()
+    tracked.evaluate(trial, 2)
+    left.look()  # and its file is never closed
+    assert len(scalars(folder / "trial-0")["score"]) == 2
+    tracked.evaluate(trial, 3)
+    assert tracked.tracked("tensorboard", "--folder", str(folder))["changed"] == 1
+    assert [step for step, _ in scalars(folder / "trial-0")["score"]] == [10, 20, 30]
+
+
+def test_trials_of_a_deleted_study_of_that_name_are_removed(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "complete")
+    tracked.tracked("tensorboard")
+    folder = tracked.folder / "runs" / tracked.name / "tensorboard"
+    (folder / "notes").mkdir()
+    TensorboardTracker(folder, "another")
+    assert [path.name for path in folder.iterdir()] == ["notes"]

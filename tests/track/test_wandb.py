@@ -1,0 +1,111 @@
+"""A study in files of W&B offline, read back record by record."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import finish, start_hpo
+from tracked_study import TrackedStudy
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Of a `.wandb` file: protobufs in a log of LevelDB (blocks of 32 KiB, chunks with 7 bytes of header)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def run_of(folder: Path, number: int) -> dict[str, Any]:
+    """The one folder that there is of a trial."""
+    (path,) = folder.glob(f"wandb/offline-run-*-{number}/*.wandb")
+    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None}
+    for record in records(path):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found |= {"id": record.run.run_id, "project": record.run.project, "name": record.run.display_name}
+        if kind == "history":
+            items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            found["history"].append({"step": record.history.step.num, **items})
+        for of in ("config", "summary"):
+            for item in getattr(record, of).update if kind == of else ():
+                found[of][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        if kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found
+
+
+def test_each_trial_is_a_run_whose_id_is_its_own(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "nonfinite", "pruned")
+    tracked.leave_running()
+    assert tracked.tracked("wandb")["changed"] == 4
+    folder = tracked.folder / "runs" / tracked.name
+    token = tracked.storage.study_token(tracked.name)
+    found = [run_of(folder, number) for number in range(4)]
+    assert [run["id"] for run in found] == [f"{token}-{number}" for number in range(4)]
+    assert {run["project"] for run in found} == {tracked.name}
+    assert [run["exit"] for run in found] == [0, 1, 0, 1], "failed, or to go on"
+    for number, run in enumerate(found):
+        steps = [10, 20, 30] if number < 3 else [10]
+        assert [row["step"] for row in run["history"] if "score" in row] == steps
+        assert [row["criteria/f1_macro"] for row in run["history"]] == [step / 100 for step in steps]
+        trial = tracked.record.trials[number]
+        assert run["config"]["learning_rate"] == trial.params["learning_rate"]
+        assert run["config"]["outcome"] == trial.outcome
+        assert run["history"][0]["_timestamp"] == pytest.approx(trial.started.timestamp() + 1, abs=0.01)
+    assert found[0]["summary"]["trial/score"] == 0.5
+
+    before = sorted(path.name for path in folder.glob("wandb/offline-run-*"))
+    assert tracked.tracked("wandb")["changed"] == 0
+    assert sorted(path.name for path in folder.glob("wandb/offline-run-*")) == before
+    tracked.run("complete")
+    assert tracked.tracked("wandb")["changed"] == 1
+    assert [row["step"] for row in run_of(folder, 3)["history"]] == [10, 20, 30]
+    assert run_of(folder, 3)["exit"] == 0
+
+
+def test_without_an_account_it_says_what_to_do(tracked: TrackedStudy) -> None:
+    tracked.run("complete")
+    there = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
+    there["NETRC"] = str(tracked.folder / "none")
+    finished = finish(start_hpo(tracked.folder, "track", tracked.name, "--to", "wandb", **there))
+    assert finished.exit_code == 1
+    assert "W&B does not take the runs. Log in (`wandb login`), or set WANDB_MODE=offline" in finished.err
+    assert "Traceback" not in finished.err
+
+
+@pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])
+def test_a_package_that_is_not_installed(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    imported = [name for name in sys.modules if name.split(".")[0] == to or name.startswith("hpo.track.")]
+    for name in [*imported, "torch.utils.tensorboard"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, to, None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    finished = tracked.track(to)
+    assert finished.exit_code == 2
+    assert f"pip install 'hpo[{to}]'" in finished.err

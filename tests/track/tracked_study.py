@@ -1,0 +1,84 @@
+"""A study for trackers: its trials end as a test says, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from command_line import Finished, hpo_command, ok
+from worker_process import begin, change_worker, evaluate, result, study
+
+from hpo.config.search_space import suggest
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+METRICS = {"score": 0.5, "criteria": {"f1_macro": 0.25}}
+OBSERVED = {"linear_dtypes": {"bfloat16": 3}, "linear_products": {"bfloat16": 3}, "tf32": False}
+PRECISION = {"requested": "bf16", "effective": "fp32", "support": "emulated", "reason": "no AMX"}
+PRECISION |= {"observed": {**OBSERVED, "compiled": False}, "agrees": False}
+TELEMETRY = {"precision": PRECISION, "device": {"name": "Example CPU", "host": "node1", "torch": "2.13.0"}}
+TELEMETRY |= {"peak_memory_bytes": 2**30, "throughput": {"train_examples_per_second": 12.5}}
+
+
+class TrackedStudy:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        (folder / "runs").mkdir()
+        self.storage = open_storage(f"sqlite:///{folder}/runs/hpo.db")
+        self.config = study(9, name=name)
+        self.study = create_or_resume_study(self.storage, self.config)
+
+    def __enter__(self) -> TrackedStudy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.storage.close()
+
+    @property
+    def record(self) -> StudyRecord:
+        return read_study(self.storage, self.name)
+
+    def resize(self, n_trials: int) -> None:
+        create_or_resume_study(self.storage, self.config.model_copy(update={"n_trials": n_trials}))
+
+    def begin(self, worker: WorkerLease) -> tuple[Any, Any]:
+        lease, trial = begin(worker)
+        suggest(self.config.search_space, trial)
+        return lease, trial
+
+    def evaluate(self, trial: Any, *indices: int, **metrics: Any) -> None:
+        for index in indices:
+            scores = {"score": index / 100, "criteria": {"f1_macro": index / 10}} | metrics
+            rates = {"train_examples_per_second": 10.0 + index, "train_tokens_per_second": 100.0}
+            numerics = {"step": 10 * index - 5, "all": {"underflow": 1e-3}, "skipped_steps": 0}
+            row = {"metrics": scores, "seconds": float(index), "epoch": index / 2, "numerics": numerics}
+            evaluate(self.storage, trial, index, index / 100, step=10 * index, **row, **rates)
+
+    def run(self, *outcomes: str, evaluations: int = 3, **changes: Any) -> None:
+        """Run a trial for each outcome."""
+        with WorkerLease(self.storage, self.study, max_retries=1) as worker:
+            for outcome in outcomes:
+                lease, trial = self.begin(worker)
+                self.evaluate(trial, *range(1, evaluations + 1))
+                bug = "Traceback" if outcome == "failed" else None
+                told = {"reason": f"it was {outcome}", "telemetry": TELEMETRY, "traceback": bug} | changes
+                worker.record_outcome(lease, trial, result(outcome, **told))
+
+    def leave_running(self, *, alive: bool = False) -> Any:
+        """Begin a trial, which is returned, whose worker dies after an evaluation, or lives on."""
+        worker = WorkerLease(self.storage, self.study, max_retries=1)
+        worker.__enter__()
+        _, trial = self.begin(worker)
+        self.evaluate(trial, 1)
+        if not alive:
+            change_worker(self.storage, worker, process_start="1")
+        return trial
+
+    def track(self, to: str, *options: str) -> Finished:
+        return hpo_command(self.folder, "track", self.name, "--to", to, *options)
+
+    def tracked(self, to: str, *options: str) -> Any:
+        return ok(self.track(to, "--json", *options)).json
