@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpo.api.study import Study as Study
+    from hpo.config.data_config import StudyPath as StudyPath
+    from hpo.extensions import encoder as encoder
+    from hpo.extensions import head as head
     from hpo.extensions import loss as loss
+    from hpo.extensions import metric as metric
     from hpo.extensions import optimizer as optimizer
     from hpo.extensions import pooling as pooling
     from hpo.extensions import schedule as schedule
+    from hpo.extensions import source as source
     from hpo.inference.model import load as load
     from hpo.section import Section as Section
     from hpo.tasks import registry
@@ -24,11 +29,11 @@ _PLACES = {
     "load": "hpo.inference.model.load",
     "check_precision": "hpo.trial.check_precision.check_precision",
     "kind": "hpo.tasks.registry.register",
-    "loss": "hpo.extensions.loss",
-    "optimizer": "hpo.extensions.optimizer",
-    "pooling": "hpo.extensions.pooling",
-    "schedule": "hpo.extensions.schedule",
     "Section": "hpo.section.Section",
+    "StudyPath": "hpo.config.data_config.StudyPath",
+} | {
+    name: f"hpo.extensions.{name}"
+    for name in ("encoder", "head", "loss", "metric", "optimizer", "pooling", "schedule", "source")
 }
 
 

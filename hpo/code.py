@@ -1,5 +1,5 @@
-"""Code that a study brings: Python files, and modules of installed packages, which add kinds of tasks,
-poolings, losses, optimisers and schedules.
+"""Code that a study brings: Python files, and modules of installed packages, which add what
+`hpo.extensions` has, and kinds of tasks.
 
 A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
 machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpo.errors import InputError
+from hpo.errors import HpoError, InputError
+from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
 """The group of entry points by which an installed package names its code."""
@@ -52,16 +53,16 @@ class Registry(dict[str, T]):
 
     def hash_of(self, name: str) -> str:
         """Of the code that brought the thing; empty: it is of this package."""
-        brought = ((sha, thing) for sha, things in _brought.items() for _, _, thing in things)
+        brought = ((sha, each[2]) for sha, code in _codes.items() for each in code.things or ())
         return next((sha for sha, thing in brought if thing is self[name]), "")
 
 
 _Thing = tuple[Registry[Any], str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Code:
-    """A file, or the module of a package, as it was when it was named."""
+    """A file, or the module of a package, as it was when the user named it in this process."""
 
     name: str
     """In the definition of a study."""
@@ -69,6 +70,12 @@ class Code:
     """Its absolute path, or the module's name: what another process of this machine finds it by."""
     files: Mapping[str, bytes]
     """Content by path."""
+    things: list[_Thing] | None = None
+    """What it has added; None: it has not run."""
+    in_use: bool = False
+    """Whether its names are known now."""
+    stays: bool = False
+    """Whether they stay (`use_code`)."""
 
     @property
     def is_file(self) -> bool:
@@ -86,12 +93,8 @@ class Code:
 
 
 _registries: list[Registry[Any]] = []
-_named: dict[str, Code] = {}
-"""What the user has named in this process, by hash."""
-_brought: dict[str, list[_Thing]] = {}
-"""What code that has run has added, by hash."""
-_in_use: dict[str, bool] = {}
-"""The code whose names are known now, by hash; and whether it stays (`use_code`)."""
+_codes: dict[str, Code] = {}
+"""By hash."""
 
 
 def name_code(given: str, folder: Path = Path()) -> Code:
@@ -113,8 +116,9 @@ def name_code(given: str, folder: Path = Path()) -> Code:
         raise ValueError(
             f"{error.filename} must be a file that can be read, but: {error.strerror}."
         ) from None
-    _named[code.sha256] = code
-    return code
+    known = _codes.setdefault(code.sha256, code)
+    known.name, known.place, known.files = code.name, code.place, code.files
+    return known
 
 
 def _files_of(module: str) -> list[Path]:
@@ -141,39 +145,40 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
     Raises InputError where the user has not named code of that hash, or it cannot be run.
     """
     for name, sha in code.items():
-        if sha not in _named:
-            others = [each.place for each in _named.values() if each.name == name]
+        if sha not in _codes:
+            others = [each.place for each in _codes.values() if each.name == name]
             has = f" {others[-1]} is other code: its hash is another." if others else ""
             raise InputError(
                 f"{who} needs the code `{name}` with the SHA-256 {sha[:16]}, which runs only where the user "
                 f"of this machine names it.{has} Read that code, then give --trust-code FILE (`code=` of "
                 "hpo.load), or the study's own file."
             )
-    for sha in [sha for sha, has_to_stay in _in_use.items() if not (has_to_stay or stays)]:
-        _withdraw(sha)
-    for sha in code.values():
-        if sha not in _brought:
-            _brought[sha] = _run(_named[sha])
+    for other in _codes.values():
+        if other.in_use and not (other.stays or stays):
+            _withdraw(other)
+    for one in (_codes[sha] for sha in code.values()):
+        if one.things is None:
+            one.things = _run(one)
         try:
-            for registry, name, thing in _brought[sha]:
+            for registry, name, thing in one.things:
                 registry.add(name, thing)
         except ValueError as error:
-            _withdraw(sha)
-            other = "Other code of this process has brought it; use this in another process."
-            raise InputError(f"{_named[sha].place}: {error} {other}") from None
-        _in_use[sha] = stays or _in_use.get(sha, False)
+            _withdraw(one)
+            told = "Other code of this process has brought it; use this in another process."
+            raise InputError(f"{one.place}: {error} {told}") from None
+        one.in_use, one.stays = True, stays or one.stays
 
 
-def _withdraw(sha: str) -> None:
-    for registry, name, thing in _brought[sha]:
+def _withdraw(code: Code) -> None:
+    for registry, name, thing in code.things or ():
         if registry.get(name) is thing:
             del registry[name]
-    _in_use.pop(sha, None)
+    code.in_use = code.stays = False
 
 
 def is_in_use(code: object) -> bool:
     """Whether all names that this code brings are known."""
-    return isinstance(code, Mapping) and all(sha in _in_use for sha in code.values())
+    return isinstance(code, Mapping) and all(sha in _codes and _codes[sha].in_use for sha in code.values())
 
 
 @contextmanager
@@ -189,7 +194,7 @@ def names_of(code: object) -> Iterator[None]:
 
 def code_in_use(code: Mapping[str, str]) -> list[Code]:
     """Where the code of a study lies on this machine, and what it holds."""
-    return [_named[sha] for sha in code.values() if sha in _named]
+    return [_codes[sha] for sha in code.values() if sha in _codes]
 
 
 def trusting(code: Mapping[str, str]) -> list[str]:
@@ -214,7 +219,7 @@ def _run(code: Code) -> list[_Thing]:
         for registry, content in before:
             registry.clear()
             registry.update(content)
-        raise InputError(f"{_where(code, error)}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{_where([code], error) or code.place}: {_told(error)}") from error
     return [
         (registry, name, thing)
         for registry, content in before
@@ -223,10 +228,26 @@ def _run(code: Code) -> list[_Thing]:
     ]
 
 
-def _where(code: Code, error: BaseException) -> str:
-    """The file and line of the code that an error comes from."""
+@contextmanager
+def errors_of_code() -> Iterator[None]:
+    """Raise InputError, which names the line, for an error of the code in this block but want of memory."""
+    try:
+        yield
+    except Exception as error:
+        is_told = isinstance(error, HpoError) or is_out_of_memory(error)
+        if not is_told and (where := _where(_codes.values(), error)):
+            raise InputError(f"{where}: {_told(error)}") from error
+        raise
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _where(codes: Iterable[Code], error: BaseException) -> str | None:
+    """The file and line of the codes that an error comes from."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))
-    places = [f"{file}:{line}" for file, line in frames if file in code.files]
-    return places[-1] if places else code.place
+    files = {file for code in codes for file in code.files}
+    return next((f"{file}:{line}" for file, line in reversed(frames) if file in files), None)

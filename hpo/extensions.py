@@ -1,6 +1,8 @@
-"""What a study's own code may bring beside kinds of tasks: poolings, losses, optimisers and schedules.
+"""What a study's own code may bring beside kinds of tasks: heads, poolings, losses, metrics, encoders,
+optimisers, schedules and sources of data.
 
-Each has typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as any other.
+All but metrics have typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as
+any other; those of a source are `data.options`.
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from pydantic import WrapValidator
+
 from hpo.code import Registry
 from hpo.section import Section
 
+Head = Literal["linear", "mlp"]
 Pooling = Literal["cls", "mean", "max", "last", "attention"]
 Loss = Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "sgd"]
 Schedule = Literal["linear", "cosine", "constant"]
+Source = Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
 
 
 @dataclass(frozen=True)
@@ -23,54 +29,122 @@ class Extension:
     """A thing with a name."""
 
     make: Callable[..., Any]
+    options: type[Section] = Section
     kinds: tuple[str, ...] = ()
-    """Of a loss: the kinds of tasks that it fits."""
+    """Of a loss or a metric: the kinds of tasks that it fits."""
+    is_error: bool = False
+    """Of a metric: less of it is better, in units of its own."""
+    tokenizer: str = ""
+    """Of an encoder: the name, folder or hub id of what makes its input."""
 
 
+HEADS = Registry[Extension]("head", get_args(Head))
 POOLINGS = Registry[Extension]("pooling", get_args(Pooling))
 LOSSES = Registry[Extension]("loss", get_args(Loss))
+METRICS = Registry[Extension]("metric")
+ENCODERS = Registry[Extension]("encoder", ("minilm",))
 OPTIMIZERS = Registry[Extension]("optimizer", get_args(Optimizer))
 SCHEDULES = Registry[Extension]("schedule", get_args(Schedule))
-OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight",))
+SOURCES = Registry[Extension]("source of data", get_args(Source))
+OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type"))
+
+_NAMED_BY = {
+    "encoder": ENCODERS,
+    "head_type": HEADS,
+    "pooling": POOLINGS,
+    "loss": LOSSES,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+}
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
+
+
+def or_own(takes: Callable[[Any], bool]) -> WrapValidator:
+    """A validator of a choice, which may also be a name that the study's own code brings."""
+    return WrapValidator(lambda value, handler: value if takes(value) else handler(value))
+
+
+def head(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Make a head known, a decorator: called with (hidden_size, num_outputs, options), it gives a module from
+    [..., hidden_size] to the logits [..., num_outputs]. Its last `nn.Linear` with a bias of that size starts
+    from the bias of the task's kind."""
+    return _adds(HEADS, name, options)
 
 
 def pooling(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
     """Make a pooling known, a decorator: called with (hidden_size, options), it gives a module or function of
     (hidden_BLD, mask_BL) that returns [B, D]; the mask is 1 at real tokens."""
-    return _adds(POOLINGS, name, options, ())
+    return _adds(POOLINGS, name, options)
 
 
 def loss(name: str, kinds: Sequence[str], options: type[Section] = Section) -> Callable[[Thing], Thing]:
     """Make a loss of these kinds of tasks known, a decorator of a function of (kind, logits, target, options,
     class_weight, mask_BL) that returns the sum over `kind.labelled(target)`, as `Kind.loss_sum` does."""
-    return _adds(LOSSES, name, options, tuple(kinds))
+    return _adds(LOSSES, name, options, kinds=tuple(kinds))
+
+
+def metric(name: str, kinds: Sequence[str], *, less_is_better: bool = False) -> Callable[[Thing], Thing]:
+    """Make a metric of the tasks of these kinds known, `<task>/<name>`: a decorator of a function of (truths,
+    predictions), of one a row each, that returns a number; NaN: it is not defined. A row has a class, a list
+    of classes, a number, or a list of spans (name, start, end).
+
+    It is 1 where all is right, and its differences are told in hundredths; or with `less_is_better` it is an
+    error in units of its own. Intervals call it a thousand times, with some rows left out or repeated.
+    """
+    return _adds(METRICS, name, kinds=tuple(kinds), is_error=less_is_better)
+
+
+def encoder(
+    name: str, options: type[Section] = Section, *, tokenizer: str = "minilm"
+) -> Callable[[Thing], Thing]:
+    """Make an encoder known, a decorator: called with (options), it gives a module of `input_ids` [B, L] and
+    `attention_mask` [B, L], 1 at real tokens, that returns hidden states [B, L, D] or what has them as its
+    `last_hidden_state`. Its first weights are what it comes with."""
+    return _adds(ENCODERS, name, options, tokenizer=tokenizer)
+
+
+def source(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Make a source of data known, a decorator: called with (split, options), `split` being train, validation
+    or test, it gives the split's rows, each a dict as a jsonl line has it, or None where there are none."""
+    return _adds(SOURCES, name, options)
 
 
 def optimizer(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
     """Make an optimiser known, a decorator: called with (groups, options), it gives a `torch.optim.Optimizer`
     over those groups, of which each has its `lr` and `weight_decay`."""
-    return _adds(OPTIMIZERS, name, options, ())
+    return _adds(OPTIMIZERS, name, options)
 
 
 def schedule(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
     """Make a schedule known, a decorator of a function of (remaining, options) that returns the factor of the
     learning rate; `remaining` falls from 1 after warm-up to 0 at the end of the budget."""
-    return _adds(SCHEDULES, name, options, ())
+    return _adds(SCHEDULES, name, options)
 
 
 def _adds(
-    registry: Registry[Extension], name: str, options: type[Section], kinds: tuple[str, ...]
+    registry: Registry[Extension], name: str, options: type[Section] = Section, **facts: Any
 ) -> Callable[[Thing], Thing]:
     def add(thing: Thing) -> Thing:
         if not name.isidentifier():
             raise ValueError(f"the name of a {registry.what} must be one of Python, but got {name!r}.")
-        add_options(name, options)
-        registry.add(name, Extension(thing, kinds))
+        if registry is not SOURCES:
+            add_options(name, options)
+        registry.add(name, Extension(thing, options, **facts))
         return thing
 
     return add
+
+
+def is_own(setting: str, value: Any) -> bool:
+    """Whether the code in use has brought the value of a setting that names a thing."""
+    registry = _NAMED_BY.get(setting.partition(".")[0])
+    return registry is not None and isinstance(value, str) and value in registry
+
+
+def metrics_of(kind: str) -> dict[str, Extension]:
+    """The metrics of tasks of a kind that the code in use brings."""
+    return {name: metric for name, metric in METRICS.items() if kind in metric.kinds}
 
 
 def add_options(name: str, options: type[Section]) -> None:

@@ -158,8 +158,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the user has named in this process, as each process begins: nothing."""
-    for name in ("_named", "_brought", "_in_use"):
-        monkeypatch.setattr(own_code, name, {})
+    monkeypatch.setattr(own_code, "_codes", {})
     before = {id(registry): dict(registry) for registry in own_code._registries}
     yield
     for registry in own_code._registries:

@@ -36,6 +36,11 @@ def places(config: StudyConfig) -> dict[str, str]:
         named["data.tasks"] = data.tasks
     if data.hub is not None and Path(data.hub.name).is_dir():
         named["data.hub.name"] = Path(data.hub.name)
+    named |= {
+        f"data.options.{key}": Path(value)
+        for key, value in data.options.items()
+        if isinstance(value, (str, Path)) and os.sep in str(value)
+    }
     for number, encoder in enumerate(encoders_of(config)):
         name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", ""))
         if name and Path(name).is_dir():

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
+from hpo.extensions import SOURCES, Source, or_own
 from hpo.section import Count, Section, Whole
 from hpo.tasks.registry import KINDS, known_kind
 
@@ -76,6 +77,8 @@ class TaskConfig(CheckedSection):
     spans_may_overlap: bool = False
     inside_segment: str | None = None
     """Of span_extraction: the segment that the span lies in."""
+    primary_metric: str | None = None
+    """What enters `score`, and comparisons; left out, the first metric of the kind."""
 
     @property
     def has_classes(self) -> bool:
@@ -211,19 +214,21 @@ class SyntheticConfig(CheckedSection):
 class DataConfig(CheckedSection):
     """The data set."""
 
+    OWN: ClassVar[str] = "of your own code"
     SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
         "synthetic": ("synthetic",),
         "path": ("jsonl", "csv", "parquet"),
         "files": ("jsonl", "csv", "parquet"),
-        "tasks": ("jsonl", "csv", "parquet", "hub"),
+        "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
         "pair_segments": ("jsonl",),
         "columns": ("csv", "parquet", "hub"),
         "csv": ("csv",),
         "hub": ("hub",),
+        "options": (OWN,),
     }
     """The sources that read a key; other keys are read with every source."""
 
-    source: Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
+    source: Annotated[Source, or_own(SOURCES.takes)]
     """Where the examples come from."""
     path: StudyPath | None = None
     """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
@@ -238,6 +243,8 @@ class DataConfig(CheckedSection):
     """How csv files are written."""
     hub: HubConfig | None = None
     """Data set of the hub."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a source that your own code brings."""
     synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)
     """Sizes and seed."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
@@ -266,6 +273,16 @@ class DataConfig(CheckedSection):
         task_configs(value["tasks"] if wrapped else value)
         return dict(value) if wrapped else {"tasks": dict(value)}
 
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """As the section of the source holds them, where its code is in use."""
+        own = SOURCES.get(info.data.get("source", ""))
+        if own is None:
+            return given
+        options = own.options.model_validate(given, context=info.context)
+        return {name: getattr(options, name) for name in given}
+
     def stride_of(self, max_length: int) -> int:
         """Tokens that neighbouring windows of `max_length` tokens share."""
         return min(64, max_length // 4) if self.stride is None else self.stride
@@ -273,7 +290,8 @@ class DataConfig(CheckedSection):
     @classmethod
     def unread_keys(cls, source: str) -> list[str]:
         """The keys that this source does not read."""
-        return [key for key, sources in cls.SOURCES_OF.items() if source not in sources]
+        kind = source if source in get_args(Source) else cls.OWN
+        return [key for key, sources in cls.SOURCES_OF.items() if kind not in sources]
 
     def problems(self) -> Iterator[Problem]:
         for key in self.unread_keys(self.source):
@@ -285,8 +303,9 @@ class DataConfig(CheckedSection):
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
                 yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
-        for key in ("hub", "tasks") if self.source == "hub" else ():
+        is_own = self.source not in get_args(Source)
+        for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:
-                yield Problem((key,), "must be given for source hub.")
+                yield Problem((key,), f"must be given for source {self.source}.")
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")

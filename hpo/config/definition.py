@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
-from hpo.config.trial_settings import LOSS_WEIGHT
+from hpo.config.trial_settings import OF_TASKS
 from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
@@ -46,7 +46,7 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
     for key, value in content.items():
         field = model.model_fields.get(key) if model else None
         inner = section_of(field.annotation) if field else None
-        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." == LOSS_WEIGHT):
+        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." in OF_TASKS):
             yield from given_keys(inner, value, f"{above}{key}.")
         else:
             yield f"{above}{key}"

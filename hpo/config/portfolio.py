@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.known import fitting
+from hpo.extensions import ENCODERS
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -55,7 +56,8 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
     if not config.portfolio or config.sampler.name not in ("tpe", "gp", "nsga2"):
         return []
     choices = getattr(config.search_space.get("encoder"), "choices", ())
-    if not all(isinstance(one, str) for one in (*choices, config.training.encoder or config.model.encoder)):
+    named = (*choices, config.training.encoder or config.model.encoder)
+    if not all(isinstance(one, str) and one not in ENCODERS for one in named):
         return []
     found: list[tuple[dict[str, Any], str]] = []
     for source, settings in PORTFOLIO:

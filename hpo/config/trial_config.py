@@ -15,13 +15,14 @@ from hpo.config.study_file import Problem, parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
-    LOSS_WEIGHT,
+    OF_TASKS,
     Encoder,
     PrecisionName,
     TrialSettings,
     setting_value,
 )
 from hpo.errors import InputError
+from hpo.extensions import ENCODERS
 from hpo.precision.table import PRECISION, AmpConfig
 
 SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -59,8 +60,8 @@ def build_trial_config(
     if any(params.get(budget) is not None for budget in BUDGETS):
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
     settings |= settings.pop("option", {})
-    weights = settings.pop("loss_weight", {})
-    settings |= {f"{LOSS_WEIGHT}{task}": weight for task, weight in weights.items()}
+    for prefix, field in OF_TASKS.items():
+        settings |= {f"{prefix}{task}": value for task, value in settings.pop(field, {}).items()}
     settings |= decode(study.search_space, params)
     if all(settings.get(budget) is None for budget in BUDGETS):
         settings["epochs"] = DEFAULT_EPOCHS
@@ -89,7 +90,7 @@ def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | d
             return dict(encoder)
         return {**encoder, "tokenizer": _absolute_encoder(encoder["tokenizer"], folder)}
     path = Path(folder, Path(encoder).expanduser())
-    return str(path.resolve()) if path.is_dir() else encoder
+    return str(path.resolve()) if path.is_dir() and encoder not in ENCODERS else encoder
 
 
 def parse_params(given: Sequence[str]) -> dict[str, Any]:

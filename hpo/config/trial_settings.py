@@ -1,24 +1,26 @@
 """Every setting of a trial that a study may fix or search: its meaning, its unit, its range, its default.
 
-A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. The weights
-of the tasks' losses are fixed or searched each by itself, written `loss_weight.<task>`.
+A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. What may
+differ from task to task is fixed or searched for each by itself, written `loss_weight.<task>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from hpo.config.study_file import CheckedSection, Problem, problems_of, refuse, show
 from hpo.errors import did_you_mean
 from hpo.extensions import (
+    HEADS,
     LOSSES,
     OPTIMIZERS,
     OPTIONS,
     POOLINGS,
     SCHEDULES,
+    Head,
     Loss,
     Optimizer,
     Pooling,
@@ -26,6 +28,7 @@ from hpo.extensions import (
     known_options,
     option_section,
     options_of,
+    or_own,
 )
 from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
@@ -55,9 +58,7 @@ BatchSize = Annotated[Count, Field(le=100_000)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 
 
-def _or_own(takes: Callable[[Any], bool]) -> WrapValidator:
-    """A validator of a choice, which may also be a name that the study's own code brings."""
-    return WrapValidator(lambda value, handler: value if takes(value) else handler(value))
+HeadType = Annotated[Head, or_own(HEADS.takes)]
 
 
 def _is_own_loss(value: Any) -> bool:
@@ -66,8 +67,8 @@ def _is_own_loss(value: Any) -> bool:
     return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
 
 
-LOSS_WEIGHT = "loss_weight."
-"""What the one setting begins with whose name has a free part, the task."""
+OF_TASKS = {"loss_weight.": "loss_weight", "head_type.": "head_types"}
+"""What the settings begin with whose name has a free part, the task, and the fields that hold them."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
@@ -105,11 +106,13 @@ class TrialSettings(CheckedSection):
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
-    pooling: Annotated[Pooling, _or_own(POOLINGS.takes)] = "mean"
+    pooling: Annotated[Pooling, or_own(POOLINGS.takes)] = "mean"
     """How token vectors become one vector for the heads that label a whole text. `last`, that of the last
     token, is for decoders, whose first one (`cls`) sees nothing of the text."""
-    head_type: Literal["linear", "mlp"] = "linear"
+    head_type: HeadType = "linear"
     """Head of each task: one linear layer, or one hidden layer before it."""
+    head_types: dict[str, HeadType] = Field(default_factory=dict)
+    """Head of one task in place of `head_type`, written `head_type.<task>`."""
     head_hidden_size: Count = 256
     """Width of that hidden layer (`head_type: mlp`)."""
     dropout: Share | None = None
@@ -152,7 +155,7 @@ class TrialSettings(CheckedSection):
     compile_dynamic: Switch | None = None
     """`torch.compile`'s `dynamic`: symbolic shapes; left out, PyTorch decides."""
 
-    optimizer: Annotated[Optimizer, _or_own(OPTIMIZERS.takes)] = "adamw"
+    optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. Its state is fp32 in every precision."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
@@ -169,7 +172,7 @@ class TrialSettings(CheckedSection):
     betas: Betas = (0.9, 0.999)
     """Decay of the moments of `adamw`, `adam` and `lion`, with the same default (lion's paper has 0.9 and
     0.99). `sgd` takes the first as momentum; `adafactor` takes neither."""
-    schedule: Annotated[Schedule, _or_own(SCHEDULES.takes)] = "linear"
+    schedule: Annotated[Schedule, or_own(SCHEDULES.takes)] = "linear"
     """Learning rate after warm-up, down to 0 at the end of the trial's budget."""
     warmup_ratio: Share = 0.1
     """Share of the trial's budget in which the learning rate rises from 0."""
@@ -181,7 +184,7 @@ class TrialSettings(CheckedSection):
     micro_batch_size: BatchSize | None = None
     """Examples in one forward and backward pass; gradients are accumulated to `batch_size`, with the same
     loss. Left out, `batch_size`, halved when memory runs out."""
-    loss: Annotated[Loss, _or_own(_is_own_loss)] = "auto"
+    loss: Annotated[Loss, or_own(_is_own_loss)] = "auto"
     """Loss of the tasks that it fits; `auto` is cross-entropy for single labels and tokens, binary
     cross-entropy for multiple labels, mean squared error for regression."""
     focal_gamma: float = Field(2.0, ge=0)
@@ -219,19 +222,21 @@ class TrialSettings(CheckedSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _gather_loss_weights(cls, data: Any) -> Any:
+    def _gather(cls, data: Any) -> Any:
         """`loss_weight.a: 2` is `loss_weight: {a: 2}`; so are options gathered under `option`."""
         if not isinstance(data, Mapping):
             return data
         data = _gather_options(data)
-        gathered = {key: value for key, value in data.items() if not str(key).startswith(LOSS_WEIGHT)}
-        dotted = {key.removeprefix(LOSS_WEIGHT): data[key] for key in data if key not in gathered}
-        given = gathered.get("loss_weight", {})
-        if not dotted or not isinstance(given, Mapping):
-            return gathered
-        if twice := sorted(given.keys() & dotted.keys()):
-            raise ValueError(f"`{LOSS_WEIGHT}{twice[0]}` is given twice. Keep one.")
-        return {**gathered, "loss_weight": {**given, **dotted}}
+        for prefix, field in OF_TASKS.items():
+            gathered = {key: value for key, value in data.items() if not str(key).startswith(prefix)}
+            dotted = {key.removeprefix(prefix): data[key] for key in data if key not in gathered}
+            given = gathered.get(field, {})
+            if dotted and isinstance(given, Mapping):
+                if twice := sorted(given.keys() & dotted.keys()):
+                    raise ValueError(f"`{prefix}{twice[0]}` is given twice. Keep one.")
+                gathered[field] = {**given, **dotted}
+            data = gathered
+        return data
 
     def problems(self) -> Iterator[Problem]:
         given = [budget for budget in BUDGETS if getattr(self, budget) is not None]
@@ -239,9 +244,17 @@ class TrialSettings(CheckedSection):
             yield Problem((), f"a trial has one budget, but {' and '.join(given)} are given. Keep one.")
 
 
+def task_of(name: str) -> tuple[str, str] | None:
+    """The field and the task of a setting `<prefix>.<task>`; None: it is another."""
+    return next(
+        ((field, name.removeprefix(prefix)) for prefix, field in OF_TASKS.items() if name.startswith(prefix)),
+        None,
+    )
+
+
 def _is_option(name: str) -> bool:
     """Whether the code in use has such an option, or that which is not in use may."""
-    is_dotted = "." in name and not name.startswith(LOSS_WEIGHT)
+    is_dotted = "." in name and task_of(name) is None
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
 
 
@@ -266,8 +279,9 @@ def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def setting_of(settings: TrialSettings, name: str) -> Any:
     """The value that the setting `name` has."""
-    if name.startswith(LOSS_WEIGHT):
-        return settings.loss_weight.get(name.removeprefix(LOSS_WEIGHT), 1.0)
+    if of_task := task_of(name):
+        field, task = of_task
+        return getattr(settings, field).get(task, 1.0 if field == "loss_weight" else settings.head_type)
     if option_section(name):
         owner, _, key = name.partition(".")
         return getattr(options_of(owner, settings.option), key)
@@ -276,12 +290,11 @@ def setting_of(settings: TrialSettings, name: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
-    of_task = f"{LOSS_WEIGHT}<task>"
-    keys = [key for key in (*TrialSettings.model_fields, *known_options()) if key != "option"]
-    known = [of_task if f"{key}." == LOSS_WEIGHT else key for key in keys]
-    has_task = name.startswith(LOSS_WEIGHT) and name != LOSS_WEIGHT
-    if name not in known and not has_task and not _is_option(name):
-        near = f" Did you mean `{of_task}`?" if f"{name}." == LOSS_WEIGHT else did_you_mean(name, known)
+    keys = [key for key in TrialSettings.model_fields if key not in ("option", *OF_TASKS.values())]
+    known = [*keys, *known_options(), *(f"{prefix}<task>" for prefix in OF_TASKS)]
+    of_task = task_of(name)
+    if name not in known and not (of_task and of_task[1]) and not _is_option(name):
+        near = f" Did you mean `{name}.<task>`?" if f"{name}." in OF_TASKS else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 
 

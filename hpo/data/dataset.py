@@ -230,7 +230,9 @@ def _check_annotated(
 
 
 def _fingerprint(tasks: Sequence[Task], splits: Mapping[str, Iterable[Example]]) -> str:
-    digest = hashlib.blake2b(repr(tasks).encode(), digest_size=16)
+    primary = [task.primary for task in tasks]
+    told = f"{tasks!r}{primary if any(primary) else ''}"
+    digest = hashlib.blake2b(told.encode(), digest_size=16)
     for split, examples in splits.items():
         digest.update(split.encode())
         for example in examples:

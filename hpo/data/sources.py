@@ -16,11 +16,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
 from hpo.data.csv_files import csv_records, found_form, shown
 from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
+from hpo.extensions import SOURCES
 
 _logger = logging.getLogger("hpo.data")
 
@@ -72,7 +74,34 @@ def _elsewhere(path: Path) -> list[Path]:
 
 def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     """Readers of the splits that are there."""
+    if config.source in SOURCES:
+        return _own_readers(config)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
+
+
+def _own_readers(config: DataConfig) -> dict[str, Reader]:
+    """Of a source that the study's own code brings."""
+    own = SOURCES[config.source]
+    options, readers = own.options.model_validate(config.options), {}
+    for split in SPLITS:
+        with errors_of_code():
+            rows = list(own.make(split, options) or ())
+        if rows or split == "train":
+            name = f"{config.source} {split}"
+            readers[split] = Reader(name, partial(_own_rows, rows, name))
+    return readers
+
+
+def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
+    for number, row in enumerate(rows, start=1):
+        where = f"{name} row {number}"
+        try:
+            plain = json.loads(json.dumps(row))
+        except (TypeError, ValueError) as error:
+            yield Row(where, None, [f"must be what JSON can hold, but {error}"])
+        else:
+            named = {"id": f"{name.rpartition(' ')[2]}-{number}"}
+            yield Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
 
 
 def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:

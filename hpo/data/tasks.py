@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from hpo.config.data_config import TaskConfig, task_configs
-from hpo.config.study_file import Problem, problems_of, show
+from hpo.config.study_file import Problem, one_of, problems_of, show
 from hpo.errors import DataError, did_you_mean
-from hpo.tasks.registry import KINDS, kind_of
+from hpo.extensions import metrics_of
+from hpo.tasks.registry import KINDS, is_error, kind_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Task:
     inside_segment: str | None = None
     target_mean: float = 0.0
     target_std: float = 1.0
+    primary: str | None = field(default=None, repr=False)  # of no row: fingerprints of data go without it
+    """The primary metric, where it is not the first."""
 
     @property
     def level(self) -> str:
@@ -45,7 +48,8 @@ class Task:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics that `hpo.training.metrics.score` gives, the primary one first."""
-        return KINDS[self.kind].metrics
+        names = dict.fromkeys([self.primary, *KINDS[self.kind].metrics, *metrics_of(self.kind)])
+        return tuple(name for name in names if name is not None)
 
     @property
     def primary_metric(self) -> str:
@@ -87,7 +91,11 @@ def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...
         labels = () if kind.is_number else labels
         evidence_for = config.evidence_for if kind.needed_key == "evidence_for" else None
         overlap, segment = config.spans_may_overlap, config.inside_segment
-        tasks[name] = Task(name, config.kind, labels, evidence_for, overlap, segment)
+        primary = config.primary_metric
+        known = [metric for metric in (*kind.metrics, *metrics_of(config.kind)) if not is_error(metric)]
+        if primary is not None and primary not in known:
+            problems.append(Problem((name, "primary_metric"), one_of(known, primary)))
+        tasks[name] = Task(name, config.kind, labels, evidence_for, overlap, segment, primary=primary)
     for task in tasks.values():
         if task.evidence_for is not None:
             problems += _evidence_problems(task, tasks)

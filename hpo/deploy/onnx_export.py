@@ -113,7 +113,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
             f"a model is exported to ONNX in fp32, but this one is in {model.precision}. Load it with "
             'precision="fp32".'
         )
-    attention = getattr(network.encoder.config, "_attn_implementation", "")
+    attention = getattr(network.encoder.config, "_attn_implementation", None) or ""
     if attention.startswith("flash"):
         raise ModelError(f'ONNX has no {attention}. Load the model with attention="sdpa" or "eager".')
     num_bytes = sum(weight.numel() * 4 for weight in network.parameters())

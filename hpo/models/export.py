@@ -29,6 +29,7 @@ from hpo.errors import ModelError, RunError, shorten
 from hpo.models.adapters import ADAPTER_FILES, load_adapter, save_adapter, weights_digest
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, hub_id, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.models.own_encoder import load_own_encoder
 from hpo.precision.table import PRECISIONS
 from hpo.tasks.registry import KINDS
 
@@ -224,7 +225,7 @@ def load_exported(
     encoder = _load_encoder(directory, settings.base, options)
     try:
         heads = load_file(directory / "heads.safetensors")
-        content = {"option": {}, **content}  # of exports that were written before it was a setting
+        content = {"option": {}, "head_types": {}, **content}  # of exports that are older than these settings
         head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
         model = MultitaskModel(encoder, tasks, head_settings)
         of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
@@ -242,7 +243,11 @@ def _load_encoder(directory: Path, base: BaseModel | None, options: Mapping[str,
         folder, revision = str(directory / BASE_FOLDER if base else directory), None
         if not any(Path(folder).glob("model*.safetensors")):  # transformers would take a pickle in its place
             raise ModelError(not_intact(directory, "there is no model.safetensors"))
-    encoder = load_encoder(folder, revision=revision, **options)
+    try:
+        own = load_own_encoder(directory) if base is None else None
+    except (*_DAMAGES, SafetensorError) as error:
+        raise ModelError(not_intact(directory, error)) from error
+    encoder = own or load_encoder(folder, revision=revision, **options)
     if base is None:
         return encoder
     adapted = load_adapter(encoder, directory)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
-from hpo.extensions import POOLINGS, options_of
+from hpo.extensions import HEADS, POOLINGS, options_of
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
 from hpo.tasks.registry import kind_of
@@ -33,10 +33,15 @@ class HeadSettings:
 
     pooling: str = "mean"
     head_type: str = "linear"
+    head_types: Mapping[str, str] = field(default_factory=dict)
     head_hidden_size: int = 256
     head_dropout: float = 0.1
     loss_weighting: str = "fixed"
     option: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, task: Task) -> str:
+        """The type of the task's head."""
+        return self.head_types.get(task.name, self.head_type)
 
 
 class MultitaskModel(nn.Module):
@@ -57,19 +62,29 @@ class MultitaskModel(nn.Module):
         size = encoder.config.hidden_size
         self.pool = _pooling(heads, size)
         # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
-        self.heads = nn.ModuleList(_head(heads, size, task.num_outputs) for task in tasks)
-        init_std = getattr(encoder.config, "initializer_range", 0.02)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and not name.startswith("encoder."):
-                nn.init.normal_(module.weight, std=init_std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            for task, head in zip(self.tasks, cast(Any, self.heads), strict=True):
-                head[-1].bias.copy_(torch.tensor(kind_of(task).initial_bias()))
+        self.heads = nn.ModuleList(_head(heads, size, task) for task in tasks)
+        self._initialize(getattr(encoder.config, "initializer_range", 0.02))
         self.log_variances = nn.ParameterList(
             nn.Parameter(torch.zeros(())) for _ in tasks if heads.loss_weighting == "uncertainty"
         )
+
+    def _initialize(self, std: float) -> None:
+        """Give fresh weights to what is of this package, and to each head the bias of its task's kind."""
+        types = [self.head_settings.of(task) for task in self.tasks]
+        ours = [head for head, name in zip(self.heads, types, strict=True) if name not in HEADS]
+        pools = [self.pool] if isinstance(self.pool, AttentionPooling) else []
+        for module in (inner for one in (*pools, *ours) for inner in one.modules()):
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            for task, head in zip(self.tasks, self.heads, strict=True):
+                linear = [
+                    one for one in head.modules() if isinstance(one, nn.Linear) and one.bias is not None
+                ]
+                if linear and linear[-1].out_features == task.num_outputs:
+                    linear[-1].bias.copy_(torch.tensor(kind_of(task).initial_bias()))
 
     @property
     def log_variance(self) -> dict[str, nn.Parameter] | None:
@@ -231,9 +246,31 @@ def _freeze(model: MultitaskModel, freeze_layers: int) -> None:
             parameter.requires_grad_(False)
 
 
-def _head(settings: HeadSettings, hidden_size: int, num_outputs: int) -> nn.Module:
-    p, inner = settings.head_dropout, settings.head_hidden_size
-    if settings.head_type == "linear":
+def _head(settings: HeadSettings, hidden_size: int, task: Task) -> nn.Module:
+    p, inner, num_outputs = settings.head_dropout, settings.head_hidden_size, task.num_outputs
+    name = settings.of(task)
+    if own := HEADS.get(name):
+        head: nn.Module = own.make(hidden_size, num_outputs, options_of(name, settings.option))
+        _check_head(head, hidden_size, task, name)
+        return head
+    if name == "linear":
         return nn.Sequential(nn.Dropout(p), nn.Linear(hidden_size, num_outputs))
     hidden = (nn.Dropout(p), nn.Linear(hidden_size, inner), nn.GELU())
     return nn.Sequential(*hidden, nn.Dropout(p), nn.Linear(inner, num_outputs))
+
+
+def _check_head(head: Any, hidden_size: int, task: Task, name: str) -> None:
+    """Raise ModelError for a head of a study's own code that is none, or gives logits of another shape."""
+    shape = (2, 3, hidden_size) if task.level == "token" else (2, hidden_size)
+    given = None
+    if isinstance(head, nn.Module):
+        with torch.no_grad():
+            logits = head.eval()(torch.zeros(shape))
+        head.train()
+        given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if given != (wanted := (*shape[:-1], task.num_outputs)):
+        what = f"but it is a {type(head).__name__}" if given is None else f"but gives {given}"
+        raise ModelError(
+            f"head_type: `{name}` must be a module that for the task `{task.name}` gives logits {wanted} of "
+            f"states {shape}, {what}."
+        )

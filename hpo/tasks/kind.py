@@ -129,6 +129,10 @@ class Kind(ABC):
         """What is wrong with all the spans (start, end, name) of a row together; there are some."""
         return []
 
+    def truth(self, example: Example) -> Any:
+        """Of an annotated row, in the form of a prediction."""
+        return example.labels[self.task.name]
+
     def held(self, example: Example) -> Sequence[str]:
         """The classes of an annotated row, or the name of each of its spans; none of a number."""
         return ()

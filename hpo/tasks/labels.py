@@ -57,6 +57,10 @@ class _Labels(Kind):
         own = [self.task.labels[self._index[item]] for item in classes]
         return own if self.is_list else own[0]
 
+    def truth(self, example: Example) -> Any:
+        label: Any = example.labels[self.task.name]
+        return sorted(label, key=self._index.__getitem__) if self.is_list else label
+
     def held(self, example: Example) -> Sequence[str]:
         return self._listed(example.labels[self.task.name])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from hpo.code import Registry
-from hpo.extensions import add_options
+from hpo.extensions import METRICS, add_options
 from hpo.tasks.kind import Kind
 from hpo.tasks.labels import MultiLabel, SingleLabel
 from hpo.tasks.regression import Regression
@@ -40,8 +40,10 @@ def known_kind(name: str) -> type[Kind]:
 
 
 def is_error(metric: str) -> bool:
-    """Whether less of a metric is better, in the units of labels; `<task>/<metric>` or its name alone."""
-    return any(metric.rpartition("/")[2] in kind.errors for kind in KINDS.values())
+    """Whether less of a metric is better, in units of its own; `<task>/<metric>` or its name alone."""
+    name = metric.rpartition("/")[2]
+    own = METRICS.get(name)
+    return (own is not None and own.is_error) or any(name in kind.errors for kind in KINDS.values())
 
 
 for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):

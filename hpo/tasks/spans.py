@@ -30,6 +30,9 @@ class SpanKind(Kind):
     in_spans = True
     is_by_row = False
 
+    def truth(self, example: Example) -> Any:
+        return sorted(self.shown_spans(example), key=lambda span: (span[1], span[2], span[0]))
+
     def held(self, example: Example) -> Sequence[str]:
         return [name for name in self.task.labels for _ in example.spans.get(name, ())]
 

@@ -75,14 +75,17 @@ def choose_decision(
     predicted_labels: Sequence[Any] | None = None,
     metric: str | None = None,
 ) -> DecodingThresholds:
-    """The decision that maximises a metric of the task (default: its primary one) on this split.
+    """The decision that maximises a metric of the task (default: its primary one) on this split; in place of
+    one that a study's own code brings, the first of its kind.
 
     Only the rows annotated for the task count; without any, or for a kind with nothing to decide, it is
     `DecodingThresholds()`.
     """
+    kind = kind_of(task)
     metric = metric or task.primary_metric
+    metric = metric if metric in kind.metrics else kind.metrics[0]
     rows = [row for row, example in enumerate(split.examples) if task.name in example.annotated]
     if not rows:
         return DecodingThresholds()
     with np.errstate(invalid="ignore", over="ignore"):
-        return kind_of(task).choose(logits, split, rows, metric, predicted_labels)
+        return kind.choose(logits, split, rows, metric, predicted_labels)

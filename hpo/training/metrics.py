@@ -21,20 +21,25 @@ ever NaN or infinite:
   not finite.
 
 Every metric is a function of sums over rows (`RowStatistics`), so a resample of the rows is a vector of
-weights, and thousands of resamples are matrix products.
+weights, and thousands of resamples are matrix products. One that a study's own code brings may be any
+function of truths and predictions: for it the rows themselves are kept, and each resample is a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.config.study_file import show
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
+from hpo.errors import InputError
+from hpo.extensions import metrics_of
 from hpo.tasks.kind import FloatArray
 from hpo.tasks.registry import kind_of
 
@@ -55,6 +60,8 @@ class RowStatistics:
     """`hits`, `true` and `predicted` by class or span name, sparse; none for a regression."""
     values_N: Mapping[str, FloatArray]
     """Whatever else a kind sums up, by name."""
+    rows: tuple[Sequence[Any], Sequence[Any]] = ((), ())
+    """The truths and the predictions, where the study's own code has metrics of them."""
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +76,21 @@ class RowStatistics:
         """The metrics of the whole; see the module for what is left out."""
         if not self.num_rows:
             return {}
-        return kind_of(self.task).whole_scores(self.num_rows, self.counts_NC, self.values_N)
+        values = kind_of(self.task).whole_scores(self.num_rows, self.counts_NC, self.values_N)
+        own = self._own_scores([range(self.num_rows)])
+        return values | {name: float(value_B[0]) for name, value_B in own.items() if np.isfinite(value_B[0])}
+
+    def _own_scores(self, samples: Iterable[Sequence[int]]) -> dict[str, FloatArray]:
+        """Each metric of the study's own code [B] of samples of the rows."""
+        metrics, truths, predictions = metrics_of(self.task.kind), *self.rows
+        if not metrics:
+            return {}
+        values: dict[str, list[float]] = {name: [] for name in metrics}
+        for sample in samples:
+            given = [truths[n] for n in sample], [predictions[n] for n in sample]
+            for name, metric in metrics.items():
+                values[name].append(_number(name, metric.make(*given)) if given[0] else math.nan)
+        return {name: np.array(of_samples) for name, of_samples in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
         """The metrics [N] of all rows but one, each left out in turn: what the jackknife needs.
@@ -81,7 +102,9 @@ class RowStatistics:
             name: counts_NC.sum(axis=0) - counts_NC.toarray() for name, counts_NC in self.counts_NC.items()
         }
         rows_N = np.full(self.num_rows, self.num_rows - 1.0)
-        return kind_of(self.task).scores(rows_N, counts, sums, self.class_counts())
+        values = kind_of(self.task).scores(rows_N, counts, sums, self.class_counts())
+        rows = range(self.num_rows)
+        return values | self._own_scores([*rows[:n], *rows[n + 1 :]] for n in rows)
 
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
         """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
@@ -96,7 +119,16 @@ class RowStatistics:
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
         values = kind_of(self.task).scores(rows_B, counts, sums, self.class_counts())
+        drawn = (np.repeat(np.arange(self.num_rows), of_N.astype(int)).tolist() for of_N in weights_BN)
+        values |= self._own_scores(drawn)
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"the metric `{name}` must return a number, but got {show(value)}.") from None
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
@@ -122,5 +154,7 @@ def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Ex
     index_N = np.array([e for e, _, _ in rows], np.intp)
     predicted = [prediction for _, prediction, _ in rows]
     annotated = [example for _, _, example in rows]
-    counts_NC, values_N = kind_of(task).row_values(predicted, annotated)
-    return RowStatistics(task, len(examples), index_N, counts_NC, values_N)
+    kind = kind_of(task)
+    counts_NC, values_N = kind.row_values(predicted, annotated)
+    of_own = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
+    return RowStatistics(task, len(examples), index_N, counts_NC, values_N, of_own)

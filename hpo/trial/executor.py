@@ -13,18 +13,20 @@ import itertools
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpo.code import code_in_use, name_code, use_code
+from hpo.code import code_in_use, errors_of_code, name_code, use_code
 from hpo.config.limits import broken_limits, violations
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
+from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, limit_threads, probe_device
 from hpo.errors import (
     Incompatible,
@@ -34,6 +36,7 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
+from hpo.extensions import is_own, metrics_of
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
 from hpo.models.multitask import MultitaskModel
@@ -45,6 +48,7 @@ from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank
 from hpo.training.losses import check_loss
+from hpo.training.metrics import score
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
@@ -89,7 +93,7 @@ class Executor:
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_loss_settings()
+        self._check_settings_of_tasks()
         if device.type == "cpu":
             disable_malloc_trim()
             limit_threads(device)
@@ -98,17 +102,18 @@ class Executor:
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 
-    def _check_loss_settings(self) -> None:
-        """Refuse, before the first trial, a loss that fits no task, and the weight of no task."""
+    def _check_settings_of_tasks(self) -> None:
+        """Refuse, before the first trial, a loss that fits no task, and the weight or head of no task."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
-        weighted = {name.removeprefix(LOSS_WEIGHT) for name in space if name.startswith(LOSS_WEIGHT)}
-        for name in sorted(weighted | self.study.training.loss_weight.keys()):
-            if name not in names:
-                raise InputError(f"{LOSS_WEIGHT}{name}: there is no such task.{did_you_mean(name, names)}")
+        for prefix, field in OF_TASKS.items():
+            of_space = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
+            for name in sorted(of_space | getattr(self.study.training, field).keys()):
+                if name not in names:
+                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints."""
@@ -190,8 +195,8 @@ class Executor:
         """Check the study's data, tokenizers, models and heads before it is stored.
 
         Both splits are tokenised, and for each encoder of the study a small batch goes through model and loss
-        in fp32, forward and backward; other searched settings take their lowest value or first choice. Leaves
-        nothing but the cache of tokens.
+        in fp32, forward and backward, and for each choice that the study's own code brings; other searched
+        settings take their lowest value or first choice. Leaves nothing but the cache of tokens.
 
         Raises InputError.
         """
@@ -199,6 +204,8 @@ class Executor:
         lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
+        for task in self.tasks:
+            _check_metrics(task, self.dataset.splits["validation"])
         for named in _to_check(space):
             try:
                 self._check_parts(lowest_values | named)
@@ -208,11 +215,15 @@ class Executor:
                 self._check_parts(others | named)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
-        parts = build_trial(self.study, self.device, params, self.loader)
+        with errors_of_code():
+            parts = build_trial(self.study, self.device, params, self.loader)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         try:
-            Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
+            with errors_of_code():
+                Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
             _say_if_causal(parts.model)
+            with errors_of_code():
+                parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
@@ -233,6 +244,16 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
     for encoder, kind in itertools.product(encoders, kinds.values()):
         for target in [{}] if kind == {"adapter": "none"} else targets:
             yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
+    for name, of in space.items():
+        yield from ({name: choice} for choice in getattr(of, "choices", ()) if is_own(name, choice))
+
+
+def _check_metrics(task: Task, rows: Sequence[Example]) -> None:
+    """Raise what the task's metrics of the study's own code do, for the truth as it is predicted."""
+    if metrics_of(task.kind):
+        annotated = [row for row in rows if task.name in row.annotated]
+        with errors_of_code():
+            score(task, [kind_of(task).truth(row) for row in annotated], annotated)
 
 
 def _say_if_causal(model: MultitaskModel) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
 from hpo.data.tasks import Task
-from hpo.errors import InputError, did_you_mean
+from hpo.errors import InputError, Nonfinite, did_you_mean
+from hpo.extensions import METRICS
 from hpo.tasks.registry import is_error
 from hpo.training.metrics import primary_mean
 
@@ -41,9 +43,14 @@ def objective_value(
     """The value of a metric: `score` is the mean of the tasks' primary metrics.
 
     None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
-    not give a metric, because no row of the split was labelled.
+    not give a metric, because no row of the split was labelled, and Nonfinite where one that the study's own
+    code brings is not defined.
     """
     value: float | None
+    named = [(task.name, task.primary_metric) for task in tasks] if metric == "score" else []
+    for task_name, name in [*named, *([metric.split("/")] if "/" in metric else [])]:
+        if name in METRICS and metrics[task_name] and name not in metrics[task_name]:
+            raise Nonfinite(f"the metric {task_name}/{name} is not defined for these predictions.")
     if metric == "score":
         value = primary_mean(tasks, metrics)
     elif "/" in metric:
@@ -73,12 +80,12 @@ def limited_values(
 ) -> dict[str, float | None]:
     """The metrics `names` of a trial that has ended as `final_values`, wherever it has; None: not known."""
     measured, metrics = _measured(telemetry), telemetry.get("metrics")
-    return {
-        name: measured.get(name)
-        if name in MEASURED_METRICS or metrics is None
-        else objective_value(name, metrics, tasks, measured)
-        for name in names
-    }
+    values: dict[str, float | None] = {name: measured.get(name) for name in names}
+    for name in values:
+        if name not in MEASURED_METRICS and metrics is not None:
+            with suppress(Nonfinite):
+                values[name] = objective_value(name, metrics, tasks, measured)
+    return values
 
 
 def _measured(telemetry: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,13 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
+from hpo.extensions import is_own
 from hpo.errors import Incompatible, Unsupported
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
+from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
@@ -99,6 +101,10 @@ class TrialLoader:
 
     def build_encoder(self, config: TrialConfig) -> nn.Module:
         """A new encoder in fp32 weights, on the CPU."""
+        if is_own("encoder", config.encoder):
+            fields = TrialConfig.model_fields
+            changed = [name for name in REFUSED if getattr(config, name) != fields[name].default]
+            return build_own_encoder(str(config.encoder), config.option, changed)
         return load_encoder(
             config.encoder,
             attention=config.attention,

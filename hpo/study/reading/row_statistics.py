@@ -7,6 +7,7 @@ a thousand texts. Any metric, and what any row adds to it, can be computed of it
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
     for task, of in statistics.items():
         arrays[f"{task}/num_examples"] = np.array(of.num_examples)
         arrays[f"{task}/index"] = of.index_N
+        arrays[f"{task}/rows"] = np.array(json.dumps(of.rows))
         arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
         for name, counts_NC in of.counts_NC.items():
             arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
@@ -94,4 +96,16 @@ def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
         archive[f"{task.name}/index"].astype(np.intp),
         counts,
         {name: archive[place] for name, place in named("values").items()},
+        _rows(json.loads(str(archive[f"{task.name}/rows"]))) if f"{task.name}/rows" in archive else ((), ()),
+    )
+
+
+def _rows(sides: Any) -> Any:
+    """Truths and predictions of JSON, which has lists for the tuples of spans."""
+    return tuple(
+        [
+            [tuple(one) if isinstance(one, list) else one for one in row] if isinstance(row, list) else row
+            for row in side
+        ]
+        for side in sides
     )

@@ -1,0 +1,91 @@
+"""Encoders that a study's own code brings: any module of token ids that returns hidden states.
+
+Nothing of it is known but what it returns, so what is done to the inside of an encoder, and `attention` and
+dropout, which are set through a model's configuration, are refused: they are options of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from hpo.errors import ModelError
+from hpo.extensions import ENCODERS, options_of
+
+REFUSED = ("attention", "dropout", "attention_dropout", "adapter")
+"""Settings that need to know what the encoder is."""
+_NAME, _OPTIONS = "hpo_encoder", "hpo_options"
+"""Keys of an export's config.json."""
+
+
+class OwnEncoder(nn.Module):
+    """A module in the place of one of transformers: with a `config`, and a `last_hidden_state`."""
+
+    def __init__(self, name: str, option: Mapping[str, Any]) -> None:
+        super().__init__()
+        options = options_of(name, option)
+        self.module = ENCODERS[name].make(options)
+        if not isinstance(self.module, nn.Module):
+            what = type(self.module).__name__
+            raise ModelError(f"the encoder `{name}` must be a module, but it is a {what}.")
+        told: Any = {_NAME: name, _OPTIONS: options.model_dump(mode="json")}
+        self.config = PreTrainedConfig(**(told | {"hidden_size": self._hidden_size(name)}))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=_states(self.module(input_ids, attention_mask)))
+
+    def _hidden_size(self, name: str) -> int:
+        ids_BL = torch.ones(2, 3, dtype=torch.long)
+        with torch.no_grad():
+            states = _states(self.module.eval()(ids_BL, torch.ones_like(ids_BL)))
+        if not isinstance(states, Tensor) or states.ndim != 3 or states.shape[:2] != ids_BL.shape:
+            shape = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
+            raise ModelError(
+                f"the encoder `{name}` must give states (2, 3, D) of ids (2, 3), but gives {shape}."
+            )
+        return int(states.shape[2])
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.config.save_pretrained(folder)
+        save_model(self, str(folder / "model.safetensors"))
+
+
+def _states(output: Any) -> Any:
+    return getattr(output, "last_hidden_state", output)
+
+
+def build_own_encoder(name: str, option: Mapping[str, Any], changed: Sequence[str]) -> OwnEncoder:
+    """The encoder `name` of the study's own code, with its options.
+
+    Raises ModelError where it is none, or settings of `REFUSED` are `changed`.
+    """
+    if changed:
+        raise ModelError(
+            f"{changed[0]}: the encoder `{name}` of your own code does not have it. Leave it out."
+        )
+    return OwnEncoder(name, option)
+
+
+def load_own_encoder(folder: Path) -> OwnEncoder | None:
+    """The encoder of an export; None: it is none of a study's own code.
+
+    Raises ValueError, LookupError or OSError where the folder is not as it was written.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(config, dict) or _NAME not in config:
+        return None
+    name = config[_NAME]
+    encoder = OwnEncoder(name, {f"{name}.{key}": value for key, value in config[_OPTIONS].items()})
+    load_model(encoder, folder / "model.safetensors")
+    return encoder
