@@ -69,10 +69,10 @@ def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
     return Finished(exit_code, out.getvalue(), err.getvalue())
 
 
-def stored(folder: Path) -> StudyRecord:
-    """The tiny study in the default database of a folder."""
+def stored(folder: Path, name: str = "tiny") -> StudyRecord:
+    """A study in the default database of a folder."""
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return read_study(storage, "tiny")
+        return read_study(storage, name)
 
 
 def saved_steps(folder: Path, trial: int = 0) -> list[int]:

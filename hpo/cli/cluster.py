@@ -86,7 +86,7 @@ def submit(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
     trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
+    trust_code: TrustCodeOption = [],  # noqa: B006
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what is submitted; make and submit nothing.")
     ] = False,
@@ -107,11 +107,13 @@ def submit(
     if others := [other.replace("_", "-") for other in given if other in of_other]:
         here = "--kubernetes, which asks no database" if kubernetes else "--slurm"
         raise InputError(f"--{', --'.join(others)} means nothing to {here}. Leave it out.")
+    from hpo.code import code_in_use, name_code
+
+    code = code_in_use(config.code) if config else [name_code(one) for one in trust_code]
     if kubernetes:
-        _print_manifests(name, config, workers, given, as_json=as_json)
+        _print_manifests(name, config, workers, given | {"code": code}, as_json=as_json)
         return
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
-    from hpo.code import code_in_use
     from hpo.config.allowed import allowing
     from hpo.study.store.database import storage_url
 
@@ -123,7 +125,7 @@ def submit(
         num_workers=workers,
         sbatch=_sbatch_options(given),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
-        code=code_in_use(config.code) if config else (),
+        code=code,
         allow=allowing(config) if config else None,
     )
     array.check_time()
@@ -172,7 +174,7 @@ def _print_manifests(
         seconds=seconds_of(time) if time else None,
         volume_claim=given.get("volume_claim"),
     )
-    text = manifests(study, config, pods)
+    text = manifests(study, config, pods, given["code"])
     answer({"study": study, "manifests": text}, text, as_json=as_json)
 
 

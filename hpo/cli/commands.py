@@ -27,6 +27,7 @@ from hpo.cli import (  # noqa: F401  (their commands)
     planning,
     predicting,
     running,
+    starting,
     studies,
     tracking,
     working,

@@ -11,12 +11,13 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hpo.code import code_in_use
+from hpo.code import Code, code_in_use
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
 
@@ -40,11 +41,12 @@ class Pods:
     """A claim that pods on all nodes can mount: `runs/` and `data/` are folders in it."""
 
 
-def manifests(study: str, config: StudyConfig | None, pods: Pods) -> str:
+def manifests(study: str, config: StudyConfig | None, pods: Pods, named: Sequence[Code] = ()) -> str:
     """Return what `kubectl apply` takes.
 
     Args:
         config: of the study's file; None: the study is in the database.
+        named: the code that the user lets the pods run where the study is in the database.
 
     Raises:
         InputError: nothing would outlive a pod, or the memory is no quantity.
@@ -72,7 +74,8 @@ def manifests(study: str, config: StudyConfig | None, pods: Pods) -> str:
         **vars(pods),
         study=study,
         study_file=config.path.read_text() if config else None,
-        code=_code_files(config) if config else [],
+        code=_code_files(config) if config else [_file_of(code, code.name) for code in named if code.is_file],
+        trusting=[] if config else _trusting(named),
         name=f"hpo-{dns_label(study)}",
         num_pods=math.ceil(pods.num_workers / max(1, pods.num_gpus)),
         resources=json.dumps(resources),
@@ -94,8 +97,18 @@ def _code_files(config: StudyConfig) -> list[tuple[str, str, str]]:
             )
         if code.is_file:
             path = Path(code.place).relative_to(folder)
-            files.append((f"{code.sha256[:16]}.py", path.as_posix(), code.files[code.place].decode()))
+            files.append(_file_of(code, path.as_posix()))
     return files
+
+
+def _file_of(code: Code, path: str) -> tuple[str, str, str]:
+    return f"{code.sha256[:16]}.py", path, code.files[code.place].decode()
+
+
+def _trusting(named: Sequence[Code]) -> list[str]:
+    """The options of a worker that lets it run the code, files of which lie beside a study file."""
+    places = [f"/etc/hpo/{code.name}" if code.is_file else code.place for code in named]
+    return [word for place in places for word in ("--trust-code", place)]
 
 
 def dns_label(name: str, limit: int = 40) -> str:

@@ -1,0 +1,62 @@
+"""`hpo new`: what it writes works at once, and nothing is written over."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import finish, hpo_command, ok, start_hpo, stored
+
+import hpo
+from hpo.study.reading.study_record import best_trials
+
+
+def test_what_it_prints_is_typed(tmp_path: Path) -> None:
+    """Command after command as they stand there, in a process each."""
+    said = ok(finish(start_hpo(tmp_path, "new", "my posts/first"))).out
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  ")]
+    assert [line.split()[1] for line in commands] == ["check", "run", "best"]
+    for line in commands:
+        program, *words = shlex.split(line)
+        assert program == "hpo"
+        ok(finish(start_hpo(tmp_path, *words)))
+    record = stored(tmp_path, "first")
+    assert {trial.outcome for trial in record.trials} <= {"complete", "pruned"}, record.trials
+    (best,) = best_trials(record)
+    assert best.telemetry["metrics"]["mood"]["kappa"] > 0.2
+    folder = tmp_path / "my posts" / "first"
+    model = hpo.load(folder / "model", device="cpu", code=folder / "my_tasks.py")
+    answer = model.predict(["The driver was rude again."])[0]["mood"]
+    assert answer.label in ("angry", "pleased")
+
+
+@pytest.mark.parametrize("there", ["study.yaml", "my_tasks.py"])
+def test_nothing_is_written_over(tmp_path: Path, there: str) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / there).write_text("mine")
+    refused = hpo_command(tmp_path, "new", "first")
+    message = f"first/{there} must not be there yet; nothing was written"
+    assert (refused.exit_code, message in refused.err) == (2, True), refused
+    assert [path.name for path in (tmp_path / "first").iterdir()] == [there]
+    assert (tmp_path / "first" / there).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("a study", "The name of the folder must be letters, digits"),
+        ("file/inside", "file/inside: cannot be written: Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_be(tmp_path: Path, folder: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    refused = hpo_command(tmp_path, "new", folder)
+    assert (refused.exit_code, re.sub(r"\s+", " ", refused.err).count(message)) == (2, 1), refused
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_in_the_folder_where_one_is(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    assert ok(hpo_command(tmp_path / "here", "new", ".", "--json")).json["study"] == "here"
