@@ -172,7 +172,7 @@ def test_a_head_is_chosen_for_a_task_or_for_all_and_searched(tmp_path: Path) -> 
             "return options",
             "the encoder `gru` must be a module, but it is a Gru",
         ),
-        ("kappa_score(truths, predictions)", "kappa_score(truths)", "own_kind.py:41: TypeError: "),
+        ("kappa_score(truths, predictions)", "kappa_score(truths)", "own_kind.py:42: TypeError: "),
         (
             "return cohen_kappa_score(truths, predictions)",
             "return {}",
@@ -366,11 +366,12 @@ def test_the_database_can_have_nothing_of_these_run(tmp_path: Path, name: str) -
     code.write_text(MARKED)
     sha = hashlib.sha256(MARKED.encode()).hexdigest()
     source = {"source": name, "tasks": {"a": {"kind": "regression"}}, "options": {}}
+    searched = {"type": "categorical", "choices": [name, "minilm"], "when": {}}
     chosen = {"head_type": name, "head_types": {"criteria": name}}
     of_each = [
         {"data": source},
         {"model": {"encoder": name}},
-        {"search_space": {"encoder": {"type": "categorical", "choices": [name, "minilm"]}}},
+        {"search_space": {"encoder": searched}},
         {"training": chosen},
         {"objective": [{"metric": f"criteria/{name}", "direction": "maximize"}]},
     ]

@@ -70,11 +70,10 @@ def test_the_readmes_code_the_whole_way(tmp_path: Path) -> None:
     model = hpo.load(tmp_path / "model", device="cpu", code=tmp_path / "my_tasks.py")
     answers = [one["topic"].label for one in model.predict([str(row["text"]) for row in rows("e", 24)])]
     scored = ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json"))).json
-    assert scored["metrics"]["topic"]["kappa"] == cohen_kappa_score(["bad", "good"] * 12, answers) > 0.9, (
-        scored
-    )
+    found = scored["evaluation"]["metrics"]["topic"]["kappa"]
+    assert found == cohen_kappa_score(["bad", "good"] * 12, answers) > 0.9, scored
 
     deployed = ok(finish(start_hpo(tmp_path, "deploy", "tiny.yaml", "--json"), 300)).json
     assert deployed["objective"] == "topic/kappa"
-    assert {"fp32", "onnx-fp32"} <= {one["artifact"] for one in deployed["artifacts"]}, deployed
+    assert {"fp32", "onnx_fp32"} <= {one["artifact"] for one in deployed["artifacts"]}, deployed
     assert "kappa" in str(deployed["test"])
