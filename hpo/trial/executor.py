@@ -235,7 +235,8 @@ class Executor:
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """What is checked of a space: each encoder, without an adapter and with one, on each list of targets."""
+    """What is checked of a space: each encoder, without an adapter and with one, on each list of targets, and
+    what the study's own code brings."""
     encoders, adapters, targets = (
         [{name: value} for value in getattr(space.get(name), "choices", ())] or [{}]
         for name in ("encoder", "adapter", "lora_targets")
@@ -244,8 +245,8 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
     for encoder, kind in itertools.product(encoders, kinds.values()):
         for target in [{}] if kind == {"adapter": "none"} else targets:
             yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
-    for name, of in space.items():
-        yield from ({name: choice} for choice in getattr(of, "choices", ()) if is_own(name, choice))
+    for name in space.keys() - {"encoder"}:
+        yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
 
 
 def _check_metrics(task: Task, rows: Sequence[Example]) -> None:

@@ -25,8 +25,8 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
-from hpo.extensions import is_own
 from hpo.errors import Incompatible, Unsupported
+from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
@@ -102,8 +102,8 @@ class TrialLoader:
     def build_encoder(self, config: TrialConfig) -> nn.Module:
         """A new encoder in fp32 weights, on the CPU."""
         if is_own("encoder", config.encoder):
-            fields = TrialConfig.model_fields
-            changed = [name for name in REFUSED if getattr(config, name) != fields[name].default]
+            known = TrialConfig.model_fields
+            changed = [name for name in REFUSED if getattr(config, name) != known[name].default]
             return build_own_encoder(str(config.encoder), config.option, changed)
         return load_encoder(
             config.encoder,
