@@ -18,9 +18,9 @@ This module does not import PyTorch: `amp.py` turns the values into autocast, sc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -245,6 +245,16 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
 
 def _usable(answer: Support, config: AmpConfig) -> bool:
     return answer.level == "native" or (answer.level == "emulated" and config.allow_emulated)
+
+
+def choice_name(setting: str, value: object) -> str:
+    """What a device may leave out, by one name: `bf16` of `fp_precision`, or `base_precision=nf4`."""
+    return str(value) if setting == PRECISION else f"{setting}={value}"
+
+
+def named_choices(params: Mapping[str, Any]) -> list[str]:
+    """The `choice_name` of each of a trial's parameters that a device may lack."""
+    return [choice_name(name, params[name]) for name in (PRECISION, BASE_PRECISION) if name in params]
 
 
 def base_lacks(name: str, device: DeviceInfo) -> str:

@@ -197,6 +197,8 @@ def build_trial(
     note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
     base = config.base_precision
     resolution = replace(resolve(requested, device, config.amp), base=base)
+    if config.adapter != "none":
+        note(base_precision={"requested": base, "effective": None})
     if lacking := base_lacks(base, device):
         raise Unsupported(lacking)
     if resolution.precision.float8 and base != "fp32":

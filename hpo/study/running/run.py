@@ -21,7 +21,7 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import release_free_memory
-from hpo.precision.table import apply_preset, left_out
+from hpo.precision.table import BASE_PRECISION, apply_preset, base_lacks, choice_name, left_out
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteStore, open_remote_store
@@ -195,9 +195,10 @@ def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInf
 
 
 def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
-    """Return which of the study's precisions `device` does not run, with the reason.
+    """Return which of the study's precisions `device` does not run, by `choice_name`, with the reason.
 
-    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`.
+    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`, or has none of
+    the base precisions.
     """
     precisions = config.precisions or apply_preset(config.amp, device)[1:]
     lacking = left_out(precisions, device, config.amp)
@@ -208,7 +209,12 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
             "set `amp.on_unsupported: fallback` to run the nearest that works, or `amp.allow_emulated: true` "
             "where it is emulated."
         )
-    return lacking
+    searched = config.search_space.get(BASE_PRECISION)
+    bases = searched.grid() if searched else (config.training.base_precision,)
+    no_base = {name: reason for name in bases if (reason := base_lacks(str(name), device))}
+    if len(no_base) == len(bases):
+        raise InputError(" ".join(dict.fromkeys(no_base.values())))
+    return lacking | {choice_name(BASE_PRECISION, name): reason for name, reason in no_base.items()}
 
 
 def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:

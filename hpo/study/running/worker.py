@@ -29,7 +29,7 @@ from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import refusal
 from hpo.errors import HpoError, LeaseLostError
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION
+from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.claims.leases import WorkerLease
@@ -233,17 +233,22 @@ class _Runnable:
 
     def __call__(self, params: Mapping[str, Any]) -> bool:
         """`params` are those that the trial has so far."""
-        possible = self._possible(params)
-        return not possible or not self.skipped.issuperset(possible)
+        return any(self.skipped.isdisjoint(names) for names in self._possible(params))
 
     def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The precisions that unfinished trials with these parameters need and the device lacks."""
-        needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
-        return tuple(name for name in self.precisions if name in needed)
+        """What unfinished trials with these parameters need and the device lacks."""
+        possible = (names for params in unfinished for names in self._possible(params))
+        needed = self.skipped & {name for names in possible for name in names}
+        return (
+            *(name for name in self.precisions if name in needed),
+            *sorted(needed.difference(self.precisions)),
+        )
 
-    def _possible(self, params: Mapping[str, Any]) -> Sequence[str]:
-        """The precisions that the trial may have; none where the study does not search them."""
-        if PRECISION in params:
-            return [params[PRECISION]]
-        sampler = self.study.sampler
-        return sampler.precisions_left(self.study) if isinstance(sampler, SharedGrid) else self.precisions
+    def _possible(self, params: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """What the trial may need of a device, one of these lists by `named_choices`."""
+        own, sampler = named_choices(params), self.study.sampler
+        if not own and isinstance(sampler, SharedGrid):
+            return [named_choices(point) for point in sampler.points_left(self.study)]
+        if PRECISION in params or not self.precisions:
+            return [own]
+        return [[name, *own] for name in self.precisions]

@@ -14,7 +14,7 @@ distribution with all choices. Of the trials, a sampler is not shown what says n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.search_space import SearchSpace
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION
+from hpo.precision.table import named_choices
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
 MORE_MEMORY = 1.05
@@ -40,7 +41,7 @@ class WorkerDevice:
     memory_bytes: int | None = None
     """What a trial may take."""
     left_out: Mapping[str, str] | None = None
-    """Precisions of the study that the device does not run, each with the reason; of `table.left_out`."""
+    """Precisions of the study that the device does not run, by `table.choice_name`, each with the reason."""
     kind: str = ""
     """`DeviceInfo.kind`."""
     checked_on: str | None = None
@@ -51,7 +52,7 @@ class WorkerDevice:
         outcome = trial.user_attrs.get("outcome")
         telemetry = trial.user_attrs.get("telemetry", {})
         if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
-            return trial.params.get(PRECISION) not in self.left_out
+            return not any(name in self.left_out for name in named_choices(trial.params))
         if outcome == Outcome.INCOMPATIBLE and self.checked_on is not None:
             checked = telemetry.get("compatibility", {})
             return bool(checked.get("checked_on", self.checked_on) != self.checked_on)
@@ -104,7 +105,7 @@ class WrapperSampler(BaseSampler):
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only the precisions `runnable` of `choices`, and shows its sampler what matters on `device`.
+    """Draws only the precisions of `drawn`, a part of `space`, and shows its sampler what matters here.
 
     With `models_choices`, the sampler is to see no other precision than those.
     """
@@ -113,20 +114,17 @@ class DeviceSampler(WrapperSampler):
         self,
         sampler: BaseSampler,
         device: WorkerDevice,
-        choices: Sequence[Any],
-        runnable: Sequence[Any],
+        space: SearchSpace,
+        drawn: SearchSpace,
         *,
         models_choices: bool,
     ) -> None:
         super().__init__(sampler)
         self._device = device
-        self._runnable = runnable
         self._models_choices = models_choices
-        self._all: dict[str, BaseDistribution] = {}
-        self._narrow: dict[str, BaseDistribution] = {}
-        if len(runnable) < len(choices):
-            self._all[PRECISION] = CategoricalDistribution(choices)
-            self._narrow[PRECISION] = CategoricalDistribution(runnable)
+        narrowed = [name for name in drawn if len(drawn[name].grid()) < len(space[name].grid())]
+        self._all = {name: CategoricalDistribution(space[name].grid()) for name in narrowed}
+        self._narrow = {name: CategoricalDistribution(drawn[name].grid()) for name in narrowed}
 
     def view(self, study: Study, _: FrozenTrial) -> Study:
         def read() -> list[FrozenTrial]:
@@ -141,22 +139,23 @@ class DeviceSampler(WrapperSampler):
         if not (self._narrow and self._models_choices):
             return trial
         shown = copy.copy(trial)
-        if PRECISION in trial.params:
-            if trial.params[PRECISION] not in self._runnable:
+        if mine := {name: one for name, one in self._narrow.items() if name in trial.params}:
+            if any(trial.params[name] not in one.choices for name, one in mine.items()):
                 return None
-            shown.distributions = trial.distributions | self._narrow
+            shown.distributions = trial.distributions | mine
         elif trial.state == TrialState.RUNNING:
             shown.system_attrs = {}  # TPE and GP keep there what they proposed to the other worker
         return shown
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         self._space = super().infer_relative_search_space(study, trial)
-        return self._space | (self._all if PRECISION in self._space else {})
+        return self._space | {name: one for name, one in self._all.items() if name in self._space}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, *_: object) -> dict[str, Any]:
         params = super().sample_relative(study, trial, self._space)
-        if self._narrow and params.get(PRECISION) not in self._runnable:
-            params.pop(PRECISION, None)  # Optuna asks `sample_independent` for what is not there
+        for name, one in self._narrow.items():
+            if params.get(name) not in one.choices:
+                params.pop(name, None)  # Optuna asks `sample_independent` for what is not there
         return params
 
     def sample_independent(

@@ -22,7 +22,7 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION
+from hpo.precision.table import BASE_PRECISION, PRECISION
 from hpo.study.sampling.device_sampler import WrapperSampler
 
 MIN_INFEASIBLE_TRIALS = 3
@@ -54,7 +54,7 @@ class InfeasibleFilterSampler(WrapperSampler):
 
     A choice is blamed once it has had `MIN_INFEASIBLE_TRIALS` such trials. The choice with the most of them
     comes first and explains its trials, so that a batch size is not blamed for a precision. Trials that
-    ended as `unsupported` prove by themselves that this precision does not work here.
+    ended as `unsupported` prove by themselves that this precision, or base precision, does not work here.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
@@ -108,9 +108,11 @@ def _choices(trial: FrozenTrial) -> list[Choice]:
 def _weights(infeasible: FrozenTrial, feasible: Set[Choice]) -> dict[Choice, int]:
     """The choices that may be to blame for the trial, and how much it counts against each."""
     weights = dict.fromkeys(_choices(infeasible), 1)
-    precision = (PRECISION, infeasible.params.get(PRECISION))
-    if infeasible.user_attrs.get("outcome") == Outcome.UNSUPPORTED and precision in weights:
-        weights = dict.fromkeys(weights, 0) | {precision: MIN_INFEASIBLE_TRIALS}
+    base = infeasible.user_attrs.get("telemetry", {}).get("base_precision", {})
+    name = BASE_PRECISION if base.get("effective", "") is None else PRECISION
+    lacking = (name, infeasible.params.get(name))
+    if infeasible.user_attrs.get("outcome") == Outcome.UNSUPPORTED and lacking in weights:
+        weights = dict.fromkeys(weights, 0) | {lacking: MIN_INFEASIBLE_TRIALS}
     return {choice: weight for choice, weight in weights.items() if choice not in feasible}
 
 

@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import SearchSpace, grid
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION
+from hpo.precision.table import named_choices
 from hpo.study.store.optuna_internals import all_trials, storage_of, trial_id_of
 
 Lock = Callable[[], AbstractContextManager[object]]
@@ -66,10 +66,9 @@ class SharedGrid(BaseSampler):
         self._skipped = skipped
         self._lock = lock
 
-    def precisions_left(self, study: Study) -> list[str]:
-        """Of the points that are left to try, the precisions."""
-        untried = self._untried(all_trials(study)) or self._points
-        return list(dict.fromkeys(point[PRECISION] for point in untried if PRECISION in point))
+    def points_left(self, study: Study) -> Sequence[Point]:
+        """Those that are left to try."""
+        return self._untried(all_trials(study)) or self._points
 
     def _untried(self, trials: Sequence[FrozenTrial]) -> list[Point]:
         tried = {tuple(trial.system_attrs[POINT_ATTR].values()) for trial in _tried(trials)}
@@ -100,7 +99,8 @@ class SharedGrid(BaseSampler):
         """
         untried = self._untried(trials)
         for point in [*untried, *self._points] if fixed or not untried else untried:
-            runnable = PRECISION in fixed or point.get(PRECISION) not in self._skipped
+            drawn = {name: value for name, value in point.items() if name not in fixed}
+            runnable = not any(name in self._skipped for name in named_choices(drawn))
             if runnable and fixed.items() <= point.items():
                 return point
         return {**self._points[0], **fixed} if fixed else None

@@ -32,7 +32,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from hpo.config.search_space import SearchSpace, is_finite
-from hpo.precision.table import PRECISION
+from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
@@ -64,11 +64,10 @@ def build_sampler(
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
     drawn = drawn_space(space, skipped)
-    choices, runnable = (one[PRECISION].grid() if PRECISION in one else () for one in (space, drawn))
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32
     sampler = _build_optuna_sampler(config, drawn, seed, explores=explores and models)
-    return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
+    return DeviceSampler(sampler, device, *map(_of_devices, (space, drawn)), models_choices=models)
 
 
 def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
@@ -76,11 +75,17 @@ def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
 
     Where a device runs no choice, `run_worker` asks for no proposal.
     """
-    if PRECISION not in space:
-        return space
-    choices = space[PRECISION].grid()
-    runnable = tuple(choice for choice in choices if choice not in skipped) or choices
-    return {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
+    drawn = dict(space)
+    for name, one in _of_devices(space).items():
+        choices = one.grid()
+        runnable = tuple(value for value in choices if choice_name(name, value) not in skipped) or choices
+        drawn[name] = one.model_copy(update={"choices": runnable})
+    return drawn
+
+
+def _of_devices(space: SearchSpace) -> SearchSpace:
+    """The settings of which a device may lack choices."""
+    return {name: space[name] for name in (PRECISION, BASE_PRECISION) if name in space}
 
 
 def _build_optuna_sampler(
