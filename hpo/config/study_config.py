@@ -38,6 +38,7 @@ from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
+from hpo.config.state_settings import study_state_problems
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
@@ -301,6 +302,7 @@ class StudyConfig(CheckedSection):
 
     def problems(self) -> Iterator[Problem]:
         yield from study_problems(self.training, self.search_space)
+        yield from study_state_problems(self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

@@ -156,7 +156,12 @@ class TrialSettings(CheckedSection):
     """`torch.compile`'s `dynamic`: symbolic shapes; left out, PyTorch decides."""
 
     optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
-    """Optimiser. Its state is fp32 in every precision."""
+    """Optimiser. It steps in fp32 in every precision."""
+    optimizer_state: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
+    """What the moments of `adamw`, `adam` and `lion` are kept in between steps, of 4096 weights or more at a
+    time: for AdamW 8 bytes a weight in fp32, 4 in bf16, 2 in int8 and fp8, 1 in int4."""
+    embedding_state: Literal["fp32", "optimizer_state"] = "fp32"
+    """Those of embeddings, of which most rows have no gradient in a step: in fp32, or as the others."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
     lora_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None

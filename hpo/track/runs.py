@@ -118,6 +118,7 @@ def _facts(trial: TrialRecord) -> dict[str, str]:
         "precision_agrees": None if precision.get("agrees") is None else format_value(precision["agrees"]),
         "precision_reason": precision.get("reason"),
         "compatibility": (trial.telemetry.get("compatibility") or {}).get("verdict"),
+        "optimizer_state": (trial.telemetry.get("optimizer_state") or {}).get("effective"),
         "device": device.get("name"),
         "host": device.get("host"),
         "torch": device.get("torch"),

@@ -8,9 +8,9 @@ A schedule is a factor of these rates, a function of the share of the budget tha
 of seconds works like one of steps, and a resumed trial needs no scheduler state.
 
 bf16 weights: a bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 % of the difference a
-step, which bf16 rounds away, so the state is kept in fp32 and only the weights are rounded
-(`Float32Optimizer`). Gradients are accumulated and clipped in the dtype of their weights (on a CPU by a norm
-in fp32).
+step, which bf16 rounds away, so every step is made in fp32 and only the weights are rounded
+(`Float32Optimizer`); the state is in fp32 too, unless `optimizer_state` says otherwise. Gradients are
+accumulated and clipped in the dtype of their weights (on a CPU by a norm in fp32).
 
 A bf16 weight w has neighbours w / 256 to w / 128 away, so rounding to nearest loses an update of less than
 w / 512, in every step anew, and weight decay too. Fine-tuning at a rate of 2e-5 moves a weight of 0.05 by
@@ -20,7 +20,7 @@ less than that: `updates_lost` of `hpo.training.numerics` says how many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
+from hpo.training.optimizer_states import SIGNED, Encoded, decode, encode, is_kept_short, state_facts
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda remaining: remaining,
@@ -39,6 +40,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """The rate's factor after warm-up, by the share of the budget after it that remains."""
 CHUNK_ELEMENTS = 2**24
 """Weights that an optimiser of ours holds in fp32 at a time; 16.8 M are 64 MiB, and as much of gradients."""
+DECODED_ELEMENTS = 2**22
+"""Likewise where the moments are kept short, whose decoded ones take twice as much."""
 
 
 def parameter_groups(
@@ -80,8 +83,13 @@ def build_optimizer(
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     option: Mapping[str, Any] = {},
+    state: str = "fp32",
+    fp32_state: Collection[Tensor] = (),
 ) -> Optimizer:
-    """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
+    """Return the optimiser over `groups`, whatever the dtype of the weights.
+
+    Its state is kept as `state` says (`hpo.training.optimizer_states`), that of the weights `fp32_state` in
+    fp32, and every step is made in fp32.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -107,11 +115,11 @@ def build_optimizer(
         options["momentum"] = betas[0]
     build = partial(OPTIMIZERS[name], **options) if name in OPTIMIZERS else _own_optimizer(name, option)
     own = [dict(group) for group in groups]  # to which the optimiser adds its options
-    if all(parameter.dtype == torch.float32 for parameter in parameters):
+    if state == "fp32" and all(parameter.dtype == torch.float32 for parameter in parameters):
         optimizer = build(own)
         _start_momentum(optimizer, {parameter: parameter for parameter in parameters})
         return optimizer
-    return Float32Optimizer(own, build)
+    return Float32Optimizer(own, build, state, fp32_state)
 
 
 def _own_optimizer(name: str, option: Mapping[str, Any]) -> Callable[..., Optimizer]:
@@ -124,6 +132,16 @@ def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], floa
     return partial(own.make, options=extensions.options_of(name, option)) if own else None
 
 
+def optimizer_state_facts(optimizer: Optimizer, requested: str) -> dict[str, Any]:
+    """What is stored of an `optimizer_state`: as it was requested, what it is, and what the moments take."""
+    if not isinstance(optimizer, Float32Optimizer):
+        return {"requested": requested, "effective": "fp32", **state_facts("fp32", optimizer.state.values())}
+    effective = optimizer.kind if any(optimizer.moments.values()) else "fp32"
+    reason = "" if effective == requested else "no matrix of the model is large enough."
+    facts = state_facts(optimizer.kind, [*optimizer.inner.state.values(), *optimizer.moments.values()])
+    return {"requested": requested, "effective": effective, "reason": reason, **facts}
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether it is one of PyTorch's fused optimisers."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -132,10 +150,12 @@ def is_fused(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Step, where `found_inf` is 0 and not 1.
 
-    The fused optimisers and Lion read that on the device; for Adafactor this waits, as GradScaler does.
+    The fused optimisers and Lion read that on the device. For Adafactor, and for moments that are kept short
+    and would be encoded anew, this waits, as GradScaler does.
     """
     stepping: Any = optimizer.inner if isinstance(optimizer, Float32Optimizer) else optimizer
-    if is_fused(stepping) or isinstance(stepping, Lion):
+    is_short = isinstance(optimizer, Float32Optimizer) and optimizer.kind != "fp32"
+    if not is_short and (is_fused(stepping) or isinstance(stepping, Lion)):
         stepping.found_inf = found_inf
     elif found_inf:
         return
@@ -220,7 +240,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 class Float32Optimizer(Optimizer):
-    """An optimiser that steps in fp32 over weights in a shorter dtype.
+    """An optimiser that steps in fp32 over weights, or with moments, in a shorter dtype.
 
     `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies
     weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back.
@@ -229,11 +249,22 @@ class Float32Optimizer(Optimizer):
     already are stepped in place.
 
     To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
-    learning rates see these. The state is the inner optimiser's.
+    learning rates see these. The state is the inner optimiser's, but for the moments that are kept as `kind`
+    says: these are decoded for the step of their chunk, and encoded again after it.
+
+    Args:
+        groups: of the parameters.
+        build: makes the inner optimiser.
+        kind: of `hpo.training.optimizer_states`.
+        fp32_state: the weights whose moments are kept in fp32 all the same.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], Optimizer],
+        kind: str = "fp32",
+        fp32_state: Collection[Tensor] = (),
     ) -> None:
         super().__init__(groups, {})
         stand_ins = {
@@ -246,7 +277,20 @@ class Float32Optimizer(Optimizer):
         )
         _start_momentum(self.inner, {stand_in: weight for weight, stand_in in stand_ins.items()})
         self._copy_options(self.inner.param_groups, self.param_groups)
-        self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
+        self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS if kind == "fp32" else DECODED_ELEMENTS))
+        self.kind = kind
+        left = {id(weight) for weight in fp32_state}
+        self._order: dict[Tensor, int] = {
+            stand_in: index for index, stand_in in enumerate(stand_ins.values())
+        }
+        self.moments: dict[int, dict[str, Encoded]] = {
+            self._order[stand_in]: {}
+            for weight, stand_in in stand_ins.items()
+            if is_kept_short(weight, kind) and id(weight) not in left
+        }
+        """By the numbers of the parameters; empty before their first step."""
+        self.num_encoded = 0
+        """How often a moment was encoded: the seed of its chances."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -257,23 +301,54 @@ class Float32Optimizer(Optimizer):
             for weight, stand_in in with_gradient:
                 stand_in.data = weight.detach().to(torch.float32)
                 stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
+                self._decode(stand_in)
             # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
             self.inner.step()
             for weight, stand_in in with_gradient:
+                self._encode(stand_in)
                 stand_in.grad = None
                 if weight.dtype != torch.float32:
                     weight.copy_(stand_in.detach())
                 stand_in.data = stand_in.new_empty(0)
 
+    def _decode(self, stand_in: Tensor) -> None:
+        """Give the inner optimiser the moments of a parameter in fp32."""
+        for name, encoded in self.moments.get(self._order[stand_in], {}).items():
+            self.inner.state[stand_in][name] = decode(encoded, name, self.kind, stand_in.shape)
+
+    def _encode(self, stand_in: Tensor) -> None:
+        """Take them from it."""
+        number, state = self._order[stand_in], self.inner.state[stand_in]
+        if number not in self.moments:
+            return
+        for name in SIGNED.keys() & state.keys():
+            self.num_encoded += 1
+            self.moments[number][name] = encode(state.pop(name), name, self.kind, self.num_encoded)
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimiser's state; learning rates are those of this optimiser."""
         self._copy_options(self.param_groups, self.inner.param_groups)
-        return self.inner.state_dict()
+        state = self.inner.state_dict()
+        if self.kind == "fp32":
+            return state
+        return state | {"moments": self.moments, "num_encoded": self.num_encoded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(
+            {key: value for key, value in state_dict.items() if key in ("state", "param_groups")}
+        )
         self._copy_options(self.inner.param_groups, self.param_groups)
+        if self.kind != "fp32":
+            self.num_encoded = state_dict["num_encoded"]
+            device = self.param_groups[0]["params"][0].device
+            self.moments = {
+                number: {
+                    name: {part: tensor.to(device) for part, tensor in encoded.items()}
+                    for name, encoded in moments.items()
+                }
+                for number, moments in state_dict["moments"].items()
+            }
 
     @staticmethod
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

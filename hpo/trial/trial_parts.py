@@ -174,7 +174,15 @@ class TrialParts:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas, option=config.option)
+        embeddings = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
+        return build_optimizer(
+            config.optimizer,
+            groups,
+            betas=config.betas,
+            option=config.option,
+            state=config.optimizer_state,
+            fp32_state=embeddings if config.embedding_state == "fp32" else (),
+        )
 
 
 def build_trial(

@@ -33,6 +33,7 @@ from hpo.training.compilation import (
 )
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
+from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
@@ -232,6 +233,8 @@ class TrialRun:
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
+        kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
+        self.recorder.note(optimizer_state=kept)
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
         scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
         best_values = self.best.values if self.best else None
