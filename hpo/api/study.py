@@ -144,14 +144,14 @@ class Study:
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, the best, and its history as a picture."""
         from hpo.report.charts import history
-        from hpo.report.figures import plotly_figure
+        from hpo.report.picture import svg
         from hpo.report.tables import StudyTables, brief_summary
 
         record = self.record
         counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
         tables = StudyTables(record)
-        picture = plotly_figure(history(tables)).to_html(full_html=False, include_plotlyjs="cdn")
-        return f"<b>{record.name}</b>: {counts}{brief_summary(tables).to_html(index=False)}{picture}"
+        summary = brief_summary(tables).to_html(index=False)
+        return f"<b>{record.name}</b>: {counts}{summary}{svg(history(tables))}"
 
 
 def _study_of(content: Mapping[str, Any]) -> StudyConfig:
