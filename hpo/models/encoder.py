@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ def attention_on(device: str, attention: str) -> str:
     return "sdpa" if device == "cpu" and attention == "flash" else attention
 
 
+_logger = logging.getLogger("hpo.models")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The names that configurations give to these settings.
 _DROPOUT_KEYS = {
@@ -172,6 +174,8 @@ def load_encoder(
             f"{shown}: hpo trains encoders and decoders, but {config.model_type} is both, and the half that "
             "makes text would be dead weight. Use BERT or the like."
         )
+    if folder is not None:
+        _say_of_weights(shown, config.dtype)
     config.use_cache = False  # of keys and values, for making text
     _set_dropout(config, shown, dropout=dropout, attention_dropout=attention_dropout)
 
@@ -286,6 +290,14 @@ def is_causal(encoder: Any) -> bool:
         encoder.train(was_training)
     one_LD, other_LD = outputs.last_hidden_state[:, :-1].float()
     return torch.allclose(one_LD, other_LD, rtol=1e-5, atol=1e-6 * float(one_LD.abs().max()))
+
+
+@cache
+def _say_of_weights(shown: str, dtype: torch.dtype | str | None) -> None:
+    """Say once that a checkpoint has weights of another type than fp32, as other tools would train them."""
+    name = str(dtype).removeprefix("torch.")
+    if name in ("bfloat16", "float16"):
+        _logger.info("the weights of %s are stored in %s; they are loaded, and trained, in fp32", shown, name)
 
 
 def _check_weights(missing: Iterable[str], shown: str) -> None:

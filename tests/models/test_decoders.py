@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import hpo_command, ok
+from command_line import stored as stored_study
 from every_kind import TASKS, WINDOWS, write_every_kind
+from jsonl_sets import write_set
 from safetensors.torch import load_file
-from tiny import CPU
+from tiny import CPU, write_study
 from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
-from transformers import AutoModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hpo
 from hpo.config.study_config import load_study
+from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import ModelError
-from hpo.models.encoder import is_causal, load_encoder
+from hpo.models.encoder import is_causal, load_encoder, load_tokenizer
 from hpo.models.multitask import pool_last
 from hpo.outcome import Outcome
 from hpo.precision.amp import prepare_model
@@ -123,3 +130,77 @@ def test_one_is_searched_exported_and_loaded(tmp_path: Path) -> None:
     assert type(AutoModel.from_pretrained(tmp_path / "model")).__name__ == "Qwen3Model"
     again = ok(hpo_command(tmp_path, "best", path.name, "--evaluate", "validation", "--json")).json
     assert again["trials"][0]["number"] == scored["number"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_tied_checkpoint_in_16_bits_is_loaded_in_fp32(
+    tmp_path: Path, name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As these are published: with the head of a language model that is tied to the embeddings."""
+    settings = {key: value for key, value in DECODERS[name].items() if key != "model_type"}
+    config = AutoConfig.for_model(DECODERS[name]["model_type"], **settings, tie_word_embeddings=True)
+    language_model = AutoModelForCausalLM.from_config(config).to(dtype)
+    assert language_model.lm_head.weight is language_model.get_input_embeddings().weight
+    language_model.save_pretrained(tmp_path)
+    load_tokenizer(DECODERS[name]).save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "hpo.models"):
+        encoders = [load_encoder(str(tmp_path)) for _ in range(2)]
+    told = (
+        f"{tmp_path} are stored in {str(dtype).removeprefix('torch.')}; they are loaded, and trained, in fp32"
+    )
+    assert [told in message for message in caplog.messages] == [True], "once"
+    stored = load_file(tmp_path / "model.safetensors")
+    for key, value in encoders[0].state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, stored[f"model.{key}"].float()), key
+    assert not any("lm_head" in key for key in encoders[0].state_dict())
+    assert {buffer.dtype for buffer in encoders[0].buffers() if buffer.is_floating_point()} == {torch.float32}
+
+
+def bare_decoder(folder: Path) -> Path:
+    """A checkpoint whose tokenizer has no special token at all, so no padding either."""
+    words = ["late", "again", "fine", "the", "parcel", "?"]
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    settings = {key: value for key, value in DECODERS["llama"].items() if key != "model_type"}
+    none = {"vocab_size": len(words), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model("llama", **settings | none)).save_pretrained(folder)
+    return folder
+
+
+def bare_rows(split: str, size: int) -> list[dict[str, Any]]:
+    """Of unlike lengths, so that batches are padded."""
+    texts = ("the parcel again late", "fine", "late", "the parcel fine")
+    moods = ("bad", "good", "bad", "good")
+    return [
+        {"id": f"{split}-{n}", "text": texts[n % 4], "labels": {"mood": moods[n % 4]}} for n in range(size)
+    ]
+
+
+def test_the_last_token_without_special_tokens_from_training_to_onnx(tmp_path: Path) -> None:
+    encoder = bare_decoder(tmp_path / "decoder")
+    task = {"mood": {"kind": "single_label", "classes": ["bad", "good"]}}
+    write_set(tmp_path / "rows", task, train=bare_rows("t", 32), validation=bare_rows("v", 8))
+    training = {"max_steps": 40, "batch_size": 8, "pooling": "last", "learning_rate": 3e-3, "max_length": 16}
+    data = {"source": "jsonl", "path": "rows"}
+    path = write_study(
+        tmp_path, data=data, model={"encoder": str(encoder)}, training=training, search_space={}, n_trials=1
+    )
+    ok(hpo_command(tmp_path, "run", path.name))
+    (trial,) = stored_study(tmp_path).trials
+    assert trial.outcome == "complete", trial.reason
+    ok(hpo_command(tmp_path, "best", path.name, "--export", "model"))
+    model = hpo.load(tmp_path / "model", device="cpu", precision="fp32")
+    assert model.tokenizer.pad_token is None
+    onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu")
+    texts = [str(row["text"]) for row in bare_rows("x", 7)]
+    together, one_by_one, by_onnx = (
+        [one["mood"].scores["bad"] for one in found]
+        for found in (model.predict(texts), [model.predict([text])[0] for text in texts], onnx.predict(texts))
+    )
+    assert together == pytest.approx(one_by_one, abs=1e-5)
+    assert together == pytest.approx(by_onnx, abs=1e-5)
+    assert [score > 0.5 for score in together] == [n % 4 in (0, 2) for n in range(7)]
