@@ -99,30 +99,29 @@ class MlflowTracker:
             history = self._client.get_metric_history(known.run_id, "epoch")
             known.steps = {metric.step for metric in history}
         new = [point for point in run.points if point.step not in known.steps]
-        self._log(known.run_id, metrics=[metric for point in new for metric in _metrics(point)])
-        known.steps |= {point.step for point in new}
         at = (int((run.ended or run.started) * 1000), run.points[-1].step if run.points else 0)
         results = {name: value for name, value in run.results.items() if known.results.get(name) != value}
-        self._log(known.run_id, metrics=[_metric(name, value, *at) for name, value in results.items()])
-        self._log(
-            known.run_id, params=[Param(name, str(value)) for name, value in sorted(run.params.items())]
-        )
-        tags = {**run.facts, "mlflow.runName": run.name}
-        self._log(known.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        metrics = [metric for point in new for metric in _metrics(point)]
+        metrics += [_metric(name, value, *at) for name, value in results.items()]
+        self._log(known.run_id, MAX_METRICS, metrics=metrics)
+        params = [Param(name, str(value)) for name, value in sorted(run.params.items())]
+        self._log(known.run_id, MAX_PARAMS, params=params)
         if run.ended is None:
             self._client.update_run(known.run_id, status=_STATUS[run.status])
         else:
             self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
-        self._client.set_tag(known.run_id, DIGEST, run.digest)  # last: all of it is there
+        tags = {**run.facts, "mlflow.runName": run.name, DIGEST: run.digest}  # last: all of it is there
+        self._log(known.run_id, MAX_PARAMS, tags=[RunTag(name, value) for name, value in tags.items()])
+        known.steps |= {point.step for point in new}
         known.results |= results
         known.digest = run.digest
 
-    def _log(self, run_id: str, **entities: Sequence[Any]) -> None:
-        """Send the entities of one kind, in as many requests as MLflow wants."""
-        for kind, rows in entities.items():
-            left = iter(rows)
-            while chunk := list(islice(left, MAX_METRICS if kind == "metrics" else MAX_PARAMS)):
-                self._client.log_batch(run_id, **{kind: chunk})
+    def _log(self, run_id: str, at_most: int, **entities: Sequence[Any]) -> None:
+        """Send the entities of one kind, so many in a request."""
+        ((kind, rows),) = entities.items()
+        left = iter(rows)
+        while chunk := list(islice(left, at_most)):
+            self._client.log_batch(run_id, **{kind: chunk})
 
     def _find(self, run: Run) -> _Known:
         """The run of a trial, made if there is none."""
@@ -151,10 +150,7 @@ class MlflowTracker:
             same.sort(key=lambda run: run.info.run_id)
             for run in same[1:]:
                 self._client.delete_run(run.info.run_id)
-        return {
-            key: _Known(first.info.run_id, first.data.tags.get(DIGEST, ""), dict(first.data.metrics))
-            for key, (first, *_) in found.items()
-        }
+        return {key: _known(first) for key, (first, *_) in found.items()}
 
     def _find_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -186,6 +182,12 @@ class MlflowTracker:
             said = "does not answer as it should" if is_away else "refuses what it is sent"
             told = shorten(redact(str(error)), 300)
             raise TrackerError(f"MLflow at {self._address} {said}. ({told})") from error
+
+
+def _known(run: Any) -> _Known:
+    metrics = dict(run.data.metrics)
+    steps = None if "epoch" in metrics else set[int]()
+    return _Known(run.info.run_id, run.data.tags.get(DIGEST, ""), metrics, steps)
 
 
 def _metrics(point: Point) -> list[Any]:
