@@ -31,7 +31,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-true"])
 def test_a_trial_goes_on_bit_for_bit(tmp_path: Path, kind: str, precision: str) -> None:
     settings = {"optimizer_state": kind, "fp_precision": precision}
     whole = train(tmp_path, tmp_path / "whole", **settings)
