@@ -26,6 +26,7 @@ from hpo.data.tasks import Task
 from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
+from hpo.models.own_encoder import build_own_encoder, load_own_encoder
 from hpo.study.reading.row_statistics import _of_task, _packed
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
@@ -390,3 +391,56 @@ def test_the_database_can_have_nothing_of_these_run(tmp_path: Path, name: str) -
                 assert not of_code or "needs the code" in refused.err
                 assert hpo_command(tmp_path, "status", "tiny").exit_code in (0, 2)
     assert not Path(f"{code}.marked").exists()
+
+
+def test_the_options_of_a_source_name_no_other_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is trusted; what the database would have it read is not."""
+    made, here = tmp_path / "made", tmp_path / "here"
+    made.mkdir()
+    here.mkdir()
+    (made / "secret").write_text("a secret")
+    path = write(made, SOURCE, data=POSTS | {"options": {"path": "secret", "size": 30}}, objective=SCORE)
+    ok(hpo_command(made, "init", path.name))
+    monkeypatch.delenv("HPO_ALLOW", raising=False)
+    (here / "own_kind.py").write_text(SOURCE)
+    worker = ("worker", "tiny", "--storage", f"sqlite:///{made}/runs/hpo.db", "--trust-code", "own_kind.py")
+    refused = hpo_command(here, *worker)
+    told = "data.options.path: the study `tiny` of the database names"
+    assert (refused.exit_code, told in refused.err) == (2, True), refused
+    monkeypatch.setenv("HPO_ALLOW", str(made))
+    ok(hpo_command(here, *worker))
+
+
+SCORE = {"metric": "score"}
+
+
+@pytest.mark.parametrize("name", ["os", "builtins.exec", "other"])
+def test_an_export_names_no_other_encoder(tmp_path: Path, name: str) -> None:
+    load_study(write_models(tmp_path))
+    encoder = build_own_encoder("gru", {}, ())
+    encoder.save_pretrained(tmp_path)
+    assert load_own_encoder(tmp_path) is not None
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hpo_encoder": name, "hpo_options": {}}))
+    with pytest.raises(LookupError):
+        load_own_encoder(tmp_path)
+
+
+def test_an_encoder_with_tied_weights(tmp_path: Path) -> None:
+    line = (
+        "        self.out = nn.Linear(size, 30522, bias=False)\n        self.out.weight = self.embed.weight\n"
+    )
+    tied = MODELS.replace("        self.gru =", line + "        self.gru =")
+    executor = Executor(load_study(write_models(tmp_path, tied)), CPU, tmp_path / "runs")
+    params = {"gru.size": 8, "wide.width": 2, "max_steps": 4}
+    assert executor.run(params, tmp_path / "trial", "key").outcome == "complete"
+    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", TrialSource(0, params))
+    encoder: Any = hpo.load(folder, device="cpu").network.encoder  # type: ignore[union-attr]
+    assert encoder.module.out.weight is encoder.module.embed.weight
+
+
+def test_the_check_of_the_data_knows_the_metrics(tmp_path: Path) -> None:
+    write_models(tmp_path, objective={"metric": "tone/kapa"}, constraints={})
+    refused = hpo_command(tmp_path, "check", "tiny.yaml")
+    message = "objective.metric: no task of this study has 'tone/kapa'. Did you mean `tone/kappa`?"
+    assert (refused.exit_code, message in refused.err) == (2, True), refused

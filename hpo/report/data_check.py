@@ -20,6 +20,7 @@ from hpo.data.dataset import load_data
 from hpo.data.tokenized_split import Windowing
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number
+from hpo.trial.objectives import check_metrics
 
 USUAL_LENGTHS = (128, 256, 512)
 QUANTILES = (50, 90, 99, 100)
@@ -46,6 +47,7 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError as a run of it would."""
     dataset = load_data(config.data)
+    check_metrics(config, dataset.tasks)
     facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())
     encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder

@@ -52,7 +52,7 @@ from hpo.training.metrics import score
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metric, limited_values
+from hpo.trial.objectives import check_metrics, limited_values
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
@@ -86,10 +86,7 @@ class Executor:
         self.cache = compatibility_cache
         self._num_started = 0
         self._has_compiled = False
-        for objective in study.objective:
-            check_metric(objective.metric, self.tasks)
-        for metric in study.constraints:
-            check_metric(metric, self.tasks, "constraints")
+        check_metrics(study, self.tasks)
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
+from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, Nonfinite, did_you_mean
 from hpo.extensions import METRICS
@@ -32,6 +33,14 @@ def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metri
     known = ["score", *of_tasks, *MEASURED_METRICS]
     if metric not in known:
         raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
+
+
+def check_metrics(study: StudyConfig, tasks: Sequence[Task]) -> None:
+    """Raise InputError unless the tasks have what the study's objectives and limits name."""
+    for objective in study.objective:
+        check_metric(objective.metric, tasks)
+    for metric in study.constraints:
+        check_metric(metric, tasks, "constraints")
 
 
 def objective_value(
