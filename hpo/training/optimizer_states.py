@@ -56,9 +56,7 @@ def encode(moment: Tensor, name: str, kind: str, seed: int) -> Encoded:
     if kind == "fp8":
         scales = scales / torch.finfo(_FP8).max
         return {"codes": (blocks / scales).to(_FP8), "scales": scales}
-    table = _table(kind, SIGNED[name], moment.device)
-    between = (table[1:] + table[:-1]) / 2
-    codes = torch.bucketize(blocks / scales, between, out_int32=True).to(torch.uint8)
+    codes = nearest(blocks / scales, kind, signed=SIGNED[name]).to(torch.uint8)
     if kind == "int4":
         codes = codes[:, ::2] << 4 | codes[:, 1::2]
     return {"codes": codes, "scales": scales}
@@ -103,6 +101,30 @@ def _rounded_by_chance(moment: Tensor, seed: int) -> Tensor:
     chance = torch.randint(0, 1 << 16, bits.shape, device=bits.device, dtype=torch.int32, generator=generator)
     rounded = (bits + chance) & -(1 << 16)
     return rounded.view(torch.float32).to(torch.bfloat16)
+
+
+def nearest(fractions: Tensor, kind: str, *, signed: bool) -> Tensor:
+    """The place in the table of what is nearest to each of `fractions`, from -1 to 1, in int32.
+
+    As `torch.bucketize` of what lies between the entries, with whose binary search a step in int8 takes
+    2.5 times as long on a CPU. The first 16 bits of a number leave two entries at most, since the relative
+    gaps of a table are wider than 2^-7.
+    """
+    ends, first = _ends(kind, signed, fractions.device)
+    code = first[(fractions.view(torch.int32) >> 16) + 2**15]
+    return code + (fractions > ends[code])
+
+
+@lru_cache(maxsize=16)
+def _ends(kind: str, signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Up to where each entry of a table is the nearest; and by the first 16 bits of a number, in the order of
+    these as an int16, the entry that is nearest to the least number which begins with them."""
+    table = _table(kind, signed, device)
+    between = (table[1:] + table[:-1]) / 2
+    begins = torch.arange(-(2**15), 2**15, device=device, dtype=torch.int32) << 16
+    least = torch.where(begins < 0, begins | 0xFFFF, begins).view(torch.float32).nan_to_num()
+    first = torch.bucketize(least, between, out_int32=True)
+    return torch.cat([between, between.new_tensor([torch.inf])]), first
 
 
 @lru_cache(maxsize=16)

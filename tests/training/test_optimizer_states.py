@@ -25,6 +25,7 @@ from hpo.training.optimizer_states import (
     dynamic_fractions,
     encode,
     is_kept_short,
+    nearest,
 )
 
 SHORT = tuple(BLOCKS)
@@ -101,6 +102,23 @@ def test_thirty_steps_end_where_those_of_torchao_do(kind: str, name: str) -> Non
             weight.grad = weight.detach() - target
             optimizer.step()
     assert (run(kind)[0] - weight.detach()).square().mean().sqrt() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_fraction_is_found_by_its_first_bits(kind: str, signed: bool) -> None:
+    """Also of the numbers next to where one fraction ends and the next begins."""
+    table = torch.tensor(dynamic_fractions(8 if kind == "int8" else 4, signed=signed))
+    if kind == "int4" and not signed:
+        table = torch.linspace(0, 1, 17)[1:]
+    ends = (table[1:] + table[:-1]) / 2
+    one = torch.ones(())
+    near = [ends, ends.nextafter(one), ends.nextafter(-one), table, table.nextafter(-one)]
+    drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(1)) ** 9
+    numbers = torch.cat([*near, drawn, torch.tensor([0.0, -0.0, 1e-38, 1e-44])])
+    numbers = torch.cat([numbers, -numbers]) if signed else numbers.abs()
+    expected = torch.bucketize(numbers, ends, out_int32=True)
+    assert torch.equal(nearest(numbers, kind, signed=signed), expected)
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
