@@ -1,0 +1,155 @@
+"""Frozen weights stored in fewer bits: what is lost, what is computed, what is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+
+from hpo.precision.amp import prepare_model
+from hpo.precision.effective import measure_products
+from hpo.precision.frozen import FrozenLinear, storage_facts, store_frozen
+from hpo.precision.table import PRECISIONS
+
+KINDS = ["bf16", "int8", "nf4"]
+
+
+def linear(in_features: int = 96, out_features: int = 40, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(in_features, out_features, bias=bias).requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", [(96, 40), (33, 7), (64, 1)])
+def test_int8_is_within_half_a_step_of_its_row(shape: tuple[int, int]) -> None:
+    plain = linear(*shape)
+    plain.weight.data[0] *= 1000
+    plain.weight.data[-1, 0] = 0.0
+    stored = FrozenLinear(plain, "int8")
+    step = plain.weight.abs().amax(dim=1, keepdim=True) / 127
+    assert ((stored.weight - plain.weight).abs() <= 0.5001 * step).all()
+    assert stored.stored.dtype == torch.int8
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    plain = linear()
+    plain.weight.data[3] = 0.0
+    for kind in KINDS:
+        assert torch.equal(FrozenLinear(plain, kind).weight[3], torch.zeros(96))
+
+
+def test_bf16_is_the_nearest_and_exact_for_a_checkpoint_in_bf16() -> None:
+    plain = linear()
+    assert torch.equal(FrozenLinear(plain, "bf16").weight, plain.weight.bfloat16().float())
+    plain.weight.data = plain.weight.bfloat16().float()
+    assert torch.equal(FrozenLinear(plain, "bf16").weight, plain.weight)
+
+
+def test_nf4_is_that_of_bitsandbytes() -> None:
+    plain = linear(64, 32)
+    theirs = Linear4bit(64, 32, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=False)
+    theirs.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(FrozenLinear(plain, "nf4")(x), theirs.to("cpu")(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_forward_and_backward_are_those_of_the_decoded_weights(
+    kind: str, autocast: torch.dtype | None, bias: bool
+) -> None:
+    stored = FrozenLinear(linear(bias=bias), kind)
+    plain = stored.linear()
+    results = []
+    for layer in (stored, plain):
+        torch.manual_seed(1)
+        x = torch.randn(3, 5, 96, requires_grad=True)
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            y = layer(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        results.append((y, x.grad))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_no_decoded_copy_is_kept_for_the_backward_pass() -> None:
+    stored = FrozenLinear(linear(512, 512), "int8")
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        stored(torch.randn(2, 512, requires_grad=True))
+    assert sum(one.nbytes for one in kept) < 1.1 * 512 * 512
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own tracing
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_compiled_in_one_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    stored = FrozenLinear(linear(), kind)
+    compiled = torch.compile(stored, fullgraph=True, backend="aot_eager")
+    x, other = (torch.ones(3, 96, requires_grad=True) for _ in range(2))
+    (stored(x).sum() + compiled(other).sum()).backward()
+    assert torch.equal(compiled(x), stored(x))
+    assert x.grad is not None
+    assert other.grad is not None
+    assert torch.equal(x.grad, other.grad)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 96).requires_grad_(False)
+        self.frozen = linear()
+        self.norm = nn.LayerNorm(40).requires_grad_(False)
+        self.head = nn.Linear(40, 2)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.norm(self.frozen(self.embedding(ids))))
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-true"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_stays(kind: str, name: str) -> None:
+    precision = PRECISIONS[name]
+    model = prepare_model(Model(), replace(precision, frozen=kind))
+    weights = getattr(torch, precision.weights)
+    assert isinstance(model.frozen, FrozenLinear)
+    assert model.head.weight.dtype == model.norm.weight.dtype == weights
+    ids = torch.arange(6)[None]
+    assert model.embedding(ids).dtype == weights
+    assert model.embedding.weight.dtype == torch.bfloat16
+    before = storage_facts(model)
+    prepare_model(model, precision)
+    prepare_model(model, replace(precision, frozen=kind))
+    assert storage_facts(model) == before, "a second time changes nothing"
+    model(ids).sum().backward()
+    assert {name for name, weight in model.named_parameters() if weight.grad is not None} == {
+        "head.weight",
+        "head.bias",
+    }
+
+
+class InLess(FrozenLinear):
+    """Computes in bf16 whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_products_are_measured_and_not_its_storage(kind: str) -> None:
+    x = torch.randn(4, 96)
+    model = nn.Sequential(linear(), nn.Linear(40, 2))
+    store_frozen(model, kind, torch.float32)
+    layer = model[0]
+    before = layer(x)
+    assert measure_products(layer, (x,), {}) == "float32"
+    assert measure_products(InLess(linear(), kind), (x,), {}) == "bfloat16"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert measure_products(layer, (x,), {}) == "bfloat16"
+    assert torch.equal(layer(x), before)
