@@ -184,6 +184,8 @@ def best(
     """
     from hpo.study.reading.study_record import best_trials, choosable_trials, nearest_told
 
+    if merge and export is None:
+        raise InputError("--merge is how a model is exported: give --export DIR, too.")
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:

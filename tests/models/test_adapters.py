@@ -250,6 +250,8 @@ def test_a_study_of_adapters_from_end_to_end(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", path.name))
     trials = ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"]
     assert trials == {"complete": 6}
+    refused = hpo_command(tmp_path, "best", path.name, "--merge")
+    assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)
     ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
     assert hpo.load(tmp_path / "merged").predict(TEXTS)
 
