@@ -212,7 +212,8 @@ def test_a_metric_has_intervals_and_is_kept_for_comparisons(tmp_path: Path) -> N
         weights[0, [0, 1, 3, 6]] = 1, 2, 1, 5  # the sixth is the fifth that is labelled
         drawn = [0, 1, 1, 3, *[5] * 5]
         expected = cohen_kappa_score(*([side[n] for n in drawn] for side in (truths, predictions)))
-        assert one.weighted_scores(weights)["kappa"] == [expected]
+        assert one.weighted_scores(weights)["kappa"] == one.weighted_scores(weights)["kappa"] == [expected]
+        assert one.weighted_scores(np.ones((1, 13)))["kappa"] == cohen_kappa_score(truths, predictions)
     intervals: Any = metric_intervals({"tone": kept}, num_resamples=50)
     assert intervals.score.high == intervals.tasks["tone"]["kappa"].high
     assert intervals.score.low == 0 > intervals.tasks["tone"]["kappa"].low, "below 0 counts as 0 in `score`"

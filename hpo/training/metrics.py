@@ -27,9 +27,10 @@ function of truths and predictions: for it the rows themselves are kept, and eac
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,10 @@ class RowStatistics:
     """Whatever else a kind sums up, by name."""
     rows: tuple[Sequence[Any], Sequence[Any]] = ((), ())
     """The truths and the predictions, where the study's own code has metrics of them."""
+    _drawn: dict[bytes, dict[str, FloatArray]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """These metrics of weightings that were asked for: all intervals see the same, and a call may be slow."""
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +125,11 @@ class RowStatistics:
         rows_B = weights_BN.sum(axis=1)
         values = kind_of(self.task).scores(rows_B, counts, sums, self.class_counts())
         drawn = (np.repeat(np.arange(self.num_rows), of_N.astype(int)).tolist() for of_N in weights_BN)
-        values |= self._own_scores(drawn)
+        if metrics_of(self.task.kind):
+            key = hashlib.sha256(weights_BN.tobytes()).digest()
+            if key not in self._drawn:
+                self._drawn[key] = self._own_scores(drawn)
+            values |= self._drawn[key]
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
 
 
