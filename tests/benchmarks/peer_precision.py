@@ -4,7 +4,8 @@
 
 Each contender (`peer_searches.py`) searches precision (fp32, bf16, fp16) with the same tiny fresh BERT on the
 same 64 generated posts, on the CPU, every search in a process of its own. First each precision once with a
-sound model: what was asked for, what the study has of it, and what ran. Then TPE over precision and learning
+sound model: what was asked for, what the study has of it, and what ran; and fp32 from a checkpoint whose
+weights are stored in bf16. Then TPE over precision and learning
 rate with a layer whose output is NaN wherever it is in the `--broken` precision. Peers that are not installed
 (`make bench` does it) are named and left out.
 """
@@ -17,10 +18,20 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import optuna
 import torch
-from peer_searches import CONTENDERS, DTYPES, WORKLOAD, Search, Trial, missing, run_search
+from peer_searches import (
+    CONTENDERS,
+    DTYPES,
+    WORKLOAD,
+    Search,
+    Trial,
+    missing,
+    run_search,
+    write_bf16_checkpoint,
+)
 from workload import run_apart, write_workload
 
 from hpo.device import probe_device
@@ -51,11 +62,11 @@ def print_row(*cells: object) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def print_sound(names: Sequence[str], folder: Path) -> None:
+def print_sound(names: Sequence[str], folder: Path, **search: Any) -> None:
     print_row("contender", "recorded", "state", "what else is recorded", "linear layers gave", "autocast")
     print_row(*["---"] * 6)
     for name in names:
-        trials = run_apart(run_search, name, Search(folder))
+        trials = run_apart(run_search, name, Search(folder, **search))
         for trial in sorted(trials, key=lambda one: list(DTYPES).index(one.asked)):
             ran = (" and ".join(sorted(kinds)) for kinds in (trial.seen.dtypes, trial.seen.autocast))
             print_row(name, trial.asked, trial.state, trial.noted, *ran)
@@ -99,6 +110,9 @@ def main() -> None:
         folder = Path(work)
         write_workload(WORKLOAD, folder)
         print_sound(names, folder)
+        print("\nFrom a checkpoint whose weights are stored in bf16:\n")
+        encoder = write_bf16_checkpoint(folder / "encoder")
+        print_sound(names, folder, encoder=encoder, precisions=("fp32",), num_trials=1)
         print_broken(names, folder, arguments.trials, arguments.seeds, arguments.broken)
 
 

