@@ -278,18 +278,21 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
 
 
 def is_causal(encoder: Any) -> bool:
-    """Whether a token sees only those before it: another one in the last place leaves all states before it
-    as they were."""
-    ids_2L = torch.arange(1, 7, device=next(encoder.parameters()).device).repeat(2, 1)
-    ids_2L[1, -1] = 1
+    """Whether a token sees those before it alone: another one in the last place leaves all states before it
+    as they were, and another one in the first place changes states behind it."""
+    ids_3L = torch.arange(1, 7, device=next(encoder.parameters()).device).repeat(3, 1)
+    ids_3L[1, -1], ids_3L[2, 0] = 1, 6
     was_training = encoder.training
     try:
         with torch.no_grad(), sdpa_in_place_of_flash(encoder):
-            outputs = encoder.eval()(input_ids=ids_2L, attention_mask=torch.ones_like(ids_2L))
+            outputs = encoder.eval()(input_ids=ids_3L, attention_mask=torch.ones_like(ids_3L))
     finally:
         encoder.train(was_training)
-    one_LD, other_LD = outputs.last_hidden_state[:, :-1].float()
-    return torch.allclose(one_LD, other_LD, rtol=1e-5, atol=1e-6 * float(one_LD.abs().max()))
+    states_3LD = outputs.last_hidden_state.float()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6 * float(states_3LD.abs().max())}
+    sees_later = not torch.allclose(states_3LD[0, :-1], states_3LD[1, :-1], **tolerance)
+    sees_earlier = not torch.allclose(states_3LD[0, 1:], states_3LD[2, 1:], **tolerance)
+    return sees_earlier and not sees_later
 
 
 @cache

@@ -20,7 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from hpo.errors import ModelError
 from hpo.extensions import ENCODERS, options_of
 
-REFUSED = ("attention", "dropout", "attention_dropout", "adapter")
+REFUSED = (
+    *("attention", "dropout", "attention_dropout", "adapter", "freeze_layers", "layerwise_lr_decay"),
+    "gradient_checkpointing",
+)
 """Settings that need to know what the encoder is."""
 _NAME, _OPTIONS = "hpo_encoder", "hpo_options"
 """Keys of an export's config.json."""

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.code import errors_of_code
 from hpo.config.study_file import show
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
@@ -94,7 +95,8 @@ class RowStatistics:
         for sample in samples:
             given = [truths[n] for n in sample], [predictions[n] for n in sample]
             for name, metric in metrics.items():
-                values[name].append(_number(name, metric.make(*given)) if given[0] else math.nan)
+                with errors_of_code():  # lists of its own: it may sort them
+                    values[name].append(_number(name, metric.make(*map(list, given))) if sample else math.nan)
         return {name: np.array(of_samples) for name, of_samples in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:

@@ -321,7 +321,7 @@ class Float32Optimizer(Optimizer):
         number, state = self._order[stand_in], self.inner.state[stand_in]
         if number not in self.moments:
             return
-        for name in SIGNED.keys() & state.keys():
+        for name in [name for name in SIGNED if name in state]:  # in this order: it decides on the seeds
             self.num_encoded += 1
             self.moments[number][name] = encode(state.pop(name), name, self.kind, self.num_encoded)
 

@@ -18,7 +18,8 @@ Here the fused one steps, in fp32, on a chunk of the weights at a time, whose mo
 (`hpo.training.optim.Float32Optimizer`). So nothing is compiled, whatever `compile` says, no package is
 needed, and every device has all of them.
 
-Tensors of less than `MIN_ELEMENTS`, or that blocks do not divide, keep fp32, as theirs do.
+Tensors of less than `MIN_ELEMENTS` keep fp32, as theirs do. Where blocks do not divide a tensor, zeros fill the
+last one, and theirs keeps fp32: the data may use any number of embeddings.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIN_ELEMENTS = 4096
@@ -44,14 +46,14 @@ Encoded = dict[str, Tensor]
 
 def is_kept_short(weight: Tensor, kind: str) -> bool:
     """Whether the moments of such a weight are kept as `kind` says, and not in fp32."""
-    return kind != "fp32" and weight.numel() >= MIN_ELEMENTS and weight.numel() % BLOCKS[kind] == 0
+    return kind != "fp32" and weight.numel() >= MIN_ELEMENTS
 
 
 def encode(moment: Tensor, name: str, kind: str, seed: int) -> Encoded:
     """A moment in fp32 as it is kept; `seed` is that of the chances of bf16, another one in each step."""
     if kind == "bf16":
         return {"codes": _rounded_by_chance(moment, seed)}
-    blocks = moment.reshape(-1, BLOCKS[kind])
+    blocks = F.pad(moment.flatten(), (0, -moment.numel() % BLOCKS[kind])).view(-1, BLOCKS[kind])
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if kind == "fp8":
         scales = scales / torch.finfo(_FP8).max
@@ -68,11 +70,15 @@ def decode(encoded: Mapping[str, Tensor], name: str, kind: str, shape: torch.Siz
     if kind == "bf16":
         return codes.to(torch.float32)
     if kind == "fp8":
-        return (codes.to(torch.float32) * encoded["scales"]).view(shape)
+        return _unpadded(codes.to(torch.float32) * encoded["scales"], shape)
     if kind == "int4":
         codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1)
     table = _table(kind, SIGNED[name], codes.device)
-    return (table[codes.int()] * encoded["scales"]).view(shape)
+    return _unpadded(table[codes.int()] * encoded["scales"], shape)
+
+
+def _unpadded(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.flatten()[: shape.numel()].view(shape)
 
 
 def state_facts(kind: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

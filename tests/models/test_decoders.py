@@ -13,7 +13,7 @@ from command_line import stored as stored_study
 from every_kind import TASKS, WINDOWS, write_every_kind
 from jsonl_sets import write_set
 from safetensors.torch import load_file
-from tiny import CPU, write_study
+from tiny import CPU, TinyEncoder, write_study
 from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -53,6 +53,10 @@ def test_an_encoder_is_not(family: str) -> None:
 
 def test_bert_as_a_decoder_is_one() -> None:
     assert is_causal(load_encoder({**BERT, "is_decoder": True}))
+
+
+def test_an_encoder_whose_tokens_see_none_but_themselves_is_not() -> None:
+    assert not is_causal(TinyEncoder())
 
 
 @pytest.mark.parametrize("is_left", [False, True])
