@@ -18,8 +18,8 @@ Here the fused one steps, in fp32, on a chunk of the weights at a time, whose mo
 (`hpo.training.optim.Float32Optimizer`). So nothing is compiled, whatever `compile` says, no package is
 needed, and every device has all of them.
 
-Tensors of less than `MIN_ELEMENTS` keep fp32, as theirs do. Where blocks do not divide a tensor, zeros fill the
-last one, and theirs keeps fp32: the data may use any number of embeddings.
+Tensors of less than `MIN_ELEMENTS` keep fp32, as theirs do. Where blocks do not divide a tensor, zeros fill
+the last one, and theirs keeps fp32: the data may use any number of embeddings.
 """
 
 from __future__ import annotations
