@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -289,9 +289,9 @@ def is_causal(encoder: Any) -> bool:
     finally:
         encoder.train(was_training)
     states_3LD = outputs.last_hidden_state.float()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6 * float(states_3LD.abs().max())}
-    sees_later = not torch.allclose(states_3LD[0, :-1], states_3LD[1, :-1], **tolerance)
-    sees_earlier = not torch.allclose(states_3LD[0, 1:], states_3LD[2, 1:], **tolerance)
+    close = partial(torch.allclose, rtol=1e-5, atol=1e-6 * float(states_3LD.abs().max()))
+    sees_later = not close(states_3LD[0, :-1], states_3LD[1, :-1])
+    sees_earlier = not close(states_3LD[0, 1:], states_3LD[2, 1:])
     return sees_earlier and not sees_later
 
 
