@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,11 @@ def track(
     ],
     follow: Annotated[
         bool,
-        typer.Option("--follow", help="Keep up until the study ends, and wait for a tracker that is away."),
+        typer.Option(
+            "--follow",
+            help="Keep up until the study ends or has had no worker for 10 minutes, and wait for a tracker "
+            "that is away.",
+        ),
     ] = False,
     folder: Annotated[
         Path | None,
@@ -53,7 +58,7 @@ def track(
     """Show a study in a tracker: each trial as one run. Called again, it adds what is new."""
     from hpo.study.reading.reader import read_study
     from hpo.study.running.stopping import stop_at_end_of_input
-    from hpo.track.follow import Follower, open_tracker
+    from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
 
     if folder is not None and to == "mlflow":
         raise InputError("--folder must be left out with `--to mlflow`, which writes no files.")
@@ -70,7 +75,8 @@ def track(
         tracker = open_tracker(to, record, token, folder or default)
         follower = Follower(lambda: read_study(database, record.name), token, tracker)
         try:
-            shown = follower.follow(stop) if follow else follower.look()
+            idle_seconds = math.inf if with_parent else IDLE_SECONDS
+            shown = follower.follow(stop, idle_seconds) if follow else follower.look()
         finally:
             tracker.close()
     told = f"{tracker.where}: trials of {record.name}: {shown.runs}, new or changed: {shown.changed}"

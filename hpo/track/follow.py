@@ -8,6 +8,7 @@ next call of the command. Nothing is written to the database, and no worker wait
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from hpo.track.runs import Run, is_over, runs_of
 
 LOOK_SECONDS = 5.0
 """Between two looks; 20 times what reading the study takes, where that is longer."""
+IDLE_SECONDS = 600.0
+"""So long a study is followed in which no worker is: what is left of it may be for no device that there is,
+or its time is over."""
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Shown:
     """Those that were made or changed."""
     is_over: bool = False
     """Whether the study had ended."""
+    idle_seconds: float = math.inf
+    """Since a worker was last seen in it; infinite: none ever was."""
 
 
 class Follower:
@@ -72,14 +78,16 @@ class Follower:
                 if self._tracker.show(run):
                     self._changed.add(run.key)
                 self._digests[run.key] = run.digest
-        return Shown(len(runs), len(self._changed), is_over(record))
+        idle = min((worker.silent_seconds for worker in record.workers), default=math.inf)
+        return Shown(len(runs), len(self._changed), is_over(record), idle)
 
-    def follow(self, stop: threading.Event) -> Shown:
-        """Look again and again until the study has ended or `stop` is set, and once after that.
+    def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
+        """Look again and again until the study has ended or `stop` is set, and once after that; or until no
+        worker was in it for so many seconds.
 
         A tracker that is away is said once, and tried again. Raises TrackerError where the last look fails.
         """
-        away = False
+        away, started = False, time.monotonic()
         while True:
             is_last = stop.is_set()
             try:
@@ -95,6 +103,13 @@ class Follower:
                     _logger.warning("The tracker is back.")
                 away = False
                 if is_last or shown.is_over:
+                    return shown
+                if min(shown.idle_seconds, time.monotonic() - started) > idle_seconds:
+                    _logger.warning(
+                        "No worker was in the study for %g s, which has trials left. Once one is, call this "
+                        "again: it adds what is new.",
+                        idle_seconds,
+                    )
                     return shown
             stop.wait(max(LOOK_SECONDS, 20 * self._read_seconds))
 

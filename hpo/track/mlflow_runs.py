@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import sqlalchemy as sa
+from alembic.util import CommandError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
 from hpo.errors import InputError, TrackerError, shorten
 from hpo.study.store.database import redact
+from hpo.study.store.lock import exclusive
 from hpo.track.runs import Point, Run
 
 ADDRESS = "MLFLOW_TRACKING_URI"
@@ -55,7 +60,7 @@ class _Known:
 
 
 class MlflowTracker:
-    """Raises InputError where MLFLOW_TRACKING_URI is not set."""
+    """Raises InputError where MLFLOW_TRACKING_URI is not set; `show` does where it is no address."""
 
     def __init__(self, study: str, token: str) -> None:
         address = os.environ.get(ADDRESS)
@@ -65,7 +70,9 @@ class MlflowTracker:
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        self._client: Any = MlflowClient(tracking_uri=address)
+        self._new_client = MlflowClient
+        self._client: Any = None
+        """None: nothing was asked yet."""
         self._address, self._token = redact(address), token
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or study
         self._experiment_id = ""
@@ -79,6 +86,7 @@ class MlflowTracker:
 
     def show(self, run: Run, /) -> bool:
         with self._asking():
+            self._connect()
             known = self._find(run)
             if known.digest == run.digest:
                 return False
@@ -91,6 +99,15 @@ class MlflowTracker:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def _connect(self) -> None:
+        """Make the client, which makes or migrates the tables where the address is that of a database."""
+        if self._client is None:
+            address = os.environ[ADDRESS]
+            # Two that make the tables of a SQLite file at once leave one that MLflow never opens again.
+            alone = exclusive(sa.create_engine(address)) if address.startswith("sqlite:") else nullcontext()
+            with alone:
+                self._client = self._new_client(tracking_uri=address)
 
     def _bring(self, known: _Known, run: Run) -> None:
         from mlflow.entities import Param, RunTag
@@ -173,15 +190,26 @@ class MlflowTracker:
     @contextmanager
     def _asking(self) -> Iterator[None]:
         from mlflow.exceptions import MlflowException
+        from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
 
         try:
             yield
-        except MlflowException as error:
-            status: Any = error.get_http_status_code  # which has no types
-            is_away = status() >= 500
+        except (UnsupportedModelRegistryStoreURIException, ArgumentError) as error:
+            told = shorten(redact(str(error)), 300)
+            raise InputError(
+                f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000, but is {self._address}. "
+                f"Correct it. ({told})"
+            ) from error
+        except (MlflowException, SQLAlchemyError, CommandError) as error:
+            # A database that two commands make at once, or that is locked, is one that is away.
+            is_away = not isinstance(error, MlflowException) or _status_of(error) >= 500
             said = "does not answer as it should" if is_away else "refuses what it is sent"
             told = shorten(redact(str(error)), 300)
             raise TrackerError(f"MLflow at {self._address} {said}. ({told})") from error
+
+
+def _status_of(error: Any) -> int:  # whose method has no types
+    return int(error.get_http_status_code())
 
 
 def _known(run: Any) -> _Known:

@@ -258,3 +258,47 @@ def test_where_it_is_comes_from_the_environment(
     assert finished.exit_code == 1
     assert "secret" not in finished.err + finished.out
     assert "user:***@127.0.0.1:9" in finished.err
+
+
+@pytest.mark.parametrize("address", ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db"])
+def test_what_is_no_address_for_mlflow_is_one_clear_error(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    tracked.run("complete")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    for options in ((), ("--follow",)):
+        finished = tracked.track("mlflow", *options)
+        assert finished.exit_code == 2
+        assert finished.err.startswith("Error: ")
+        assert "Traceback" not in finished.err
+        assert "secret" not in finished.err
+
+
+def test_two_that_make_its_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.folder}/new.db")
+    tracked.run("complete", "complete")
+    command = ("track", tracked.name, "--to", "mlflow")
+    both = [start_hpo(tracked.folder, *command) for _ in range(2)]
+    for process in both:
+        finished = finish(process)
+        assert finished.exit_code == 0, finished.err
+    with sa.create_engine(os.environ["MLFLOW_TRACKING_URI"]).connect() as connection:
+        names = connection.exec_driver_sql("SELECT name FROM runs WHERE lifecycle_stage = 'active'").scalars()
+        assert sorted(names) == ["trial 0", "trial 1"]
+
+
+@pytest.mark.filterwarnings("ignore")  # those of MLflow's own models and migrations
+def test_a_database_that_cannot_be_used_is_away(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that another program of MLflow is just making: a table is there, and no version."""
+    place = tracked.folder / "half.db"
+    with sa.create_engine(f"sqlite:///{place}").begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE _alembic_tmp_tags (a INT)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}")
+    tracked.run("complete")
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == 1
+    assert finished.err.count("Error: ") == 1
+    assert "Traceback" not in finished.err
+    assert f"MLflow at sqlite:///{place} does not answer" in finished.err

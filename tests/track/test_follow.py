@@ -1,0 +1,61 @@
+"""When a study is followed no longer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from tracked_study import TrackedStudy
+
+from hpo.track import follow
+from hpo.track.follow import Follower
+from hpo.track.runs import Run
+
+
+class Taken:
+    """A tracker that takes everything."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def show(self, run: Run, /) -> bool:
+        self.names.append(run.name)
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Impatient(threading.Event):
+    """Set after so many waits, which do not take any time."""
+
+    def __init__(self, waits: int) -> None:
+        super().__init__()
+        self.waits_left = waits
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        self.waits_left -= 1
+        if not self.waits_left:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("has_worker", [False, True])
+def test_a_study_in_which_no_worker_is_any_more(
+    tracked: TrackedStudy, caplog: pytest.LogCaptureFixture, has_worker: bool
+) -> None:
+    """With trials left: of a grid, for devices that there are not; or the time of the run was over."""
+    tracked.run("complete")
+    if has_worker:
+        tracked.leave_running(alive=True)
+    tracker, stop = Taken(), Impatient(3)
+    follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
+    with caplog.at_level(logging.WARNING):
+        shown = follower.follow(stop, 1e-9 if not has_worker else follow.IDLE_SECONDS)
+    assert not shown.is_over
+    assert "trial 0" in tracker.names
+    assert stop.is_set() is has_worker
+    assert ("No worker was in the study" in caplog.text) is not has_worker
