@@ -185,6 +185,17 @@ def decode(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: choices[name].decode(value) if name in choices else value for name, value in params.items()}
 
 
+def choices_without(space: SearchSpace, one: Distribution) -> dict[str, tuple[Any, ...]]:
+    """The choices, of each setting on which `one` depends, with which `one` is not searched; where any."""
+    parents = {name: (space[name], values) for name, values in one.when.items()}
+    others = {
+        name: tuple(choice for choice in parent.choices if choice not in values)
+        for name, (parent, values) in parents.items()
+        if isinstance(parent, CategoricalDistribution)
+    }
+    return {name: choices for name, choices in others.items() if choices}
+
+
 def is_finite(space: SearchSpace) -> bool:
     """Whether the space has finitely many configurations: no range of floats without a `step`."""
     return not any(isinstance(one, FloatDistribution) and one.step is None for one in space.values())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpo.code import trusting, use_code
 from hpo.config.allowed import allowing, check_allowed, places
+from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
@@ -198,7 +199,7 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     """Return which of the study's precisions `device` does not run, by `choice_name`, with the reason.
 
     Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`, or has none of
-    the base precisions.
+    the base precisions and every trial has one.
     """
     precisions = config.precisions or apply_preset(config.amp, device)[1:]
     lacking = left_out(precisions, device, config.amp)
@@ -212,7 +213,7 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     searched = config.search_space.get(BASE_PRECISION)
     bases = searched.grid() if searched else (config.training.base_precision,)
     no_base = {name: reason for name in bases if (reason := base_lacks(str(name), device))}
-    if len(no_base) == len(bases):
+    if len(no_base) == len(bases) and not (searched and choices_without(config.search_space, searched)):
         raise InputError(" ".join(dict.fromkeys(no_base.values())))
     return lacking | {choice_name(BASE_PRECISION, name): reason for name, reason in no_base.items()}
 

@@ -23,7 +23,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.search_space import SearchSpace
+from hpo.config.search_space import SearchSpace, grid
 from hpo.outcome import Outcome
 from hpo.precision.table import named_choices
 from hpo.study.store.optuna_internals import StudyView, all_trials
@@ -105,7 +105,8 @@ class WrapperSampler(BaseSampler):
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only the precisions of `drawn`, a part of `space`, and shows its sampler what matters here.
+    """Draws only what is in `drawn`, of which some settings have fewer choices than in `space`, and shows its
+    sampler what matters here.
 
     With `models_choices`, the sampler is to see no other precision than those.
     """
@@ -122,9 +123,10 @@ class DeviceSampler(WrapperSampler):
         super().__init__(sampler)
         self._device = device
         self._models_choices = models_choices
-        narrowed = [name for name in drawn if len(drawn[name].grid()) < len(space[name].grid())]
-        self._all = {name: CategoricalDistribution(space[name].grid()) for name in narrowed}
-        self._narrow = {name: CategoricalDistribution(drawn[name].grid()) for name in narrowed}
+        narrowed = [name for name in drawn if drawn[name] != space[name]]
+        every, narrow = (grid({name: one[name] for name in narrowed}) for one in (space, drawn))
+        self._all = {name: CategoricalDistribution(choices) for name, choices in every.items()}
+        self._narrow = {name: CategoricalDistribution(choices) for name, choices in narrow.items()}
 
     def view(self, study: Study, _: FrozenTrial) -> Study:
         def read() -> list[FrozenTrial]:

@@ -31,7 +31,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from hpo.config.search_space import SearchSpace, is_finite
+from hpo.config.search_space import SearchSpace, choices_without, is_finite
 from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
@@ -67,19 +67,23 @@ def build_sampler(
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32
     sampler = _build_optuna_sampler(config, drawn, seed, explores=explores and models)
-    return DeviceSampler(sampler, device, *map(_of_devices, (space, drawn)), models_choices=models)
+    return DeviceSampler(sampler, device, space, drawn, models_choices=models)
 
 
 def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
     """What a worker draws from that leaves out the precisions `skipped`; all, where it can run none.
 
-    Where a device runs no choice, `run_worker` asks for no proposal.
+    Where a device runs no choice of a setting that some trials are without, it draws those trials alone.
+    Where all trials have it, `run_worker` asks for no proposal.
     """
     drawn = dict(space)
     for name, one in _of_devices(space).items():
         choices = one.grid()
-        runnable = tuple(value for value in choices if choice_name(name, value) not in skipped) or choices
-        drawn[name] = one.model_copy(update={"choices": runnable})
+        runnable = tuple(value for value in choices if choice_name(name, value) not in skipped)
+        drawn[name] = one.model_copy(update={"choices": runnable or choices})
+        others = {} if runnable else choices_without(space, one)
+        for parent, without in [*others.items()][:1]:
+            drawn[parent] = drawn[parent].model_copy(update={"choices": without})
     return drawn
 
 

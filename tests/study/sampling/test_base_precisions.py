@@ -58,6 +58,22 @@ def test_it_is_not_drawn_where_it_is_lacking(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2", "random", "qmc"])
+def test_where_none_is_there_the_trials_without_are_run(name: str) -> None:
+    nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
+    space = SPACE | RATES | {"base_precision": nf4}
+    config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
+    left_out = check_precisions(config, WITHOUT)
+    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
+    there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
+    drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
+    assert set(drawn[::2]) == {"none"}
+    assert set(drawn[1::2]) == {"none", "lora"}
+    always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
+    with pytest.raises(InputError, match="nf4` needs the package"):
+        check_precisions(always, WITHOUT)
+
+
 def test_a_grid_leaves_its_points_to_others(storage: Storage) -> None:
     space = {"base_precision": {"type": "categorical", "choices": ["int8", "nf4"]}, **STEPS}
     grid = {"sampler": {"name": "grid", "seed": 1}, "training": {"adapter": "lora"}}
