@@ -96,7 +96,24 @@ def precision_facts(trial: TrialRecord) -> str:
     return (
         f"requested {precision['requested']}, effective {precision['effective']} "
         f"({precision['support']}), observed: {observed_precision(trial)}; {verdict}{reason}."
+        f"{''.join(f' {name}: {_stored(facts)}.' for name, facts in stored_precisions(trial).items())}"
     )
+
+
+def stored_precisions(trial: TrialRecord) -> dict[str, Mapping[str, Any]]:
+    """The facts of `base_precision` and `optimizer_state`, without those that are plain fp32."""
+    known = {name: trial.telemetry.get(name) or {} for name in ("base_precision", "optimizer_state")}
+    return {
+        name: facts
+        for name, facts in known.items()
+        if facts.get("requested", "fp32") != "fp32" or facts.get("effective") not in ("fp32", None)
+    }
+
+
+def _stored(facts: Mapping[str, Any]) -> str:
+    verdict = "; they do NOT agree" if facts.get("agrees") is False else ""
+    reason = f" ({facts['reason'].rstrip('.')})" if facts.get("reason") else ""
+    return f"requested {facts['requested']}, effective {facts['effective']}{verdict}{reason}"
 
 
 def observed_precision(trial: TrialRecord) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hpo.errors import printable, shorten
 from hpo.outcome import Outcome
-from hpo.report.formats import format_value, observed_precision
+from hpo.report.formats import format_value, observed_precision, stored_precisions
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, is_number
 from hpo.study.sampling.promotion import PAUSED_ATTR
 
@@ -51,7 +51,7 @@ class Run:
     ended: float | None
     params: Mapping[str, str | float]
     facts: Mapping[str, str]
-    """Outcome, device, and its precision as requested, effective and observed."""
+    """Outcome, device, and its precisions as requested and effective, the reason, and what was observed."""
     points: Sequence[Point]
     results: Mapping[str, float]
     """Of the whole trial, each as `trial/NAME`; empty while it runs."""
@@ -118,11 +118,12 @@ def _facts(trial: TrialRecord) -> dict[str, str]:
         "precision_agrees": None if precision.get("agrees") is None else format_value(precision["agrees"]),
         "precision_reason": precision.get("reason"),
         "compatibility": (trial.telemetry.get("compatibility") or {}).get("verdict"),
-        "optimizer_state": (trial.telemetry.get("optimizer_state") or {}).get("effective"),
         "device": device.get("name"),
         "host": device.get("host"),
         "torch": device.get("torch"),
     }
+    for name, stored in stored_precisions(trial).items():
+        facts |= {f"{name}_{fact}": stored.get(fact) for fact in ("requested", "effective", "reason")}
     # An empty reason replaces that of a pause.
     return {name: _text(value) for name, value in facts.items() if value or name == "outcome_reason"}
 

@@ -86,3 +86,51 @@ def test_precision_facts(change: dict[str, Any], said: str) -> None:
     assert said in precision_facts(trial)
     trial.telemetry.clear()
     assert precision_facts(trial) == "Nothing about its precision is stored."
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            {"base_precision": {"requested": "nf4", "effective": "nf4", "reason": "", "agrees": True}},
+            " base_precision: requested nf4, effective nf4.",
+        ),
+        (
+            {"base_precision": {"requested": "nf4", "effective": None}},
+            " base_precision: requested nf4, effective None.",
+        ),
+        (
+            {
+                "base_precision": {
+                    "requested": "fp32",
+                    "effective": "bf16",
+                    "reason": "bf16_true has it so.",
+                    "agrees": False,
+                }
+            },
+            " base_precision: requested fp32, effective bf16; they do NOT agree (bf16_true has it so).",
+        ),
+        (
+            {
+                "optimizer_state": {
+                    "requested": "int8",
+                    "effective": "fp32",
+                    "reason": "no matrix is large enough.",
+                }
+            },
+            " optimizer_state: requested int8, effective fp32 (no matrix is large enough).",
+        ),
+        (
+            {
+                "optimizer_state": {"requested": "fp32", "effective": "fp32"},
+                "base_precision": {"requested": "fp32", "effective": None},
+            },
+            "",
+        ),
+    ],
+)
+def test_what_is_stored_in_other_precisions(told: dict[str, Any], said: str) -> None:
+    trial = fake_trial(0, "bf16")
+    before = precision_facts(trial)
+    trial.telemetry.update(told)
+    assert precision_facts(trial) == before + said

@@ -6,11 +6,11 @@ import logging
 import threading
 
 import pytest
-from tracked_study import TrackedStudy
+from tracked_study import TELEMETRY, TrackedStudy
 
 from hpo.track import follow
 from hpo.track.follow import Follower
-from hpo.track.runs import Run
+from hpo.track.runs import Run, runs_of
 
 
 class Taken:
@@ -59,3 +59,20 @@ def test_a_study_in_which_no_worker_is_any_more(
     assert "trial 0" in tracker.names
     assert stop.is_set() is has_worker
     assert ("No worker was in the study" in caplog.text) is not has_worker
+
+
+def test_in_what_weights_and_optimizer_states_are_stored(tracked: TrackedStudy) -> None:
+    base = {"requested": "nf4", "effective": "nf4", "reason": "", "observed": {}, "agrees": True}
+    kept = {"requested": "int8", "effective": "fp32", "reason": "no matrix is large enough.", "bytes": 4}
+    tracked.run("complete", telemetry=TELEMETRY | {"base_precision": base, "optimizer_state": kept})
+    tracked.run("complete", telemetry=TELEMETRY | {"optimizer_state": kept | {"requested": "fp32"}})
+    stored, default = (run.facts for run in runs_of(tracked.record, "token"))
+    names = ("base_precision", "optimizer_state")
+    assert {name: value for name, value in stored.items() if name.startswith(names)} == {
+        "base_precision_requested": "nf4",
+        "base_precision_effective": "nf4",
+        "optimizer_state_requested": "int8",
+        "optimizer_state_effective": "fp32",
+        "optimizer_state_reason": "no matrix is large enough.",
+    }
+    assert not [name for name in default if name.startswith(names)]
