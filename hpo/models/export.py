@@ -182,8 +182,8 @@ def export_metadata(model: MultitaskModel, settings: ExportSettings) -> dict[str
 
 def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     """Write hpo.json, with the checksums of all other files."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    content = {**content, "checksums": {path.name: _sha256(path) for path in files}}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    content = {**content, "checksums": {path.relative_to(folder).as_posix(): _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
 
 
@@ -285,7 +285,7 @@ def check_files(directory: Path, names: Iterable[str], content: Mapping[str, Any
         raise ModelError(not_intact(directory, "its checksums are no mapping"))
     for name in dict.fromkeys([*names, *checksums]):
         path = directory / name
-        if path.parent != directory or not path.is_file():
+        if directory not in Path(os.path.normpath(path)).parents or not path.is_file():
             raise ModelError(not_intact(directory, f"there is no {name}"))
         if name in checksums and _sha256(path) != checksums[name]:
             raise ModelError(not_intact(directory, f"{name} has changed since: its checksum is another"))
@@ -300,12 +300,8 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
         tasks = TypeAdapter(list[Task]).validate_python(content["tasks"])
-        content = {
-            "csv": {},
-            "code": {},
-            "base": None,
-            **content,
-        }  # of exports that were written before it was a setting
+        # Exports of earlier versions lack some.
+        content = {"csv": {}, "code": {}, "base": None, **content}
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
         settings = TypeAdapter(ExportSettings).validate_python(given)
     except (ValueError, LookupError) as error:

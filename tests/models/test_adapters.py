@@ -168,6 +168,10 @@ def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
         exported(executor, tmp_path, "again")
     assert hpo.load(folder).predict(TEXTS), "it has its own copy"
     save_file(weights, folder / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"base/model\.safetensors has changed since"):
+        hpo.load(folder)
+    content = json.loads((folder / "hpo.json").read_text())
+    (folder / "hpo.json").write_text(json.dumps(content | {"checksums": {}}))
     with pytest.raises(ModelError, match="other weights than the adapter was trained on"):
         hpo.load(folder)
 
