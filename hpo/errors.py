@@ -141,14 +141,15 @@ class Preempted(TrialEnd):
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near.
 
-    The initials of a name stand for it: `lr` for `learning_rate`. Of nothing known there is no hint.
+    The initials of a name stand for it: `lr` for `learning_rate`, and for `lora_rank`. Of nothing known there
+    is no hint.
     """
     if not known:
         return ""
     in_lower_case = {full.lower(): full for full in known}
     near = [in_lower_case[key] for key in get_close_matches(name.lower(), in_lower_case, n=1, cutoff=0.6)]
     near = near or [full for full in known if len(name) > 1 and _initials(full) == name.lower()]
-    return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
+    return f" Did you mean `{'` or `'.join(near)}`?" if near else f" Known: {', '.join(known)}."
 
 
 def _initials(name: str) -> str:

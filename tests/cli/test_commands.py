@@ -197,7 +197,7 @@ def test_verify(tmp_path: Path) -> None:
         ),
         (("best", "tiny.yaml", "--evaluate", "tset"), "'tset' is not one of 'train', 'validation', 'test'"),
         # More of what `--param` may get wrong is in test_trial_config.py.
-        (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `learning_rate`?"),
+        (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `lora_rank` or `learning_rate`?"),
         (("train", "tiny.yaml", "-p", "learning_rate=nan"), "must be a number, but got `nan`"),
     ],
 )

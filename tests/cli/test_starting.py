@@ -12,6 +12,8 @@ from command_line import finish, hpo_command, ok, start_hpo, stored
 import hpo
 from hpo.study.reading.study_record import best_trials
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 
 def test_what_it_prints_is_typed(tmp_path: Path) -> None:
     """Command after command as they stand there, in a process each."""

@@ -112,7 +112,7 @@ def test_a_study_without_any_complete_trial_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_study(tmp_path, max_retries=0)
-    monkeypatch.setattr("hpo.trial.trial_parts.build_optimizer", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hpo.trial.trial_run.MixedPrecision", lambda *_: 1 / 0)
     finished = hpo_command(tmp_path, "run", "tiny.yaml")
     assert finished.exit_code == 1
     assert "has ended without a complete trial" in finished.err
