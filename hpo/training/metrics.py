@@ -88,15 +88,15 @@ class RowStatistics:
 
     def _own_scores(self, samples: Iterable[Sequence[int]]) -> dict[str, FloatArray]:
         """Each metric of the study's own code [B] of samples of the rows."""
-        metrics, truths, predictions = metrics_of(self.task.kind), *self.rows
+        metrics = metrics_of(self.task.kind)
         if not metrics:
             return {}
         values: dict[str, list[float]] = {name: [] for name in metrics}
         for sample in samples:
-            given = [truths[n] for n in sample], [predictions[n] for n in sample]
             for name, metric in metrics.items():
-                with errors_of_code():  # lists of its own: it may sort them
-                    values[name].append(_number(name, metric.make(*map(list, given))) if sample else math.nan)
+                given = [[of_row[n] for n in sample] for of_row in self.rows]  # its own: it may sort them
+                with errors_of_code():
+                    values[name].append(_number(name, metric.make(*given)) if sample else math.nan)
         return {name: np.array(of_samples) for name, of_samples in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import gradients_for, group
+from test_optim import check_it_goes_on_bit_for_bit, group
 from tiny import CPU, EMULATED
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training.loop import apply_gradients
-from hpo.training.optim import DECODED_ELEMENTS, build_optimizer, optimizer_state_facts, set_learning_rate
+from hpo.training.optim import DECODED_ELEMENTS, build_optimizer, optimizer_state_facts
 from hpo.training.optimizer_states import (
     BLOCKS,
     MIN_ELEMENTS,
@@ -221,28 +221,7 @@ def test_what_is_too_small_stays_in_fp32_and_is_said() -> None:
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_restored_optimizer_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    gradients = [value.to(dtype) for value in gradients_for(SHAPE, 10)]
-
-    def make() -> tuple[nn.Parameter, Optimizer]:
-        weight = nn.Parameter(torch.ones(SHAPE, dtype=dtype))
-        return weight, build_optimizer("adamw", [group(weight, lr=0.02, weight_decay=0.1)], state=kind)
-
-    def advance(weight: nn.Parameter, optimizer: Optimizer, first: int, last: int) -> None:
-        for step in range(first, last):
-            set_learning_rate(optimizer, 1 - step / 10)
-            weight.grad = gradients[step].clone()
-            optimizer.step()
-
-    straight, optimizer = make()
-    advance(straight, optimizer, 0, 10)
-    before, optimizer = make()
-    advance(before, optimizer, 0, 5)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    after, restored = make()
-    after.data.copy_(before.data)
-    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    advance(after, restored, 5, 10)
-    assert torch.equal(after, straight)
+    check_it_goes_on_bit_for_bit("adamw", dtype, SHAPE, tmp_path / "optimizer.pt", state=kind)
 
 
 @pytest.mark.parametrize("kind", SHORT)
