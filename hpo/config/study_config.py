@@ -26,19 +26,18 @@ from pydantic import (
 )
 
 from hpo.code import names_of
-from hpo.config.adapter_settings import study_problems
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
 from hpo.config.evaluation_config import EvaluationConfig
+from hpo.config.exclusions import study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
-from hpo.config.state_settings import study_state_problems
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
@@ -302,7 +301,6 @@ class StudyConfig(CheckedSection):
 
     def problems(self) -> Iterator[Problem]:
         yield from study_problems(self.training, self.search_space)
-        yield from study_state_problems(self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpo.config.adapter_settings import trial_problems
+from hpo.config.exclusions import trial_problems
 from hpo.config.search_space import decode
-from hpo.config.state_settings import trial_state_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import Problem, parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
@@ -42,7 +41,6 @@ class TrialConfig(TrialSettings):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         yield from trial_problems(self)
-        yield from trial_state_problems(self)
 
 
 def build_trial_config(

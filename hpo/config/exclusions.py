@@ -1,0 +1,75 @@
+"""Which settings exclude each other: those of adapters, and optimisers and how their state is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from hpo.config.search_space import SearchSpace
+from hpo.config.study_file import Problem
+from hpo.config.trial_settings import TrialSettings
+
+ADAPTER, BASE = "adapter", "base_precision"
+OF_ADAPTERS = (BASE, "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_learning_rate")
+NEEDS_ADAPTER = (
+    "says how the frozen weights under an adapter are stored, and with `adapter: none` nothing is frozen."
+)
+NEEDS_NONE = "must be 0 with an adapter, under which all of the encoder is frozen."
+STATE, OPTIMIZER = "optimizer_state", "optimizer"
+SHORT_STATE = ("adamw", "adam", "lion")
+"""Those whose moments `hpo.training.optimizer_states` knows."""
+
+
+def trial_problems(settings: TrialSettings) -> Iterator[Problem]:
+    """Of one trial."""
+    if settings.adapter == "none" and settings.base_precision != "fp32":
+        yield Problem((BASE,), f"{NEEDS_ADAPTER} Set `adapter: lora`, or leave it out.")
+    if settings.adapter != "none" and settings.freeze_layers:
+        yield Problem(("freeze_layers",), NEEDS_NONE)
+    if settings.optimizer_state != "fp32" and settings.optimizer not in SHORT_STATE:
+        yield Problem((STATE,), _needs_moments(settings.optimizer))
+
+
+def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
+    """Of a study: what some of its trials could not be."""
+    adapters = _values(ADAPTER, training, space)
+    if set(adapters) == {"none"}:
+        for name in OF_ADAPTERS:
+            if name in space or getattr(training, name) != TrialSettings.model_fields[name].default:
+                why = "is for adapters, but there is none. Set `training.adapter: lora`."
+                yield Problem(_where(name, space), why)
+    for name, neutral, why in ((BASE, "fp32", NEEDS_ADAPTER), ("freeze_layers", 0, NEEDS_NONE)):
+        allowed = [one for one in adapters if (one == "none") == (name != BASE)]
+        is_said = name == BASE and not allowed
+        if not is_said and set(_drawn_with(name, neutral, ADAPTER, training, space)) - {*allowed}:
+            yield Problem(_where(name, space), why + _hint(ADAPTER, allowed))
+    for optimizer in _drawn_with(STATE, "fp32", OPTIMIZER, training, space):
+        if optimizer not in SHORT_STATE:
+            hint = _hint(OPTIMIZER, SHORT_STATE) if OPTIMIZER in space else ""
+            yield Problem(_where(STATE, space), _needs_moments(optimizer) + hint)
+
+
+def _drawn_with(
+    name: str, neutral: object, other: str, training: TrialSettings, space: SearchSpace
+) -> Collection[Any]:
+    """The values of `other` with which a setting may have another value than `neutral`."""
+    if all(value == neutral for value in _values(name, training, space)):
+        return ()
+    others = _values(other, training, space)
+    return space[name].when.get(other, others) if name in space else others
+
+
+def _values(name: str, training: TrialSettings, space: SearchSpace) -> Collection[Any]:
+    return space[name].grid() if name in space else (getattr(training, name),)
+
+
+def _where(name: str, space: SearchSpace) -> tuple[str, str]:
+    return ("search_space" if name in space else "training", name)
+
+
+def _needs_moments(optimizer: object) -> str:
+    return f"must be fp32 with `optimizer: {optimizer}`; {', '.join(SHORT_STATE)} can have another."
+
+
+def _hint(other: str, allowed: Collection[str]) -> str:
+    return f" Search it with `when: {{{other}: [{', '.join(allowed)}]}}`." if allowed else ""
