@@ -41,6 +41,7 @@ DEVICE = "Example CPU"
 HERE = DeviceInfo("cpu", DEVICE, cpu_features=frozenset({"avx512_bf16"}))
 SLOWER = {"slow CPU": {"bf16": 0.25}}
 """Of a kind of device, by what its speeds are multiplied."""
+BITS = {"fp32": 32, "int8": 8}
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
 OF_POINTS: Mapping[str, Callable[[float], float]] = {
@@ -80,7 +81,7 @@ def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
 
 def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how: Any) -> dict[str, Any]:
     """What a trial stores that has so many points: its headline and telemetry."""
-    precision = params["fp_precision"]
+    precision = params.get("fp_precision", "fp32")
     rate = SPEED.get(precision, 50.0) * SLOWER.get(device, {}).get(precision, 1.0)
     metrics = {task.name: {"r2": points / 100, "mae": -points} for task in TWO_TASKS}
     return {
@@ -94,8 +95,17 @@ def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how:
             "metrics": metrics,
             "test_metrics": metrics,
             "device": {"name": device, "shared": False},
+            **stored(params, **how),
         },
     }
+
+
+def stored(params: Mapping[str, Any], *, kept: str = "", **_: Any) -> dict[str, Any]:
+    """The facts of an `optimizer_state`; `kept` is what it is where that is not what it asked for."""
+    if not (requested := params.get("optimizer_state")):
+        return {}
+    effective = kept or requested
+    return {"optimizer_state": {"effective": effective, "bytes": 10**6 * BITS[effective] // 32}}
 
 
 def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:

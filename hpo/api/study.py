@@ -102,7 +102,8 @@ class Study:
         was.
 
         Args:
-            question: `precisions`: is each as good as fp32; `configurations`: which of the best is.
+            question: `precisions`, `base_precisions`, `optimizer_states`: is each as good as fp32;
+                `configurations`: which of the best is.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
 
         Returns what `hpo compare --json` prints.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,10 +26,10 @@ from hpo.cli.options import (
     worker_processes,
 )
 from hpo.cli.running import run_here, say_how_to_go_on
-from hpo.config.comparison import MOST_SEEDS, REFERENCE
+from hpo.config.comparison import MOST_SEEDS, REFERENCE, checked_precision, question_of
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
-from hpo.precision.table import canonical_precision
+from hpo.precision.table import PRECISION
 
 if TYPE_CHECKING:
     from hpo.compare.companion import Request
@@ -89,6 +89,10 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
 def compare(
     study: StudyArgument,
     storage: StorageOption = None,
+    over: Annotated[
+        Literal["fp_precision", "base_precision", "optimizer_state"],
+        typer.Option(help="What is compared: of training, of the weights under an adapter, of the moments."),
+    ] = "fp_precision",
     configurations: Annotated[
         bool,
         typer.Option(
@@ -107,9 +111,11 @@ def compare(
     from hpo.compare.looks import run_looks
 
     only_price = options.pop("price")
+    if configurations and over != PRECISION:
+        raise InputError(f"--configurations has no use for --over {over}: leave one of them out.")
     if options["precisions"]:
-        options["precisions"] = _parse_precisions(options["precisions"])
-    request = Request("configurations" if configurations else "precisions", **options)
+        options["precisions"] = _parse_precisions(options["precisions"], over)
+    request = Request("configurations" if configurations else question_of(over), **options)
     with (
         progress_shown(quiet=as_json),
         stop_signals(until) as stop,
@@ -176,10 +182,10 @@ def _run_look(
     return record
 
 
-def _parse_precisions(given: str) -> tuple[str, ...]:
+def _parse_precisions(given: str, setting: str) -> tuple[str, ...]:
     """fp32 and those that are named."""
     try:
-        names = [canonical_precision(name.strip()) for name in given.split(",")]
+        names = [checked_precision(setting, name.strip()) for name in given.split(",")]
     except ValueError as error:
         raise InputError(f"--precisions: {error}") from None
     return tuple(dict.fromkeys([REFERENCE, *names]))

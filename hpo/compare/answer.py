@@ -18,8 +18,12 @@ from hpo.study.reading.study_record import TrialRecord
 
 COLLAPSE = 10
 """A run that loses more than so many margins has collapsed."""
-RATIOS = {"speed_ratio": "train_examples_per_second", "memory_ratio": "peak_memory_bytes"}
-"""What is compared beside the score, by the attribute of a trial."""
+RATIOS = {
+    "speed_ratio": "train_examples_per_second",
+    "memory_ratio": "peak_memory_bytes",
+    "stored_ratio": "stored_bytes",
+}
+"""What is compared beside the score, by what is measured of a trial (`hpo.compare.runs`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +51,6 @@ class Answer:
     @property
     def num_rows(self) -> int:
         return len(self.pairs.of_rows)
-
-    @property
-    def speed(self) -> Mapping[str, Ratio]:
-        return self.ratios["speed_ratio"]
 
     @property
     def collapse_share(self) -> float:
@@ -110,6 +110,8 @@ class CollapsedRun:
     """A run that ended without a score where its twin has one, or far below it."""
 
     trial: TrialRecord
+    precision: str
+    """As sentences name it."""
     configuration: int
     """The number of its trial in the search."""
     difference: float | None
@@ -125,4 +127,5 @@ def collapsed_runs(runs: Runs) -> Iterator[CollapsedRun]:
                 score, other = runs.scored(one, runs.metric), runs.scored(twin, runs.metric)
                 difference = score[0] - other[0] if score and other else None
                 if other and (difference is None or difference < -COLLAPSE * runs.plan.margin):
-                    yield CollapsedRun(one, configuration, difference)
+                    name = runs.plan.named(one.params[runs.plan.setting])
+                    yield CollapsedRun(one, name, configuration, difference)

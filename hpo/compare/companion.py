@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.comparison import (
+    PRECISIONS,
     REFERENCE,
     SEED,
+    SETTINGS,
     ComparedConfiguration,
     ComparisonConfig,
     Question,
 )
+from hpo.config.exclusions import trial_problems
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.search_space import decode, encode
 from hpo.config.study_config import StudyConfig, stored_study
@@ -32,7 +35,7 @@ from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import setting_of
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
-from hpo.precision.table import PRECISION, PRECISION_NAMES, left_out
+from hpo.precision.table import PRECISION, choice_name, lacking_choices
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import choosable_trials, nearest_told
 from hpo.study.sampling.fronts import loss_signs
@@ -43,7 +46,12 @@ if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.store.storage import Storage
 
-SUFFIXES = {"precisions": "-compare", "configurations": "-race"}
+SUFFIXES = {
+    "precisions": "-compare",
+    "configurations": "-race",
+    "base_precisions": "-compare-base",
+    "optimizer_states": "-compare-state",
+}
 """What the name of a comparison adds to that of its study, by its question."""
 FIRST_SEED = 1_000_000
 """Seeds from here on are new ones, unless the search has had such."""
@@ -96,8 +104,8 @@ def open_comparison(
             left.
     """
     if config.comparison is not None:
-        of = config.comparison.study
-        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: hpo compare {of}")
+        of, command = config.comparison.study, config.comparison.command
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
     if request.question == "configurations" and (request.precisions or request.margin is not None):
         raise InputError(
             "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
@@ -105,13 +113,12 @@ def open_comparison(
         )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        lacking = left_out(PRECISION_NAMES, device, config.amp)
-        runnable = tuple(name for name in PRECISION_NAMES if name not in lacking)
-        complete = request if request.precisions else replace(request, precisions=runnable)
-        new = plan_comparison(record, config, complete, token)
+        if not request.precisions:
+            request = replace(request, precisions=_runnable(request, device, config))
+        new = plan_comparison(record, config, request, token)
         new = new.model_copy(update={"device": device.kind})
         # a race chooses, and what is chosen on test has no test left
-        begun = comparison_study(config, new, has_test=has_test and request.question == "precisions")
+        begun = comparison_study(config, new, has_test=has_test and request.question != "configurations")
         _refuse_device(begun, device, new, has_begun=False)
         return begun
     stored = stored_study(name, storage.read_definition(name))
@@ -133,16 +140,25 @@ def open_comparison(
     return grown(stored, plan)
 
 
+def _runnable(request: Request, device: DeviceInfo, config: StudyConfig) -> tuple[str, ...]:
+    """All that can be compared on `device`."""
+    setting = SETTINGS[request.question]
+    lacking = lacking_choices({setting: PRECISIONS[setting]}, device, config.amp)
+    return tuple(name for name in PRECISIONS[setting] if choice_name(setting, name) not in lacking)
+
+
 def _refuse_device(
     study: StudyConfig, device: DeviceInfo, plan: ComparisonConfig, *, has_begun: bool
 ) -> None:
     """Raise InputError where `device` cannot run what is left of a comparison."""
-    lacking = left_out(plan.precisions, device, study.amp)
+    points = [plan.point(arm, 0) for arm in plan.arms()]
+    needed = {name: dict.fromkeys(str(point[name]) for point in points) for name in points[0]}
+    lacking = lacking_choices(needed, device, study.amp)
     if not (lacks := plan.lacking(device.kind, lacking)):
         return
     if has_begun:
         todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {study.name}"
-    elif plan.question == "configurations":
+    elif plan.is_race:
         todo = "Compare on a device that does."
     else:
         todo = f"Leave {', '.join(lacking)} out of --precisions, or compare on a device that does."
@@ -198,20 +214,19 @@ def plan_comparison(
 ) -> ComparisonConfig:
     """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
     where no margin is given for a metric that is not in points."""
-    best = by_rank(record)
+    setting = SETTINGS[request.question]
+    best = [trial for trial in by_rank(record) if _can_have(config, trial, setting)]
     if not best:
-        none_yet = (
-            f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
-        )
-        raise InputError(nearest_told(record) or none_yet)
+        raise InputError(_why_none(record, setting))
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
-    if request.question == "precisions" and request.margin is None and unit_of(decides) != "points":
+    is_race = request.question == "configurations"
+    if not is_race and request.margin is None and unit_of(decides) != "points":
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
     asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
-    if request.question == "precisions" and {REFERENCE} >= {*(request.precisions or ())}:
+    if not is_race and {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
             "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
@@ -219,13 +234,12 @@ def plan_comparison(
         )
     if asked["seeds"] > asked["max_seeds"]:
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
-    names = sorted(config.search_space.keys() - {PRECISION, SEED})
+    names = sorted(config.search_space.keys() - {setting, SEED})
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
-    is_race = request.question == "configurations"
     if is_race:
         configurations = tuple(_race(best[: asked["top"]], settings))
     else:
-        own = {name for name in names if PRECISION in config.search_space[name].when}
+        own = {name for name in names if setting in config.search_space[name].when}
         configurations = tuple(_compared(best, settings, own, request.precisions or (), asked["top"]))
     precisions = tuple(
         dict.fromkeys(name for configuration in configurations for name in configuration.precisions)
@@ -246,8 +260,17 @@ def plan_comparison(
     )
 
 
+def _why_none(record: StudyRecord, setting: str) -> str:
+    """Why nothing of the study can be compared."""
+    if choosable_trials(record):
+        return f"--over {setting}: no complete trial of `{record.name}` could have another than {REFERENCE}."
+    return nearest_told(record) or (
+        f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
+    )
+
+
 Settings = Mapping[int, dict[str, Any]]
-"""What is searched but precision and seed, by the number of the trial."""
+"""What is searched but what is compared and the seed, by the number of the trial."""
 
 
 def _race(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedConfiguration]:
@@ -285,13 +308,13 @@ def _compared(
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
     """The study that trains what the plan names. `has_test`: whether its runs are scored on test."""
     definition = config.definition()
-    fixed = {PRECISION, SEED}
+    fixed = {plan.setting, SEED}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
     given = [name for name in definition["given"] if name.rpartition(".")[2] not in fixed]
     space: dict[str, Any] = {
-        PRECISION: {"type": "categorical", "choices": plan.precisions},
+        plan.setting: {"type": "categorical", "choices": plan.precisions},
         SEED: {"type": "int", "low": plan.first_seed, "high": plan.last_seed},
     }
     for name in plan.configurations[0].params:
@@ -364,14 +387,32 @@ def configuration_key(trial: TrialRecord) -> str:
 
 def precision_of(trial: TrialRecord) -> str:
     """What it was trained in, which is not what it asked for where it fell back."""
-    return str(trial.attributes.get("fp_precision_effective"))
+    return str(effective(trial, PRECISION))
+
+
+def effective(trial: TrialRecord, setting: str) -> str | None:
+    """What a trial really had of a precision, and which is not what it asked for where it could not be; None:
+    it ended before that was known."""
+    if setting == PRECISION:
+        return trial.attributes.get("fp_precision_effective")
+    found: str | None = (trial.telemetry.get(setting) or {}).get("effective")
+    return found
 
 
 def _settings_of(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) -> dict[str, Any]:
     """The value of each setting that the study searches, with defaults where `when` left one out."""
     settings = build_trial_config(config, trial.params, REFERENCE)
     given = decode(config.search_space, trial.params)
+    if PRECISION in given:
+        given = {**given, PRECISION: precision_of(trial)}
     return {name: given[name] if name in given else setting_of(settings, name) for name in names}
+
+
+def _can_have(config: StudyConfig, trial: TrialRecord, setting: str) -> bool:
+    """Whether the trial has what a precision is of: frozen weights, moments that can be kept."""
+    settings = build_trial_config(config, trial.params, REFERENCE)
+    other = next(name for name in PRECISIONS[setting] if name != REFERENCE)
+    return not any(trial_problems(settings.model_copy(update={setting: other})))
 
 
 def _first_seed(config: StudyConfig) -> int:

@@ -29,7 +29,7 @@ def price_before(search: StudyRecord, companion: StudyConfig, data: DataSet) -> 
     """What a comparison of precisions costs, and the sentence that says so; None where nothing tells."""
     plan = companion.comparison
     assert plan is not None
-    if plan.question == "configurations":
+    if plan.is_race:
         most = len(plan.configurations) * plan.max_seeds
         return None, f"Price: at most {most} trials, and fewer as configurations are beaten."
     split = "test" if companion.evaluation.test else "validation"
@@ -37,7 +37,7 @@ def price_before(search: StudyRecord, companion: StudyConfig, data: DataSet) -> 
     compared = {configuration.trial for configuration in plan.configurations}
     seconds = [trial.seconds for trial in search.trials if trial.number in compared and trial.seconds]
     in_points = unit_of(quality_objective(companion.objective).metric) == "points"
-    expected = expected_before(search, num_rows) if in_points else None
+    expected = expected_before(search, num_rows, plan.setting) if in_points else None
     mean = sum(seconds) / len(seconds) if seconds else None
     cost = None if expected is None else price_of(plan, expected, mean)
     return cost, words.price(cost, plan, num_rows, split)
@@ -75,6 +75,6 @@ def run_looks(
 
 def judge(runs: Runs, search: StudyRecord, price: Price | None = None) -> Result:
     """What the trials of a comparison say so far."""
-    if runs.plan.question == "configurations":
+    if runs.plan.is_race:
         return judge_race(runs, runs.of_search(search))
     return judge_precisions(runs, search, price)

@@ -20,7 +20,6 @@ import numpy as np
 from hpo.compare.decision import Array, decide
 from hpo.config.comparison import REFERENCE, SEED, ComparisonConfig
 from hpo.config.limits import MEASURED_METRICS
-from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import StudyRecord, complete_trials
 
 POWER = 0.8
@@ -121,9 +120,9 @@ def _bounds(num_runs: int, expected: Expected) -> tuple[Array, Array]:
     return decision.low, decision.high
 
 
-def expected_before(record: StudyRecord, num_rows: int) -> Expected | None:
-    """From the search alone; None where it has too few trials for a spread."""
-    spread = _search_spread(record)
+def expected_before(record: StudyRecord, num_rows: int, setting: str) -> Expected | None:
+    """From the search alone, of what differs in `setting`; None where it has too few trials for a spread."""
+    spread = _search_spread(record, setting)
     return (
         None
         if spread is None or not num_rows
@@ -144,7 +143,7 @@ def _flipping(num_rows: int, num_runs: int) -> Array:
     return rows
 
 
-def _search_spread(record: StudyRecord) -> float | None:
+def _search_spread(record: StudyRecord, setting: str) -> float | None:
     place = next((k for k, name in enumerate(record.metric_names) if name not in MEASURED_METRICS), None)
     if place is None:
         return None
@@ -152,9 +151,9 @@ def _search_spread(record: StudyRecord) -> float | None:
     values = {trial.number: 100 * (trial.values or ())[place] for trial in trials}
     groups: dict[str, dict[str, float]] = {}
     for trial in trials:
-        others = {name: value for name, value in trial.params.items() if name not in (PRECISION, SEED)}
+        others = {name: value for name, value in trial.params.items() if name not in (setting, SEED)}
         of_group = groups.setdefault(json.dumps(others, sort_keys=True), {})
-        of_group[str(trial.params.get(PRECISION))] = values[trial.number]
+        of_group[str(trial.params.get(setting))] = values[trial.number]
     pairs = [
         value - of_group[REFERENCE]
         for of_group in groups.values()

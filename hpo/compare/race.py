@@ -128,7 +128,7 @@ def _call(standings: Sequence[Standing], best: int | None, too_close: Sequence[i
     if too_close:
         names = ", ".join(map(str, too_close))
         more = next_look(plan.max_seeds)
-        command = f"hpo compare {plan.study} --configurations --max-seeds {more}"
+        command = f"{plan.command} --max-seeds {more}"
         return (
             f"Too close to call: trials {names} after {first.num_seeds} new seeds; `hpo best` shows the one "
             "of them that was best in the search."

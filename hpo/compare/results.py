@@ -14,7 +14,7 @@ import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.companion import by_rank, precision_of
+from hpo.compare.companion import by_rank, effective
 from hpo.compare.decision import interval
 from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
@@ -69,7 +69,7 @@ def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Re
     for precision in plan.precisions[1:]:
         ahead = next((one.precision for one in answers if one.verdict != "as_good"), "")
         answers.append(answer_of(runs, precision, ahead))
-    tuned = _tuned(search, plan.precisions)
+    tuned = _tuned(search, plan)
     content = {
         "metric": runs.metric,
         "unit": runs.unit,
@@ -100,14 +100,14 @@ def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonC
     return plan.model_copy(update={"num_seeds": seeds})
 
 
-def _tuned(search: StudyRecord, precisions: Sequence[str]) -> list[dict[str, Any]]:
+def _tuned(search: StudyRecord, plan: ComparisonConfig) -> list[dict[str, Any]]:
     """The best trial of the search in each precision: a description, of one search."""
     best: dict[str, TrialRecord] = {}
     for trial in by_rank(search):
-        best.setdefault(precision_of(trial), trial)
+        best.setdefault(str(effective(trial, plan.setting)), trial)
     return [
         {"precision": name, "trial": best[name].number, "value": (best[name].values or (None,))[0]}
-        for name in precisions
+        for name in plan.precisions
         if name in best
     ]
 
@@ -117,6 +117,7 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
     by_kind = [{"device": kind, **_ratios_json(answer, kind)} for kind in kinds]
     return {
         "precision": answer.precision,
+        "name": runs.plan.named(answer.precision),
         "metric": runs.metric,
         "unit": runs.unit,
         "verdict": answer.verdict,

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from hpo.compare.companion import effective
 from hpo.compare.decision import Array, half_width
 from hpo.config.comparison import REFERENCE, Arm
 from hpo.config.objective import smaller_is_better
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials, device_kinds
 from hpo.training.metrics import RowStatistics, primary_mean
 from hpo.trial.objectives import objective_value, quality_objective, unit_of
@@ -163,8 +163,8 @@ class Runs:
 
     def says_nothing(self, trial: TrialRecord) -> bool:
         """Whether a trial tells nothing of the precision that it was to have."""
-        ran = trial.attributes.get("fp_precision_effective")
-        return trial.outcome in _NO_EVIDENCE or ran not in (None, trial.params[PRECISION])
+        ran = effective(trial, self.plan.setting)
+        return trial.outcome in _NO_EVIDENCE or ran not in (None, trial.params[self.plan.setting])
 
     def pairs(self, precision: str) -> Iterator[Pair]:
         """All whose two trials have ended and tell something, seed by seed."""
@@ -194,15 +194,26 @@ class Runs:
         return Differences(tuple(pairs), np.array(of_runs, dtype=float), np.asarray(rows))
 
     def ratios(self, precision: str, attribute: str) -> dict[str, Ratio]:
-        """Of an attribute over fp32's, by the kind of device: of pairs that had their device alone."""
+        """What is measured over fp32's, by the kind of device that both of a pair had."""
         logs: dict[str, list[float]] = {}
         for pair in self.pairs(precision):
             kinds = {self.kinds.get(one.number) for one in (pair.ours, pair.theirs)}
-            values = [_measured(one, attribute) for one in (pair.ours, pair.theirs)]
+            values = [self._measured(one, attribute) for one in (pair.ours, pair.theirs)]
             same_threads = _threads(pair.ours) == _threads(pair.theirs)
             if len(kinds) == 1 and None not in {*kinds, *values} and same_threads:
                 logs.setdefault(str(kinds.pop()), []).append(math.log(values[0] / values[1]))  # type: ignore[operator]
         return {kind: _ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
+
+    def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
+        """What says how the precision does; None: nothing does. Speed and memory are of a trial that had its
+        device alone, and `stored_bytes` what the weights take, or the moments."""
+        value = trial.attributes.get(attribute)
+        if attribute == "stored_bytes":
+            facts = trial.telemetry.get(self.plan.setting) or {}
+            value = facts.get("bytes") or facts.get("observed", {}).get("weights_bytes")
+        elif trial.telemetry.get("device", {}).get("shared"):
+            return None
+        return float(value) if value and trial.outcome == Outcome.COMPLETE else None
 
 
 def _key(params: Mapping[str, Any]) -> str:
@@ -225,13 +236,6 @@ def _without_each(statistics: RowStatistics) -> dict[str, Array]:
         per_example[name] = np.full(statistics.num_examples, value)
         per_example[name][statistics.index_N] = without[name]
     return per_example
-
-
-def _measured(trial: TrialRecord, attribute: str) -> float | None:
-    """What says how the precision does: of a trial that had its device alone."""
-    shared = trial.telemetry.get("device", {}).get("shared")
-    value = trial.attributes.get(attribute)
-    return float(value) if value and not shared and trial.outcome == Outcome.COMPLETE else None
 
 
 def _threads(trial: TrialRecord) -> Any:

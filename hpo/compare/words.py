@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hpo.compare.answer import Answer, CollapsedRun
@@ -19,7 +20,7 @@ from hpo.study.reading.study_record import is_number
 
 def verdict(answer: Answer, runs: Runs) -> str:
     """The verdict on a precision, its numbers, and what they leave open."""
-    name = answer.precision
+    name = runs.plan.named(answer.precision)
     head = {"as_good": f"{name} is as good as {REFERENCE}", "worse": f"{name} is worse than {REFERENCE}"}
     told = f"{head.get(answer.verdict, f'{name} is not decided')}"
     if not answer.num_runs:
@@ -72,7 +73,7 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
     if price is None:
         return ""
     if price.decides:
-        command = f"hpo compare {runs.plan.study} --max-seeds {price.seeds}"
+        command = f"{runs.plan.command} --max-seeds {price.seeds}"
         return f" {price.seeds} seeds should decide, if what was seen goes on: {command}"
     return (
         f" No number of seeds up to {MOST_SEEDS} is likely to decide with {answer.num_rows:,} "
@@ -82,7 +83,7 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
 
 def collapsed(run: CollapsedRun, unit: str) -> str:
     """One run that collapsed."""
-    trial, precision = run.trial, run.trial.params[PRECISION]
+    trial, precision = run.trial, run.precision
     which = (
         f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
     )
@@ -102,55 +103,78 @@ def tuned(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
 
 
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
-    """The fastest precision that is as good."""
+    """The precision that is as good, and the fastest, or of what is stored the smallest."""
+    plan, gain = runs.plan, GAINS[runs.plan.setting == PRECISION]
     good = [answer for answer in answers if answer.verdict == "as_good"]
-    kinds = sorted({kind for answer in answers for kind in answer.speed})
-    fastest = {kind: best for kind in kinds if (best := _fastest(good, kind))}
+    kinds = sorted({kind for answer in answers for kind in answer.ratios[gain.ratio]})
+    most = {kind: best for kind in kinds if (best := gain.best(good, kind))}
     told = []
-    for answer in dict.fromkeys(best for best, _ in fastest.values()):
-        speeds = [
-            f"{ratio.ratio:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f}) on {kind}"
-            for kind, (best, ratio) in fastest.items()
+    for answer in dict.fromkeys(best for best, _ in most.values()):
+        gains = [
+            f"{gain.text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}) on {kind}"
+            for kind, (best, ratio) in most.items()
             if best is answer
         ]
         told.append(
-            f"Use {answer.precision}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} runs) if "
-            f"{conditions(answer, runs)}; {', '.join(speeds)}."
+            f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} "
+            f"runs) if {conditions(answer, runs)}; {', '.join(gains)}."
         )
-    if fastest and (others := [kind for kind in kinds if kind not in fastest]):
+    if most and (others := [kind for kind in kinds if kind not in most]):
         told.append(
-            f"Use {REFERENCE} on {' and '.join(others)}: nothing as good is shown to be faster there."
+            f"Use {REFERENCE} on {' and '.join(others)}: nothing as good is shown to be {gain.more} there."
         )
-    if fastest:
+    if most:
         return " ".join(told)
     if good:
-        names = " and ".join(answer.precision for answer in good)
+        names = " and ".join(plan.named(answer.precision) for answer in good)
         where = f" on {' and '.join(kinds)}" if kinds else ""
-        return f"Use {REFERENCE}: as good ({_within(runs)}), but not shown to be faster{where}: {names}."
-    first = answers[0]
+        return f"Use {REFERENCE}: as good ({_within(runs)}), but not shown to be {gain.more}{where}: {names}."
+    first, name = answers[0], plan.named(answers[0].precision)
     if not first.num_runs:
-        return f"{first.precision} is not decided: {first.reason}."
+        return f"{name} is not decided: {first.reason}."
     if first.verdict == "worse":
-        return f"Use {REFERENCE}: {first.precision} is worse ({_within(runs)})."
+        return f"Use {REFERENCE}: {name} is worse ({_within(runs)})."
     return (
-        f"Use {REFERENCE}: {first.num_runs} runs do not tell whether {first.precision} is as good "
+        f"Use {REFERENCE}: {first.num_runs} runs do not tell whether {name} is as good "
         f"({_within(runs)}).{_what_would_decide(first, runs)}"
     )
 
 
-def _fastest(good: Sequence[Answer], kind: str) -> tuple[Answer, Ratio] | None:
-    """The fastest precision on a kind of device, of those whose whole interval says that they are faster."""
-    faster = [
-        (answer, ratio)
-        for answer in good
-        if (ratio := answer.speed.get(kind)) and ratio.low is not None and ratio.low > 1
-    ]
-    return max(faster, key=lambda one: one[1].ratio, default=None)
+@dataclass(frozen=True)
+class Gain:
+    """What a precision is chosen for, of those that are as good."""
+
+    ratio: str
+    """Of `RATIOS`."""
+    text: str
+    more: str
+    sign: int
+    """+1: a ratio above 1 gains."""
+
+    def best(self, good: Sequence[Answer], kind: str) -> tuple[Answer, Ratio] | None:
+        """Which gains most on a kind of device, of those whose whole interval says that they do."""
+        gaining = [
+            (answer, ratio)
+            for answer in good
+            if (ratio := answer.ratios[self.ratio].get(kind)) and self._is_gain(ratio)
+        ]
+        return max(gaining, key=lambda one: self.sign * one[1].ratio, default=None)
+
+    def _is_gain(self, ratio: Ratio) -> bool:
+        ends = (ratio.low, ratio.high)
+        return all(end is not None and self.sign * (end - 1) > 0 for end in ends)
+
+
+GAINS = {
+    True: Gain("speed_ratio", "{:.2f} times as fast", "faster", 1),
+    False: Gain("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1),
+}
+"""By whether it is what is computed in, or what is stored."""
 
 
 def price(cost: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:
     """What a comparison costs, before anything is trained."""
-    first, num = plan.precisions[1], len(plan.configurations)
+    first, num = plan.named(plan.precisions[1]), len(plan.configurations)
     if cost is None:
         trials = 2 * num * plan.max_seeds
         told = f"Price: at most {trials} trials for {first}. How probable it is that they decide is not known"

@@ -1,5 +1,9 @@
 """What `hpo compare` runs: configurations of another study, each under several precisions and seeds.
 
+A precision is that of training (`fp_precision`), of the weights under an adapter (`base_precision`) or of the
+optimiser's moments (`optimizer_state`). A comparison is of one of these, its `setting`; the others are as in
+the search.
+
 A comparison is a study like any other, with workers, leases and a budget, but its trials are planned. A
 *block* is one configuration with one seed under every precision that it is compared in: a matched set, whose
 trials have the same initial weights, order of data and dropout masks. The seeds are new ones, never those of
@@ -11,14 +15,21 @@ The points of the plan are a function of this section alone. `hpo compare` looks
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Container, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from hpo.config.search_space import encode
-from hpo.config.trial_settings import Positive, PrecisionName
-from hpo.precision.table import PRECISION
+from hpo.config.trial_settings import Positive, TrialSettings
+from hpo.precision.table import (
+    BASE_PRECISION,
+    OPTIMIZER_STATE,
+    PRECISION,
+    PRECISION_NAMES,
+    canonical_precision,
+    named_choices,
+)
 from hpo.section import Count, Section, Whole
 
 REFERENCE = "fp32"
@@ -26,7 +37,35 @@ REFERENCE = "fp32"
 SEED = "seed"
 MOST_SEEDS = 200
 """No comparison has more of a configuration."""
-Question = Literal["precisions", "configurations"]
+Question = Literal["precisions", "configurations", "base_precisions", "optimizer_states"]
+SETTINGS: Mapping[Question, str] = {
+    "precisions": PRECISION,
+    "configurations": PRECISION,
+    "base_precisions": BASE_PRECISION,
+    "optimizer_states": OPTIMIZER_STATE,
+}
+"""What the arms of a comparison differ in."""
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    setting: get_args(TrialSettings.model_fields[setting].annotation) or PRECISION_NAMES
+    for setting in SETTINGS.values()
+}
+"""The values of each, in the order in which they are asked about."""
+
+
+def question_of(setting: str) -> Question:
+    """What is asked where the values of a precision are compared."""
+    return next(question for question, compared in SETTINGS.items() if compared == setting)
+
+
+def checked_precision(setting: str, name: str) -> str:
+    """A value of a precision by its canonical name. Raises ValueError where there is none of that name."""
+    if setting == PRECISION:
+        return canonical_precision(name)
+    if name in PRECISIONS[setting]:
+        return name
+    raise ValueError(f"{setting} must be one of {', '.join(PRECISIONS[setting])}, but got `{name}`.")
+
+
 Arm = tuple[int, str]
 """A configuration, by its place in the list, and a precision."""
 
@@ -37,8 +76,8 @@ class ComparedConfiguration(Section):
     trial: Annotated[Whole, Field(ge=0)]
     """The number of its trial there."""
     params: dict[str, Any]
-    """Settings as that trial had them, but for precision and seed."""
-    precisions: Annotated[tuple[PrecisionName, ...], Field(strict=False)]
+    """Settings as that trial had them, but for what is compared and the seed."""
+    precisions: Annotated[tuple[str, ...], Field(strict=False)]
     """What it is trained in: all that are compared, or in a race its own."""
 
 
@@ -51,7 +90,7 @@ class ComparisonConfig(Section):
     """What tells that study from a later one of its name."""
     question: Question = "precisions"
     """Whether each configuration runs under several precisions, or each under its own, as a race."""
-    precisions: Annotated[tuple[PrecisionName, ...], Field(strict=False, min_length=1)]
+    precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """What is compared, fp32 first, then in the order in which they are asked about."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
     top: Count
@@ -69,13 +108,38 @@ class ComparisonConfig(Section):
     device: str = ""
     """What all its trials run on, as `DeviceInfo.kind`: that on which it was begun. Empty: any."""
 
+    @property
+    def setting(self) -> str:
+        """Whose values `precisions` are."""
+        return SETTINGS[self.question]
+
+    @property
+    def command(self) -> str:
+        """What goes on with it."""
+        of_precision = f" --over {self.setting}" if self.setting != PRECISION else ""
+        return f"hpo compare {self.study}{' --configurations' if self.is_race else of_precision}"
+
+    @property
+    def is_race(self) -> bool:
+        """Whether each configuration runs under its own precision alone."""
+        return self.question == "configurations"
+
+    def named(self, precision: str) -> str:
+        """A precision as sentences name it."""
+        return precision if self.setting == PRECISION else f"{self.setting} {precision}"
+
+    def needs(self) -> list[str]:
+        """What a device may lack of the trials, by `choice_name`."""
+        points = [self.point(arm, 0) for arm in self.arms()]
+        return list(dict.fromkeys(name for point in points for name in named_choices(point)))
+
     def lacking(self, device: str, left_out: Container[str]) -> tuple[str, ...]:
-        """What a `device` that leaves out these precisions lacks to run the trials; empty: nothing.
+        """What a `device` that leaves out these choices lacks to run the trials; empty: nothing.
 
         One that lacks anything runs none of them, since both sides of a pair run on one kind of device.
         """
         other = [f"the name {self.device}"] if device and self.device not in ("", device) else []
-        return (*(name for name in self.precisions if name in left_out), *other)
+        return (*(name for name in self.needs() if name in left_out), *other)
 
     def points(self) -> list[dict[str, Any]]:
         """The parameters of all trials, in the order in which they are to run."""
@@ -91,7 +155,7 @@ class ComparisonConfig(Section):
         params = self.configurations[configuration].params
         return {
             **{name: encode(value) for name, value in params.items()},
-            PRECISION: precision,
+            self.setting: precision,
             SEED: self.seed(configuration, index),
         }
 
@@ -100,7 +164,7 @@ class ComparisonConfig(Section):
 
         It depends on no number of seeds, so that a comparison may get more of them.
         """
-        if self.question == "configurations":
+        if self.is_race:
             return self.first_seed + index
         return self.first_seed + index * len(self.configurations) + configuration
 
@@ -126,4 +190,4 @@ class ComparisonConfig(Section):
     def seeds_of(self, arm: Arm) -> int:
         """How many seeds an arm has so far."""
         configuration, precision = arm
-        return self.num_seeds.get(precision if self.question == "precisions" else str(configuration), 0)
+        return self.num_seeds.get(str(configuration) if self.is_race else precision, 0)

@@ -300,7 +300,8 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
-        yield from study_problems(self.training, self.search_space)
+        if self.comparison is None:  # whose points are those of trials that ran
+            yield from study_problems(self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

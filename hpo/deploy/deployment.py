@@ -33,6 +33,7 @@ from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, Preempted, RunError
 from hpo.inference.model import TrainedModel
+from hpo.models.export import read_metadata
 from hpo.trial.objectives import quality_objective
 from hpo.versions import installed_versions
 
@@ -102,7 +103,7 @@ class _Run:
         place: Place,
     ) -> None:
         self._study, self._data, self._request, self._place = study, data, request, place
-        self._trial = candidate.trial
+        self._trial, self._exported = candidate.trial, candidate.exported
         self._scale = Scale.of(quality_objective(study.objective), request.max_drop)
         self._workshop = Workshop(
             candidate.exported,
@@ -268,6 +269,12 @@ class _Run:
             notes.append(unjudged)
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
+        base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")
+        if base != "fp32":
+            notes.append(
+                f"The weights under the adapter were {base} in training. Every form has them decoded, with "
+                "the adapter added: fp32 predicts as the trial did, and is as large as any model in fp32."
+            )
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")
         changes = [one.batch_change for one in self._forms.values() if one.batch_change is not None]

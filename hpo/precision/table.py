@@ -34,7 +34,8 @@ PRECISION = "fp_precision"
 """The setting of a trial that names its precision."""
 BASE_PRECISION = "base_precision"
 """The setting that names how the frozen weights under an adapter are stored."""
-BASE_PRECISIONS = ("fp32", "bf16", "int8", "nf4")
+OPTIMIZER_STATE = "optimizer_state"
+"""The setting that names how the optimiser keeps its moments."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Precision:
     falls_back_to: str | None = None
     """What `amp.on_unsupported: fallback` tries next."""
     frozen: str = "fp32"
-    """How linear layers that are not trained are stored, of `BASE_PRECISIONS`; fp32: as `weights` says."""
+    """How linear layers that are not trained are stored, a `base_precision`; fp32: as `weights` says."""
 
     @property
     def changes_weights(self) -> bool:
@@ -241,6 +242,16 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
     """{precision: reason} of those of `precisions` that `resolve` would not run on `device` as they are."""
     answers = {name: support(name, device) for name in precisions}
     return {name: one.reason for name, one in answers.items() if not _usable(one, config)}
+
+
+def lacking_choices(
+    values: Mapping[str, Iterable[Any]], device: DeviceInfo, config: AmpConfig
+) -> dict[str, str]:
+    """{choice_name: reason} of the values, by setting, that `device` lacks."""
+    bases = {name: base_lacks(name, device) for name in values.get(BASE_PRECISION, ())}
+    return left_out(values.get(PRECISION, ()), device, config) | {
+        choice_name(BASE_PRECISION, name): reason for name, reason in bases.items() if reason
+    }
 
 
 def _usable(answer: Support, config: AmpConfig) -> bool:

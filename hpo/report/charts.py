@@ -21,7 +21,7 @@ from hpo.report.tables import (
     precision_order,
     searched_parameters,
 )
-from hpo.report.verdicts import forest, speed_and_quality
+from hpo.report.verdicts import forests, speed_and_quality
 from hpo.study.sampling.fronts import pareto_front
 
 LINE_COLOR = "#333333"
@@ -40,7 +40,8 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
-    charts = [forest(tables), *speed_and_quality(tables)] if "precisions" in tables.record.comparisons else []
+    charts = forests(tables)
+    charts += speed_and_quality(tables) if "precisions" in tables.record.comparisons else []
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]

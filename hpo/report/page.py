@@ -249,6 +249,9 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
         table["device"] = trials["device"].fillna("–")
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
+    for name in ("weights_bytes", "state_bytes"):
+        if trials[name].nunique() > 1:
+            table[name.replace("_bytes", "")] = trials[name].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):
         table[name] = trials[f"param.{name}"].map(_cell)

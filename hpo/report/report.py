@@ -62,7 +62,7 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "numerics": numerics_table(tables),
-        "verdicts": verdict_table(tables.record.comparisons.get("precisions", {})),
+        "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,
         **csv_tables(tables),

@@ -58,6 +58,10 @@ _TELEMETRY = {
     "skipped_steps": "scaler.skipped_steps",
     "fp32_fallbacks": "fp32_fallbacks",
     "num_steps": "num_steps",
+    "base_precision": "base_precision.effective",
+    "weights_bytes": "base_precision.observed.weights_bytes",
+    "optimizer_state": "optimizer_state.effective",
+    "state_bytes": "optimizer_state.bytes",
 }
 _NUMBERS = (
     *QUANTITIES,

@@ -42,12 +42,15 @@ def details(comparison: Comparison) -> list[str]:
 
 def chosen_on_test(record: StudyRecord) -> list[str]:
     """A sentence where `hpo compare` has chosen between precisions on the test split."""
-    comparison = record.comparisons.get("precisions", {})
-    asked = [row for row in comparison.get("verdicts", ()) if row["num_runs"]]
-    if comparison.get("split") != "test" or not asked:
+    asked = [
+        _name(row)
+        for comparison in record.comparisons.values()
+        for row in comparison.get("verdicts", ())
+        if comparison.get("split") == "test" and row["num_runs"]
+    ]
+    if not asked:
         return []
-    names = ", ".join(row["precision"] for row in asked)
-    used = f"The test split has been used to choose between fp32 and {names} (`hpo compare`)"
+    used = f"The test split has been used to choose between fp32 and {', '.join(asked)} (`hpo compare`)"
     return [f"{used}: a score on test of what was chosen is a little too good."]
 
 
@@ -66,7 +69,7 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
             decides = metric == row["metric"]
             rows.append(
                 {
-                    "precision": row["precision"],
+                    "precision": _name(row),
                     "metric": metric,
                     "difference": format_interval(*_bounds(of_metric), sign="+"),
                     "verdict": row["verdict"].replace("_", " ") if decides else "",
@@ -115,7 +118,7 @@ def device_table(comparison: Comparison) -> pd.DataFrame:
     """Speed and memory on each kind of device, a row for each precision; empty where there was one kind."""
     return pd.DataFrame(
         {
-            "precision": row["precision"],
+            "precision": _name(row),
             "device": there["device"],
             "speed": _ratio(there, "speed_ratio"),
             "memory": _ratio(there, "memory_ratio"),
@@ -126,10 +129,18 @@ def device_table(comparison: Comparison) -> pd.DataFrame:
     )
 
 
-def forest(tables: StudyTables) -> Chart:
+def forests(tables: StudyTables) -> list[Chart]:
+    """`forest` of each comparison with fp32."""
+    compared = tables.record.comparisons.items()
+    return [forest(tables, question) for question, comparison in compared if "verdicts" in comparison]
+
+
+def forest(tables: StudyTables, question: str = "precisions") -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
-    comparison = _precisions(tables)
+    if question != "precisions":
+        key, title = f"{key}_{question}", f"{title}: {question.replace('_', ' ')}"
+    comparison: Comparison = tables.record.comparisons.get(question, {})
     rows = list(comparison.get("verdicts", ()))[::-1]
     if not rows:
         return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
@@ -148,7 +159,7 @@ def forest(tables: StudyTables) -> Chart:
             series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
             continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        text = f"{row['precision']}: {format_interval(*_bounds(row), sign='+')} {row['unit']}"
+        text = f"{_name(row)}: {format_interval(*_bounds(row), sign='+')} {row['unit']}"
         place = [position, position]
         series.append(interval_line(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
@@ -158,7 +169,7 @@ def forest(tables: StudyTables) -> Chart:
         title,
         x_label=f"{rows[0]['unit']} of {rows[0]['metric']}",
         series=series,
-        y_ticks=[row["precision"] for row in rows],
+        y_ticks=[_name(row) for row in rows],
         caption=(
             "Each end of an interval, over new runs and new texts, errs with 2.5 % at whichever look the "
             f"comparison stopped. As good: right of the margin of {margin:g}; worse: left of it."
@@ -170,7 +181,7 @@ def forest(tables: StudyTables) -> Chart:
 def speed_and_quality(tables: StudyTables) -> list[Chart]:
     """Speed over fp32's against the difference, both with their intervals, on each kind of device."""
     key, title = "verdicts_speed", "Speed against quality on new seeds"
-    rows = list(_precisions(tables).get("verdicts", ()))
+    rows = list(tables.record.comparisons.get("precisions", {}).get("verdicts", ()))
     devices = sorted({there["device"] for row in rows for there in row["devices"]})
     if len(devices) < 2:
         return [_speed_and_quality(rows, key, title)]
@@ -205,9 +216,9 @@ def _speed_and_quality(rows: Sequence[Comparison], key: str, title: str) -> Char
     )
 
 
-def _precisions(tables: StudyTables) -> Comparison:
-    comparison: Comparison = tables.record.comparisons.get("precisions", {})
-    return comparison
+def _name(row: Comparison) -> str:
+    """What is compared with fp32; results of an earlier version are of `fp_precision` alone."""
+    return str(row.get("name", row["precision"]))
 
 
 def _bounds(row: Comparison) -> tuple[Any, Any, Any]:

@@ -64,6 +64,51 @@ def test_precisions_and_configurations(tmp_path: Path) -> None:
     assert any(f"best trial {number}:" in best.out for number in race["too_close"] or [race["best"]])
 
 
+def test_what_is_stored(tmp_path: Path) -> None:
+    """The configurations are those that have an adapter, or moments that can be kept short."""
+    space = {
+        "adapter": {"type": "categorical", "choices": ["none", "lora"]},
+        "base_precision": {"type": "categorical", "choices": ["fp32", "int8"], "when": {"adapter": "lora"}},
+        "optimizer": {"type": "categorical", "choices": ["adamw", "adafactor"]},
+    }
+    write_study(tmp_path, n_trials=6, sampler={"name": "grid"}, search_space=space)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    options = ("--top", "2", "--max-seeds", "3", "--json")
+    bases = ok(hpo_command(tmp_path, "compare", "tiny", "--over", "base_precision", *options)).json
+    assert [row["name"] for row in bases["verdicts"]][:2] == ["base_precision bf16", "base_precision int8"]
+    assert {one["params"]["adapter"] for one in bases["configurations"]} == {"lora"}
+    states = ("compare", "tiny", "--over", "optimizer_state", "--precisions", "int8", *options)
+    moments = ok(hpo_command(tmp_path, *states)).json
+    assert {one["params"]["optimizer"] for one in moments["configurations"]} == {"adamw"}
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        trials = read_study(storage, "tiny-compare-base").trials
+    found = {trial.params["base_precision"]: trial.telemetry["base_precision"] for trial in trials}
+    assert all(facts["effective"] == base and facts["agrees"] for base, facts in found.items())
+    bytes_of = {base: facts["observed"]["weights_bytes"] for base, facts in found.items()}
+    assert bytes_of["bf16"] < bytes_of["fp32"]
+
+    ok(hpo_command(tmp_path, "compare", "tiny"))  # of fp_precision, with and without an adapter
+    ok(hpo_command(tmp_path, "report", "tiny"))
+    verdicts = (tmp_path / "runs" / "tiny" / "report" / "verdicts.csv").read_text()
+    assert {"base_precision bf16", "optimizer_state int8", "bf16"} <= {
+        line.partition(",")[0] for line in verdicts.splitlines()
+    }
+    assert bases["recommendation"] in ok(hpo_command(tmp_path, "best", "tiny")).out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--over", "base_precision"), "--over base_precision: no complete trial of `tiny` could have"),
+        (("--over", "optimizer_state", "--precisions", "bf17"), "optimizer_state must be one of fp32, bf16"),
+        (("--over", "base_precision", "--configurations"), "--configurations has no use for --over"),
+    ],
+)
+def test_what_cannot_be_compared(planted_folder: Path, options: tuple[str, ...], message: str) -> None:
+    found = hpo_command(planted_folder, "compare", "tiny", *options)
+    assert (found.exit_code, message in found.err) == (2, True), found.err
+
+
 @pytest.fixture(scope="module")
 def planted_search(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")

@@ -50,6 +50,45 @@ def planted(loss: float, own_noise: float = 0.0, precision: str = "bf16") -> Any
     return score
 
 
+def by_state(loss: float) -> Any:
+    """Moments in int8 lose so many points."""
+
+    def score(params: dict[str, Any]) -> float:
+        value = BASE[params["learning_rate"]] + noise(params, 1.0, "seed", "learning_rate")
+        return value - loss * (params.get("optimizer_state") == "int8")
+
+    return score
+
+
+STATES = Request("optimizer_states", precisions=("fp32", "int8"), top=2, seeds=3, max_seeds=24)
+
+
+def test_moments_that_lose_nothing_are_chosen_for_what_they_take() -> None:
+    """They are no faster."""
+    found = told(search_config(), by_state(0.0), STATES)
+    (row,) = found.content["verdicts"]
+    assert (row["verdict"], row["name"]) == ("as_good", "optimizer_state int8")
+    assert row["stored_ratio"] == pytest.approx(0.25)
+    said = found.content["recommendation"]
+    assert said.startswith("Use optimizer_state int8: as good as fp32")
+    assert "stored in 0.25 of the bytes (0.25 to 0.25)" in said
+    precisions = {one["params"]["fp_precision"] for one in found.content["configurations"]}
+    assert precisions <= {"fp32", "bf16"}, "each configuration has its own"
+
+
+def test_moments_that_lose() -> None:
+    found = told(search_config(), by_state(5.0), STATES)
+    assert found.content["recommendation"].startswith("Use fp32: optimizer_state int8 is worse")
+    assert "optimizer_state int8 is worse than fp32: -5.00" in shown(found)
+
+
+def test_moments_that_were_kept_in_fp32_say_nothing_of_int8() -> None:
+    found = told(search_config(), by_state(0.0), STATES, kept="fp32")
+    (row,) = found.content["verdicts"]
+    assert (row["verdict"], row["num_runs"]) == ("undecided", 0)
+    assert "no pair of runs tells anything" in row["sentence"]
+
+
 def shown(found: Any) -> str:
     """What the terminal shows."""
     with StringIO() as text, redirect_stdout(text):

@@ -22,7 +22,7 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import release_free_memory
-from hpo.precision.table import BASE_PRECISION, apply_preset, base_lacks, choice_name, left_out
+from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteStore, open_remote_store
@@ -202,7 +202,7 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     the base precisions and every trial has one.
     """
     precisions = config.precisions or apply_preset(config.amp, device)[1:]
-    lacking = left_out(precisions, device, config.amp)
+    lacking = lacking_choices({PRECISION: precisions}, device, config.amp)
     if len(lacking) == len(precisions) and config.amp.on_unsupported != "fallback":
         raise InputError(
             "fp_precision: this device must be able to run a precision of the study, but it runs none of "
@@ -212,10 +212,10 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
         )
     searched = config.search_space.get(BASE_PRECISION)
     bases = searched.grid() if searched else (config.training.base_precision,)
-    no_base = {name: reason for name in bases if (reason := base_lacks(str(name), device))}
+    no_base = lacking_choices({BASE_PRECISION: bases}, device, config.amp)
     if len(no_base) == len(bases) and not (searched and choices_without(config.search_space, searched)):
         raise InputError(" ".join(dict.fromkeys(no_base.values())))
-    return lacking | {choice_name(BASE_PRECISION, name): reason for name, reason in no_base.items()}
+    return lacking | no_base
 
 
 def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
