@@ -46,10 +46,13 @@ SETTINGS: Mapping[Question, str] = {
 }
 """What the arms of a comparison differ in."""
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
-    setting: get_args(TrialSettings.model_fields[setting].annotation) or PRECISION_NAMES
-    for setting in SETTINGS.values()
+    PRECISION: PRECISION_NAMES,
+    BASE_PRECISION: get_args(TrialSettings.model_fields[BASE_PRECISION].annotation),
+    OPTIMIZER_STATE: get_args(TrialSettings.model_fields[OPTIMIZER_STATE].annotation),
 }
 """The values of each, in the order in which they are asked about."""
+Arm = tuple[int, str]
+"""A configuration, by its place in the list, and a precision."""
 
 
 def question_of(setting: str) -> Question:
@@ -64,10 +67,6 @@ def checked_precision(setting: str, name: str) -> str:
     if name in PRECISIONS[setting]:
         return name
     raise ValueError(f"{setting} must be one of {', '.join(PRECISIONS[setting])}, but got `{name}`.")
-
-
-Arm = tuple[int, str]
-"""A configuration, by its place in the list, and a precision."""
 
 
 class ComparedConfiguration(Section):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import ENCODER, tiny_executor
 
 from hpo.models.encoder import encoder_layers
@@ -36,10 +38,10 @@ def test_kernels_are_kept_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
 
 
-def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
+def compile_layers_alone(model: MultitaskModel, *_: Any, backend: str = "eager") -> None:
     """In place of `apply_compile`: traces as ever, without making kernels."""
     for layer in encoder_layers(model.encoder):
-        layer.compile(backend="eager", dynamic=False)
+        layer.compile(backend=backend, dynamic=False)
 
 
 def executor_of(folder: Path, **changes: Any) -> Executor:
@@ -127,3 +129,24 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) ->
         r"train_tokens_per_second has no value: .* \(1 in all\).* Raise `max_steps`, or use `compile: none`"
     )
     assert re.search(message, result.reason)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
+def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> None:
+    """Also where the frozen weights are decoded in each product, forward and backward."""
+    results, weights = [], []
+    for mode in ("none", "default"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        settings = {"adapter": "lora", "base_precision": base, "lora_learning_rate": 1e-2, "compile": mode}
+        training = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
+        executor = executor_of(folder, training={**training, **settings})
+        executor.loader.apply_compile = partial(compile_layers_alone, backend="aot_eager")
+        results.append(executor.run({}, folder / "trial", "trial"))
+        assert results[-1].outcome == "complete", results[-1].traceback
+        weights.append(load_file(next(folder.glob("trial/best-*/model.safetensors"))))
+    assert [one.telemetry["precision"]["observed"]["compiled"] for one in results] == [False, True]
+    assert all(one.telemetry["base_precision"]["agrees"] for one in results)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.allclose(value, weights[1][name], atol=1e-5) for name, value in weights[0].items())

@@ -264,5 +264,6 @@ def test_one_is_deployed_merged(tmp_path: Path) -> None:
     training = {**WINDOWS, "max_steps": 8, **LORA, "base_precision": "int8"}
     path = write_every_kind(tmp_path, training=training, search_space={})
     ok(hpo_command(tmp_path, "run", path.name))
-    ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
+    told = ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
+    assert "The weights under the adapter were int8 in training." in told.out
     assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)
