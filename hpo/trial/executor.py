@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ from hpo.trial.trial_run import RATED_STEPS, TrialRun
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
+_Ended = tuple[Outcome, str, tuple[float, ...] | None, str | None]
+"""Outcome, reason, values, traceback."""
 
 
 class Executor:
@@ -134,9 +136,23 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        code = self.study.code
-        announce((self.study.definition(), [each.place for each in code_in_use(code)], dict(params)))
-        device = self.device
+        self._check_ranks(params)
+        self._collect_garbage()
+        recorder = TrialRecorder()
+        recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
+        reset_peak_memory(self.device)
+
+        def train() -> tuple[float, ...]:
+            parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
+            self._has_compiled |= parts.compile is not None
+            return TrialRun(parts, recorder, callbacks, self.cache).run(folder, resume_key, mirror)
+
+        return self._with_limits(recorder, self._end_of(train))
+
+    def _check_ranks(self, params: Mapping[str, Any]) -> None:
+        """Tell the other ranks of the trial, and check that all have the same."""
+        study, device = self.study, self.device
+        announce((study.definition(), [each.place for each in code_in_use(study.code)], dict(params)))
         check_same(
             {
                 "kind of device": (device.type, device.compute_capability, sorted(device.cpu_features)),
@@ -144,25 +160,19 @@ class Executor:
                 "data": self.dataset.fingerprint,
             }
         )
-        self._collect_garbage()
-        recorder = TrialRecorder()
-        recorder.note(device=device_facts(device, shared_device, self.amp.memory_fraction))
-        reset_peak_memory(device)
-        values = trace = None
+
+    def _end_of(self, train: Callable[[], tuple[float, ...]]) -> _Ended:
+        """Train, and say how that ended."""
         try:
-            parts = build_trial(self.study, device, params, self.loader, recorder.note)
-            self._has_compiled |= parts.compile is not None
-            run = TrialRun(parts, recorder, callbacks, self.cache)
-            values = run.run(folder, resume_key, mirror)
-            outcome, reason = Outcome.COMPLETE, ""
+            return Outcome.COMPLETE, "", train(), None
         except TrialEnd as end:
-            outcome, reason = end.outcome, str(end)
+            return end.outcome, str(end), None, None
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
             if not self.study.search_space.keys() & MODEL_SETTINGS:
                 raise
-            outcome, reason = Incompatible.outcome, str(error)
+            return Incompatible.outcome, str(error), None, None
         except (InputError, RunError):
             raise
         except Exception as error:
@@ -170,7 +180,11 @@ class Executor:
                 # The other ranks may wait for this one: torchrun ends them all.
                 raise RunError(f"rank {rank()} failed: {type(error).__name__}: {error}") from error
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
-            reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            return outcome, f"{type(error).__name__}: {error}", None, traceback.format_exc()
+
+    def _with_limits(self, recorder: TrialRecorder, ended: _Ended) -> TrialResult:
+        """The result, and by how much it breaks each limit of the study."""
+        outcome, reason, values, trace = ended
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
         if outcome == Outcome.COMPLETE:
