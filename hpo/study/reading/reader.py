@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -120,63 +121,77 @@ def _read_trials(
 ) -> list[TrialRecord]:
     """`slot_of_trial` has the state and the owner of the slot of each trial, by its number."""
     trials = optuna_internals.trials
+    parts = _read_parts(connection, study_id)
+    evaluations = _read_evaluations(connection, name)
+    detailed = read_detailed_evaluations(connection, name)
+    query = sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
+    return [
+        replace(
+            _trial(row, parts, *slot_of_trial.get(row.number, ("running", None))),
+            evaluations=evaluations[row.number],
+            detailed=detailed.get(row.number, {}),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What Optuna's tables have of the trials of a study, by their ids."""
+
+    params: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    distributions: dict[int, dict[str, BaseDistribution]] = field(default_factory=lambda: defaultdict(dict))
+    values: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    attributes: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    system_attrs: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def _read_parts(connection: sa.Connection, study_id: int) -> _Parts:
+    trials, parts = optuna_internals.trials, _Parts()
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
 
     def of_trials(table: sa.Table, *order: str) -> Sequence[Any]:
         query = sa.select(table).where(table.c.trial_id.in_(in_study))
         return connection.execute(query.order_by(*(table.c[column] for column in order))).all()
 
-    params: dict[int, dict[str, Any]] = defaultdict(dict)
-    distributions: dict[int, dict[str, BaseDistribution]] = defaultdict(dict)
     for row in of_trials(optuna_internals.params, "param_id"):
         distribution = _distribution(row.distribution_json)
-        distributions[row.trial_id][row.param_name] = distribution
-        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
-    values: dict[int, list[float]] = defaultdict(list)
+        parts.distributions[row.trial_id][row.param_name] = distribution
+        parts.params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
     for row in of_trials(optuna_internals.values, "trial_id", "objective"):
-        values[row.trial_id].append(row.value)
-    attributes: dict[int, dict[str, Any]] = defaultdict(dict)
+        parts.values[row.trial_id].append(row.value)
     for row in of_trials(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        attributes[row.trial_id][row.key] = json.loads(row.value_json)
-    system_attrs: dict[int, dict[str, Any]] = defaultdict(dict)
+        parts.attributes[row.trial_id][row.key] = json.loads(row.value_json)
     for row in of_trials(optuna_internals.system_attributes):
-        system_attrs[row.trial_id][row.key] = json.loads(row.value_json)
-    evaluations = _read_evaluations(connection, name)
-    detailed = read_detailed_evaluations(connection, name)
+        parts.system_attrs[row.trial_id][row.key] = json.loads(row.value_json)
+    return parts
 
-    records = []
-    query = sa.select(trials).where(trials.c.study_id == study_id)
-    for row in connection.execute(query.order_by(trials.c.number)):
-        own = attributes[row.trial_id]
-        state: TrialState = row.state
-        slot_state, owner = slot_of_trial.get(row.number, ("running", None))
-        if owner is not None:
-            own.setdefault("worker", owner)
-        not_stored = Outcome.FAILED if state == TrialState.FAIL else state.name.lower()
-        outcome = own.pop("outcome", "") or not_stored
-        if state == TrialState.RUNNING:
-            outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
-        started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
-        records.append(
-            TrialRecord(
-                number=row.number,
-                state=state.name,
-                outcome=outcome,
-                reason=own.pop("outcome_reason", ""),
-                params=params[row.trial_id],
-                distributions=distributions[row.trial_id],
-                values=tuple(values[row.trial_id]) if state == TrialState.COMPLETE else None,
-                started=started,
-                ended=ended,
-                seconds=(ended - started).total_seconds() if started and ended else None,
-                constraints=optuna_internals.constraints_of(system_attrs[row.trial_id]),
-                telemetry=own.pop("telemetry", {}),
-                attributes=own,
-                evaluations=evaluations[row.number],
-                detailed=detailed.get(row.number, {}),
-            )
-        )
-    return records
+
+def _trial(row: Any, parts: _Parts, slot_state: str, owner: str | None) -> TrialRecord:
+    """Of a row of Optuna's table of trials, without its evaluations."""
+    own, state = parts.attributes[row.trial_id], row.state
+    if owner is not None:
+        own.setdefault("worker", owner)
+    not_stored = Outcome.FAILED if state == TrialState.FAIL else state.name.lower()
+    outcome = own.pop("outcome", "") or not_stored
+    if state == TrialState.RUNNING:
+        outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
+    started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+    return TrialRecord(
+        number=row.number,
+        state=state.name,
+        outcome=outcome,
+        reason=own.pop("outcome_reason", ""),
+        params=parts.params[row.trial_id],
+        distributions=parts.distributions[row.trial_id],
+        values=tuple(parts.values[row.trial_id]) if state == TrialState.COMPLETE else None,
+        started=started,
+        ended=ended,
+        seconds=(ended - started).total_seconds() if started and ended else None,
+        constraints=optuna_internals.constraints_of(parts.system_attrs[row.trial_id]),
+        telemetry=own.pop("telemetry", {}),
+        attributes=own,
+    )
 
 
 def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
