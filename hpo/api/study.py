@@ -102,7 +102,7 @@ class Study:
         was.
 
         Args:
-            question: `precisions`, `base_precisions`, `optimizer_states`: is each as good as fp32;
+            question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32;
                 `configurations`: which of the best is.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
 

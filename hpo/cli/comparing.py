@@ -26,7 +26,7 @@ from hpo.cli.options import (
     worker_processes,
 )
 from hpo.cli.running import run_here, say_how_to_go_on
-from hpo.config.comparison import MOST_SEEDS, REFERENCE, checked_precision, question_of
+from hpo.config.comparison import MOST_SEEDS, question_of
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
 from hpo.precision.table import PRECISION
@@ -114,7 +114,7 @@ def compare(
     if configurations and over != PRECISION:
         raise InputError(f"--configurations has no use for --over {over}: leave one of them out.")
     if options["precisions"]:
-        options["precisions"] = _parse_precisions(options["precisions"], over)
+        options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
     request = Request("configurations" if configurations else question_of(over), **options)
     with (
         progress_shown(quiet=as_json),
@@ -180,12 +180,3 @@ def _run_look(
             say_how_to_go_on(record, summary)
         raise typer.Exit(summary.exit_code or (1 if summary.ended == "elsewhere" else 0))
     return record
-
-
-def _parse_precisions(given: str, setting: str) -> tuple[str, ...]:
-    """fp32 and those that are named."""
-    try:
-        names = [checked_precision(setting, name.strip()) for name in given.split(",")]
-    except ValueError as error:
-        raise InputError(f"--precisions: {error}") from None
-    return tuple(dict.fromkeys([REFERENCE, *names]))

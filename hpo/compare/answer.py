@@ -10,7 +10,7 @@ import numpy as np
 
 from hpo.compare.decision import Array, collapse_share, decide
 from hpo.compare.price import Price, expected_after, price_of
-from hpo.compare.runs import Differences, Ratio, Runs
+from hpo.compare.runs import STORED_BYTES, Differences, Ratio, Runs
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.non_inferiority import VerdictName
 from hpo.non_inferiority import decide as verdict_of
@@ -21,7 +21,7 @@ COLLAPSE = 10
 RATIOS = {
     "speed_ratio": "train_examples_per_second",
     "memory_ratio": "peak_memory_bytes",
-    "stored_ratio": "stored_bytes",
+    "stored_ratio": STORED_BYTES,
 }
 """What is compared beside the score, by what is measured of a trial (`hpo.compare.runs`)."""
 
@@ -65,7 +65,7 @@ def answer_of(runs: Runs, precision: str, ahead: str) -> Answer:
         precision, pairs, {name: runs.ratios(precision, attribute) for name, attribute in RATIOS.items()}
     )
     if ahead:
-        return replace(answer, reason=f"not asked: {ahead} comes first, and is not as good")
+        return replace(answer, reason=f"not asked: {runs.plan.named(ahead)} comes first, and is not as good")
     if not answer.num_runs:
         return replace(answer, reason=_why_no_pair(runs, precision))
     known = pairs.of_runs[np.isfinite(pairs.of_runs)]
@@ -100,9 +100,7 @@ def _decided(runs: Runs, answer: Answer, known: Array, lost: str) -> Answer:
 def _why_no_pair(runs: Runs, precision: str) -> str:
     if num := len([*runs.pairs(precision)]):
         return f"{REFERENCE} itself ended without a score in {num} of {num} runs"
-    return (
-        f"no pair of runs tells anything: those of {precision} or {REFERENCE} failed, or ran in another one"
-    )
+    return f"no pair of runs tells anything: those of {runs.plan.named(precision)} or {REFERENCE} failed, or ran in another one"
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.comparison import (
-    PRECISIONS,
     REFERENCE,
     SEED,
     SETTINGS,
+    VALUES,
     ComparedConfiguration,
     ComparisonConfig,
     Question,
+    checked_precision,
 )
 from hpo.config.exclusions import trial_problems
 from hpo.config.limits import MEASURED_METRICS
@@ -35,7 +36,7 @@ from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import setting_of
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
-from hpo.precision.table import PRECISION, choice_name, lacking_choices
+from hpo.precision.table import BASE_PRECISION, PRECISION, PRECISIONS, choice_name, lacking_choices
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import choosable_trials, nearest_told
 from hpo.study.sampling.fronts import loss_signs
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 SUFFIXES = {
     "precisions": "-compare",
     "configurations": "-race",
-    "base_precisions": "-compare-base",
-    "optimizer_states": "-compare-state",
+    "base_precision": "-compare-base",
+    "optimizer_state": "-compare-state",
 }
 """What the name of a comparison adds to that of its study, by its question."""
 FIRST_SEED = 1_000_000
@@ -73,6 +74,25 @@ class Request:
     seeds: int | None = None
     max_seeds: int | None = None
     margin: float | None = None
+
+    @property
+    def is_race(self) -> bool:
+        return self.question == "configurations"
+
+    @property
+    def setting(self) -> str:
+        """Whose values are compared."""
+        return SETTINGS[self.question]
+
+    def checked(self, runnable: Sequence[str]) -> Request:
+        """With the canonical names of the precisions, fp32 ahead; left out, those that are `runnable`."""
+        if self.is_race:
+            return self
+        try:
+            given = [checked_precision(self.setting, name) for name in self.precisions or runnable]
+        except ValueError as error:
+            raise InputError(f"--precisions: {error}") from None
+        return replace(self, precisions=tuple(dict.fromkeys([REFERENCE, *given])))
 
 
 DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
@@ -106,19 +126,17 @@ def open_comparison(
     if config.comparison is not None:
         of, command = config.comparison.study, config.comparison.command
         raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
-    if request.question == "configurations" and (request.precisions or request.margin is not None):
+    if request.is_race and (request.precisions or request.margin is not None):
         raise InputError(
             "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
             "own precision, and the best is found whatever its lead. Leave them out."
         )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        if not request.precisions:
-            request = replace(request, precisions=_runnable(request, device, config))
-        new = plan_comparison(record, config, request, token)
+        new = plan_comparison(record, config, request.checked(_runnable(request, device, config)), token)
         new = new.model_copy(update={"device": device.kind})
         # a race chooses, and what is chosen on test has no test left
-        begun = comparison_study(config, new, has_test=has_test and request.question != "configurations")
+        begun = comparison_study(config, new, has_test=has_test and not request.is_race)
         _refuse_device(begun, device, new, has_begun=False)
         return begun
     stored = stored_study(name, storage.read_definition(name))
@@ -127,7 +145,7 @@ def open_comparison(
         raise InputError(
             f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
         )
-    _refuse_changes(name, plan, request)
+    _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
     if not plan.device:  # of an earlier version, whose trials say it
         facts = [trial.telemetry.get("device") for trial in read_study(storage, name).trials]
         kinds = {DeviceInfo.from_facts(of_trial).kind for of_trial in facts if of_trial}
@@ -142,26 +160,25 @@ def open_comparison(
 
 def _runnable(request: Request, device: DeviceInfo, config: StudyConfig) -> tuple[str, ...]:
     """All that can be compared on `device`."""
-    setting = SETTINGS[request.question]
-    lacking = lacking_choices({setting: PRECISIONS[setting]}, device, config.amp)
-    return tuple(name for name in PRECISIONS[setting] if choice_name(setting, name) not in lacking)
+    setting = request.setting
+    lacking = lacking_choices({setting: VALUES[setting]}, device, config.amp)
+    return tuple(name for name in VALUES[setting] if choice_name(setting, name) not in lacking)
 
 
 def _refuse_device(
     study: StudyConfig, device: DeviceInfo, plan: ComparisonConfig, *, has_begun: bool
 ) -> None:
     """Raise InputError where `device` cannot run what is left of a comparison."""
-    points = [plan.point(arm, 0) for arm in plan.arms()]
-    needed = {name: dict.fromkeys(str(point[name]) for point in points) for name in points[0]}
-    lacking = lacking_choices(needed, device, study.amp)
+    lacking = lacking_choices(plan.needs(), device, study.amp)
     if not (lacks := plan.lacking(device.kind, lacking)):
         return
     if has_begun:
         todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {study.name}"
-    elif plan.is_race:
-        todo = "Compare on a device that does."
     else:
-        todo = f"Leave {', '.join(lacking)} out of --precisions, or compare on a device that does."
+        compared = [name for name in plan.precisions if choice_name(plan.setting, name) in lacking]
+        todo = "Compare on a device that does."
+        if not plan.is_race and len(compared) == len(lacking):
+            todo = f"Leave {', '.join(compared)} out of --precisions, or compare on a device that does."
     reasons = " ".join(dict.fromkeys(lacking.values()))
     raise InputError(
         f"All that is compared must run on one kind of device, and needs {', '.join(lacks)}, but this is "
@@ -214,13 +231,19 @@ def plan_comparison(
 ) -> ComparisonConfig:
     """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
     where no margin is given for a metric that is not in points."""
-    setting = SETTINGS[request.question]
-    best = [trial for trial in by_rank(record) if _can_have(config, trial, setting)]
+    setting, ranked = request.setting, by_rank(record)
+    best = [trial for trial in ranked if not _why_not(config, trial, setting)]
+    if not best and ranked:
+        why = _why_not(config, ranked[0], setting)
+        raise InputError(f"--over {setting}: no complete trial of `{record.name}` can have another. {why}")
     if not best:
-        raise InputError(_why_none(record, setting))
+        none_yet = (
+            f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
+        )
+        raise InputError(nearest_told(record) or none_yet)
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
-    is_race = request.question == "configurations"
+    is_race = request.is_race
     if not is_race and request.margin is None and unit_of(decides) != "points":
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
@@ -234,7 +257,7 @@ def plan_comparison(
         )
     if asked["seeds"] > asked["max_seeds"]:
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
-    names = sorted(config.search_space.keys() - {setting, SEED})
+    names = sorted((config.search_space.keys() | {PRECISION}) - {setting, SEED})
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
     if is_race:
         configurations = tuple(_race(best[: asked["top"]], settings))
@@ -257,15 +280,6 @@ def plan_comparison(
         max_seeds=asked["max_seeds"],
         num_seeds=dict.fromkeys(begins, asked["seeds"]),
         margin=asked["margin"],
-    )
-
-
-def _why_none(record: StudyRecord, setting: str) -> str:
-    """Why nothing of the study can be compared."""
-    if choosable_trials(record):
-        return f"--over {setting}: no complete trial of `{record.name}` could have another than {REFERENCE}."
-    return nearest_told(record) or (
-        f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
     )
 
 
@@ -308,7 +322,7 @@ def _compared(
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
     """The study that trains what the plan names. `has_test`: whether its runs are scored on test."""
     definition = config.definition()
-    fixed = {plan.setting, SEED}
+    fixed = {PRECISION, plan.setting, SEED}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
@@ -403,16 +417,18 @@ def _settings_of(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) 
     """The value of each setting that the study searches, with defaults where `when` left one out."""
     settings = build_trial_config(config, trial.params, REFERENCE)
     given = decode(config.search_space, trial.params)
-    if PRECISION in given:
-        given = {**given, PRECISION: precision_of(trial)}
+    given = {**given, PRECISION: precision_of(trial)}
     return {name: given[name] if name in given else setting_of(settings, name) for name in names}
 
 
-def _can_have(config: StudyConfig, trial: TrialRecord, setting: str) -> bool:
-    """Whether the trial has what a precision is of: frozen weights, moments that can be kept."""
+def _why_not(config: StudyConfig, trial: TrialRecord, setting: str) -> str:
+    """Why a trial cannot have another value of a precision than fp32; empty: it can."""
+    computed = precision_of(trial)
+    if setting == BASE_PRECISION and PRECISIONS[computed].changes_weights:
+        return f"{computed} decides itself how all weights are stored."
     settings = build_trial_config(config, trial.params, REFERENCE)
-    other = next(name for name in PRECISIONS[setting] if name != REFERENCE)
-    return not any(trial_problems(settings.model_copy(update={setting: other})))
+    other = settings.model_copy(update={setting: VALUES[setting][1]})
+    return next((str(problem) for problem in trial_problems(other)), "")
 
 
 def _first_seed(config: StudyConfig) -> int:

@@ -14,12 +14,13 @@ import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.companion import by_rank, effective
+from hpo.compare.companion import by_rank, precision_of
 from hpo.compare.decision import interval
 from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
+from hpo.precision.table import PRECISION
 from hpo.study.reading.reader import COMPARISON_FORM
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
@@ -69,7 +70,7 @@ def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Re
     for precision in plan.precisions[1:]:
         ahead = next((one.precision for one in answers if one.verdict != "as_good"), "")
         answers.append(answer_of(runs, precision, ahead))
-    tuned = _tuned(search, plan)
+    tuned = _tuned(search, plan.precisions) if plan.setting == PRECISION else []
     content = {
         "metric": runs.metric,
         "unit": runs.unit,
@@ -100,14 +101,14 @@ def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonC
     return plan.model_copy(update={"num_seeds": seeds})
 
 
-def _tuned(search: StudyRecord, plan: ComparisonConfig) -> list[dict[str, Any]]:
+def _tuned(search: StudyRecord, precisions: Sequence[str]) -> list[dict[str, Any]]:
     """The best trial of the search in each precision: a description, of one search."""
     best: dict[str, TrialRecord] = {}
     for trial in by_rank(search):
-        best.setdefault(str(effective(trial, plan.setting)), trial)
+        best.setdefault(precision_of(trial), trial)
     return [
         {"precision": name, "trial": best[name].number, "value": (best[name].values or (None,))[0]}
-        for name in plan.precisions
+        for name in precisions
         if name in best
     ]
 

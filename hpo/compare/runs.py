@@ -38,6 +38,8 @@ Statistics = Mapping[str, RowStatistics]
 Scored = tuple[float, Array]
 """The score of a run, and the pseudo-value of each example of the split."""
 
+STORED_BYTES = "stored_bytes"
+"""What the weights take, or the optimiser's moments, by what is compared."""
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
 """A bug or the infrastructure; a device that lacks the precision."""
 
@@ -71,7 +73,8 @@ class Differences:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A geometric mean over pairs, with the interval that holds at every look; None: too few pairs."""
+    """A geometric mean over pairs, with the interval that holds at every look (None: too few pairs), or of
+    what is no measurement, as bytes that are stored, with the least and the largest."""
 
     ratio: float
     low: float | None
@@ -202,13 +205,14 @@ class Runs:
             same_threads = _threads(pair.ours) == _threads(pair.theirs)
             if len(kinds) == 1 and None not in {*kinds, *values} and same_threads:
                 logs.setdefault(str(kinds.pop()), []).append(math.log(values[0] / values[1]))  # type: ignore[operator]
-        return {kind: _ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
+        ratio = _range if attribute == STORED_BYTES else _ratio
+        return {kind: ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
 
     def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
         """What says how the precision does; None: nothing does. Speed and memory are of a trial that had its
         device alone, and `stored_bytes` what the weights take, or the moments."""
         value = trial.attributes.get(attribute)
-        if attribute == "stored_bytes":
+        if attribute == STORED_BYTES:
             facts = trial.telemetry.get(self.plan.setting) or {}
             value = facts.get("bytes") or facts.get("observed", {}).get("weights_bytes")
         elif trial.telemetry.get("device", {}).get("shared"):
@@ -240,6 +244,10 @@ def _without_each(statistics: RowStatistics) -> dict[str, Array]:
 
 def _threads(trial: TrialRecord) -> Any:
     return trial.telemetry.get("device", {}).get("num_threads")
+
+
+def _range(logs: Array) -> Ratio:
+    return Ratio(math.exp(float(logs.mean())), math.exp(float(logs.min())), math.exp(float(logs.max())))
 
 
 def _ratio(logs: Array) -> Ratio:

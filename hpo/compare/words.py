@@ -104,7 +104,8 @@ def tuned(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
 
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
     """The precision that is as good, and the fastest, or of what is stored the smallest."""
-    plan, gain = runs.plan, GAINS[runs.plan.setting == PRECISION]
+    plan, fp32 = runs.plan, runs.plan.named(REFERENCE)
+    gain = FASTER if plan.setting == PRECISION else SMALLER
     good = [answer for answer in answers if answer.verdict == "as_good"]
     kinds = sorted({kind for answer in answers for kind in answer.ratios[gain.ratio]})
     most = {kind: best for kind in kinds if (best := gain.best(good, kind))}
@@ -121,21 +122,21 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
         )
     if most and (others := [kind for kind in kinds if kind not in most]):
         told.append(
-            f"Use {REFERENCE} on {' and '.join(others)}: nothing as good is shown to be {gain.more} there."
+            f"Use {fp32} on {' and '.join(others)}: nothing as good is shown to be {gain.more} there."
         )
     if most:
         return " ".join(told)
     if good:
         names = " and ".join(plan.named(answer.precision) for answer in good)
         where = f" on {' and '.join(kinds)}" if kinds else ""
-        return f"Use {REFERENCE}: as good ({_within(runs)}), but not shown to be {gain.more}{where}: {names}."
+        return f"Use {fp32}: as good ({_within(runs)}), but not shown to be {gain.more}{where}: {names}."
     first, name = answers[0], plan.named(answers[0].precision)
     if not first.num_runs:
         return f"{name} is not decided: {first.reason}."
     if first.verdict == "worse":
-        return f"Use {REFERENCE}: {name} is worse ({_within(runs)})."
+        return f"Use {fp32}: {name} is worse ({_within(runs)})."
     return (
-        f"Use {REFERENCE}: {first.num_runs} runs do not tell whether {name} is as good "
+        f"Use {fp32}: {first.num_runs} runs do not tell whether {name} is as good "
         f"({_within(runs)}).{_what_would_decide(first, runs)}"
     )
 
@@ -165,11 +166,8 @@ class Gain:
         return all(end is not None and self.sign * (end - 1) > 0 for end in ends)
 
 
-GAINS = {
-    True: Gain("speed_ratio", "{:.2f} times as fast", "faster", 1),
-    False: Gain("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1),
-}
-"""By whether it is what is computed in, or what is stored."""
+FASTER = Gain("speed_ratio", "{:.2f} times as fast", "faster", 1)
+SMALLER = Gain("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1)
 
 
 def price(cost: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:

@@ -28,7 +28,7 @@ from hpo.precision.table import (
     PRECISION,
     PRECISION_NAMES,
     canonical_precision,
-    named_choices,
+    choice_name,
 )
 from hpo.section import Count, Section, Whole
 
@@ -37,15 +37,15 @@ REFERENCE = "fp32"
 SEED = "seed"
 MOST_SEEDS = 200
 """No comparison has more of a configuration."""
-Question = Literal["precisions", "configurations", "base_precisions", "optimizer_states"]
+Question = Literal["precisions", "configurations", "base_precision", "optimizer_state"]
 SETTINGS: Mapping[Question, str] = {
     "precisions": PRECISION,
     "configurations": PRECISION,
-    "base_precisions": BASE_PRECISION,
-    "optimizer_states": OPTIMIZER_STATE,
+    "base_precision": BASE_PRECISION,
+    "optimizer_state": OPTIMIZER_STATE,
 }
 """What the arms of a comparison differ in."""
-PRECISIONS: Mapping[str, tuple[str, ...]] = {
+VALUES: Mapping[str, tuple[str, ...]] = {
     PRECISION: PRECISION_NAMES,
     BASE_PRECISION: get_args(TrialSettings.model_fields[BASE_PRECISION].annotation),
     OPTIMIZER_STATE: get_args(TrialSettings.model_fields[OPTIMIZER_STATE].annotation),
@@ -64,9 +64,9 @@ def checked_precision(setting: str, name: str) -> str:
     """A value of a precision by its canonical name. Raises ValueError where there is none of that name."""
     if setting == PRECISION:
         return canonical_precision(name)
-    if name in PRECISIONS[setting]:
+    if name in VALUES[setting]:
         return name
-    raise ValueError(f"{setting} must be one of {', '.join(PRECISIONS[setting])}, but got `{name}`.")
+    raise ValueError(f"{setting} must be one of {', '.join(VALUES[setting])}, but got `{name}`.")
 
 
 class ComparedConfiguration(Section):
@@ -127,10 +127,14 @@ class ComparisonConfig(Section):
         """A precision as sentences name it."""
         return precision if self.setting == PRECISION else f"{self.setting} {precision}"
 
-    def needs(self) -> list[str]:
-        """What a device may lack of the trials, by `choice_name`."""
+    def needs(self) -> dict[str, list[str]]:
+        """What the trials need of a device: values by their setting."""
         points = [self.point(arm, 0) for arm in self.arms()]
-        return list(dict.fromkeys(name for point in points for name in named_choices(point)))
+        return {
+            name: list(dict.fromkeys(point[name] for point in points))
+            for name in (PRECISION, BASE_PRECISION)
+            if name in points[0]
+        }
 
     def lacking(self, device: str, left_out: Container[str]) -> tuple[str, ...]:
         """What a `device` that leaves out these choices lacks to run the trials; empty: nothing.
@@ -138,7 +142,8 @@ class ComparisonConfig(Section):
         One that lacks anything runs none of them, since both sides of a pair run on one kind of device.
         """
         other = [f"the name {self.device}"] if device and self.device not in ("", device) else []
-        return (*(name for name in self.needs() if name in left_out), *other)
+        names = [choice_name(setting, value) for setting, of in self.needs().items() for value in of]
+        return (*(name for name in names if name in left_out), *other)
 
     def points(self) -> list[dict[str, Any]]:
         """The parameters of all trials, in the order in which they are to run."""

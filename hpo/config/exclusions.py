@@ -8,14 +8,22 @@ from typing import Any
 from hpo.config.search_space import SearchSpace
 from hpo.config.study_file import Problem
 from hpo.config.trial_settings import TrialSettings
+from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE
 
-ADAPTER, BASE = "adapter", "base_precision"
-OF_ADAPTERS = (BASE, "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_learning_rate")
+ADAPTER = "adapter"
+OF_ADAPTERS = (
+    BASE_PRECISION,
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    "lora_learning_rate",
+)
 NEEDS_ADAPTER = (
     "says how the frozen weights under an adapter are stored, and with `adapter: none` nothing is frozen."
 )
 NEEDS_NONE = "must be 0 with an adapter, under which all of the encoder is frozen."
-STATE, OPTIMIZER = "optimizer_state", "optimizer"
+OPTIMIZER = "optimizer"
 SHORT_STATE = ("adamw", "adam", "lion")
 """Those whose moments `hpo.training.optimizer_states` knows."""
 
@@ -23,11 +31,11 @@ SHORT_STATE = ("adamw", "adam", "lion")
 def trial_problems(settings: TrialSettings) -> Iterator[Problem]:
     """Of one trial."""
     if settings.adapter == "none" and settings.base_precision != "fp32":
-        yield Problem((BASE,), f"{NEEDS_ADAPTER} Set `adapter: lora`, or leave it out.")
+        yield Problem((BASE_PRECISION,), f"{NEEDS_ADAPTER} Set `adapter: lora`, or leave it out.")
     if settings.adapter != "none" and settings.freeze_layers:
         yield Problem(("freeze_layers",), NEEDS_NONE)
     if settings.optimizer_state != "fp32" and settings.optimizer not in SHORT_STATE:
-        yield Problem((STATE,), _needs_moments(settings.optimizer))
+        yield Problem((OPTIMIZER_STATE,), _needs_moments(settings.optimizer))
 
 
 def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
@@ -38,15 +46,15 @@ def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Prob
             if name in space or getattr(training, name) != TrialSettings.model_fields[name].default:
                 why = "is for adapters, but there is none. Set `training.adapter: lora`."
                 yield Problem(_where(name, space), why)
-    for name, neutral, why in ((BASE, "fp32", NEEDS_ADAPTER), ("freeze_layers", 0, NEEDS_NONE)):
-        allowed = [one for one in adapters if (one == "none") == (name != BASE)]
-        is_said = name == BASE and not allowed
+    for name, neutral, why in ((BASE_PRECISION, "fp32", NEEDS_ADAPTER), ("freeze_layers", 0, NEEDS_NONE)):
+        allowed = [one for one in adapters if (one == "none") == (name != BASE_PRECISION)]
+        is_said = name == BASE_PRECISION and not allowed
         if not is_said and set(_drawn_with(name, neutral, ADAPTER, training, space)) - {*allowed}:
             yield Problem(_where(name, space), why + _hint(ADAPTER, allowed))
-    for optimizer in _drawn_with(STATE, "fp32", OPTIMIZER, training, space):
+    for optimizer in _drawn_with(OPTIMIZER_STATE, "fp32", OPTIMIZER, training, space):
         if optimizer not in SHORT_STATE:
             hint = _hint(OPTIMIZER, SHORT_STATE) if OPTIMIZER in space else ""
-            yield Problem(_where(STATE, space), _needs_moments(optimizer) + hint)
+            yield Problem(_where(OPTIMIZER_STATE, space), _needs_moments(optimizer) + hint)
 
 
 def _drawn_with(

@@ -157,7 +157,7 @@ class TrialSettings(CheckedSection):
 
     optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. It steps in fp32 in every precision."""
-    optimizer_state: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
+    optimizer_state: Literal["fp32", "bf16", "int8", "fp8", "int4"] = "fp32"
     """What the moments of `adamw`, `adam` and `lion` are kept in between steps, of 4096 weights or more at a
     time: for AdamW 8 bytes a weight in fp32, 4 in bf16, 2 in int8 and fp8, 1 in int4."""
     embedding_state: Literal["fp32", "optimizer_state"] = "fp32"

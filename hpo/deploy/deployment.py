@@ -273,7 +273,7 @@ class _Run:
         if base != "fp32":
             notes.append(
                 f"The weights under the adapter were {base} in training. Every form has them decoded, with "
-                "the adapter added: fp32 predicts as the trial did, and is as large as any model in fp32."
+                "the adapter added: fp32 has the weights of the trial, and is as large as any model in fp32."
             )
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")

@@ -104,7 +104,7 @@ def _by_precision_told(tables: StudyTables) -> str:
     trial is complete, or precisions were compared."""
     record, metric = tables.record, tables.record.metric_names[0]
     known = tables.by_precision.dropna(subset=[f"best_{metric}"])
-    if record.comparisons or known.empty:
+    if "precisions" in record.comparisons or known.empty:
         return ""
     names = known["precision"] + (ON + known["device"] if len(tables.devices) > 1 else "")
     best = known.assign(name=names).sort_values(

@@ -19,7 +19,7 @@ MARGIN_COLOR = "#6B6B6B"
 
 NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
-_COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory"]
+_COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory", "stored"]
 
 Comparison = Mapping[str, Any]
 """The result of a comparison, as it is stored."""
@@ -77,9 +77,11 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
                     "collapsed": _collapsed(row) if decides else "",
                     "speed": _ratio(row, "speed_ratio") if decides else "",
                     "memory": _ratio(row, "memory_ratio") if decides else "",
+                    "stored": _ratio(row, "stored_ratio") if decides else "",
                 }
             )
-    return pd.DataFrame(rows, columns=_COLUMNS)
+    table = pd.DataFrame(rows, columns=_COLUMNS)
+    return table if table["stored"].str.contains(r"\d").any() else table.drop(columns="stored")
 
 
 def standings_table(comparison: Comparison) -> pd.DataFrame:
@@ -132,7 +134,7 @@ def device_table(comparison: Comparison) -> pd.DataFrame:
 def forests(tables: StudyTables) -> list[Chart]:
     """`forest` of each comparison with fp32."""
     compared = tables.record.comparisons.items()
-    return [forest(tables, question) for question, comparison in compared if "verdicts" in comparison]
+    return [forest(tables, question) for question, comparison in compared if comparison.get("verdicts")]
 
 
 def forest(tables: StudyTables, question: str = "precisions") -> Chart:
@@ -228,7 +230,7 @@ def _bounds(row: Comparison) -> tuple[Any, Any, Any]:
 def _ratio(row: Comparison, name: str) -> str:
     if len(row.get("devices", ())) > 1:
         return "by device"
-    return format_interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
+    return format_interval(*(row.get(key) for key in (name, f"{name}_low", f"{name}_high")))
 
 
 def _collapsed(row: Comparison) -> str:
