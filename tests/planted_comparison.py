@@ -159,7 +159,7 @@ def told(
     asked = request if request.question == "configurations" else asked
     plan = plan_comparison(searched, config, asked, "token")
     while True:
-        companion = comparison_study(config, plan, has_test=plan.question == "precisions")
+        companion = comparison_study(config, plan, has_test=not plan.is_race)
         place = {seed: k % len(devices) for k, seed in enumerate(sorted({p["seed"] for p in plan.points()}))}
         by_device = [
             [point for point in plan.points() if place[point["seed"]] == k] for k in range(len(devices))

@@ -100,7 +100,8 @@ def _decided(runs: Runs, answer: Answer, known: Array, lost: str) -> Answer:
 def _why_no_pair(runs: Runs, precision: str) -> str:
     if num := len([*runs.pairs(precision)]):
         return f"{REFERENCE} itself ended without a score in {num} of {num} runs"
-    return f"no pair of runs tells anything: those of {runs.plan.named(precision)} or {REFERENCE} failed, or ran in another one"
+    either = f"{runs.plan.named(precision)} or {REFERENCE}"
+    return f"no pair of runs tells anything: those of {either} failed, or ran in another one"
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,13 @@ def format_metric_interval(value: Any, low: Any, high: Any) -> str:
 
 
 def format_bytes(value: Any) -> str:
-    """Binary units: 512 MiB, 1.43 GiB."""
+    """Binary units: 0.31 MiB, 512 MiB, 1.43 GiB."""
     if not is_number(value):
         return "–"
     mebibytes = float(value) / 2**20
-    return f"{mebibytes:.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:.3g} GiB"
+    if mebibytes >= 1000:
+        return f"{mebibytes / 1024:.3g} GiB"
+    return f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.2g} MiB"
 
 
 def format_seconds(value: Any) -> str:

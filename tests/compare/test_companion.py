@@ -126,6 +126,43 @@ def test_a_setting_of_one_precision_has_its_best_value_there(empty: Storage) -> 
     assert found == [(1024.0, ("fp32", "bf16"))]
 
 
+def test_weights_that_the_precision_stores_itself_have_no_base_precision(empty: Storage) -> None:
+    """bf16-true casts the reference, too."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["bf16-true", "fp32"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5]},
+    }
+    config = searched(empty, by_rate, search_space=space, training={"adapter": "lora"})
+    asked = Request("base_precision", precisions=("int8",), top=4)
+    companion = begun(empty, config, asked)
+    assert {one.params["fp_precision"] for one in plan_of(companion).configurations} == {"fp32"}
+    assert plan_of(companion).precisions == ("fp32", "int8")
+    assert companion.name == "tiny-compare-base"
+
+
+def test_a_base_precision_that_this_device_lacks(empty: Storage) -> None:
+    config = searched(empty, by_rate, training={"adapter": "lora"})
+    asked = Request("base_precision", precisions=("nf4", "int8"))
+    record, without = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
+    with pytest.raises(InputError, match=r"needs base_precision=nf4, but .* Leave nf4 out of --precisions"):
+        open_comparison(empty, record, config, asked, device=without, has_test=True)
+    every = open_comparison(empty, record, config, Request("base_precision"), device=without, has_test=True)
+    assert plan_of(every).precisions == ("fp32", "bf16", "int8")
+
+
+def test_the_precision_that_a_search_did_not_draw_is_that_of_its_trials(empty: Storage) -> None:
+    """A preset decided it there, on another kind of device."""
+    rates = {"learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5]}}
+    config = searched(empty, lambda _: 80.0, search_space=rates)
+    (one, *_) = plan_of(begun(empty, config, Request("optimizer_state", precisions=("int8",)))).configurations
+    assert one.params["fp_precision"] == "fp32"
+
+
+def test_precisions_have_their_canonical_names(storage: Storage, config: StudyConfig) -> None:
+    asked = replace(REQUEST, precisions=("bf16-mixed", "fp32"))
+    assert plan_of(begun(storage, config, asked)).precisions == ("fp32", "bf16")
+
+
 def test_a_setting_that_the_search_left_out_has_its_default(empty: Storage) -> None:
     """Where no trial of the precision that searches it is complete."""
     space = {
