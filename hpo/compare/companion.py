@@ -139,12 +139,15 @@ def open_comparison(
         begun = comparison_study(config, new, has_test=has_test and not request.is_race)
         _refuse_device(begun, device, new, has_begun=False)
         return begun
+    return _stored(storage, name, record.name, request, device)
+
+
+def _stored(storage: Storage, name: str, of: str, request: Request, device: DeviceInfo) -> StudyConfig:
+    """The comparison `name` of the study `of` as it was begun, with the seeds that are asked for."""
     stored = stored_study(name, storage.read_definition(name))
     plan = stored.comparison
-    if plan is None or plan.study_token != token:
-        raise InputError(
-            f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
-        )
+    if plan is None or plan.study_token != storage.study_token(of):
+        raise InputError(f"The study `{name}` is no comparison of `{of}` as it is now: hpo delete {name}")
     _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
     if not plan.device:  # of an earlier version, whose trials say it
         facts = [trial.telemetry.get("device") for trial in read_study(storage, name).trials]
