@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from worker_process import result, study
 
-from hpo.compare.companion import Request, comparison_study, open_comparison, plan_comparison
+from hpo.compare.companion import comparison_study, open_comparison
 from hpo.compare.looks import judge, run_looks
+from hpo.compare.planning import Request, plan_comparison
 from hpo.compare.results import Result
 from hpo.compare.runs import Runs
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig

@@ -25,8 +25,8 @@ from hpo.cli.options import (
     trials_done,
 )
 from hpo.cli.running import run_here
-from hpo.compare.companion import Request
 from hpo.compare.looks import run_looks
+from hpo.compare.planning import Request
 from hpo.config.comparison import Question
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.study_file import problems_of

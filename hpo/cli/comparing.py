@@ -32,7 +32,7 @@ from hpo.json_safe import json_safe
 from hpo.precision.table import PRECISION
 
 if TYPE_CHECKING:
-    from hpo.compare.companion import Request
+    from hpo.compare.planning import Request
     from hpo.compare.price import Price
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
@@ -107,8 +107,8 @@ def compare(
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
-    from hpo.compare.companion import Request
     from hpo.compare.looks import run_looks
+    from hpo.compare.planning import Request
 
     only_price = options.pop("price")
     if configurations and over != PRECISION:

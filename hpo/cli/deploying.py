@@ -130,7 +130,7 @@ def _best(record: StudyRecord) -> TrialRecord:
 
     Raises RunError where there is none, or none meets the limits of the study.
     """
-    from hpo.compare.companion import by_rank
+    from hpo.compare.planning import by_rank
     from hpo.study.reading.study_record import best_trials, nearest_told
 
     ranked = by_rank(record)

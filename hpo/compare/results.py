@@ -14,8 +14,8 @@ import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.companion import by_rank, precision_of
 from hpo.compare.decision import interval
+from hpo.compare.planning import by_rank, precision_of
 from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig

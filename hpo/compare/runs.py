@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from hpo.compare.companion import effective
 from hpo.compare.decision import Array, half_width
+from hpo.compare.planning import effective
 from hpo.config.comparison import REFERENCE, Arm
 from hpo.config.objective import smaller_is_better
 from hpo.config.study_config import StudyConfig

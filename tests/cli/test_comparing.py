@@ -16,7 +16,8 @@ from planted_encoder import PlantedLayer, planted, write_planted_study
 from tiny import ENCODER, write_study
 from torch import Tensor
 
-from hpo.compare.companion import Request, open_comparison
+from hpo.compare.companion import open_comparison
+from hpo.compare.planning import Request
 from hpo.config.study_config import stored_study
 from hpo.device import DeviceInfo
 from hpo.study.reading.reader import read_study

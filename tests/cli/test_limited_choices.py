@@ -11,7 +11,8 @@ from tiny import tiny_study
 from worker_process import result
 
 from hpo.cli import deploying
-from hpo.compare.companion import Request, comparison_study, plan_comparison
+from hpo.compare.companion import comparison_study
+from hpo.compare.planning import Request, plan_comparison
 from hpo.config.limits import broken_limits, violations
 from hpo.report.dashboard import study_note
 from hpo.report.tables import StudyTables

@@ -13,15 +13,8 @@ from jsonl_sets import load_set, write_set
 from planted_comparison import HERE, begun, run, searched
 from worker_process import study
 
-from hpo.compare.companion import (
-    FIRST_SEED,
-    Request,
-    caught_up,
-    comparison_name,
-    grown,
-    open_comparison,
-    unlabelled_in_test,
-)
+from hpo.compare.companion import caught_up, comparison_name, grown, open_comparison, unlabelled_in_test
+from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError

@@ -13,7 +13,7 @@ import pytest
 from planted_comparison import TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.cli.display import print_comparison
-from hpo.compare.companion import Request
+from hpo.compare.planning import Request
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.reader import read_study

@@ -9,7 +9,7 @@ import pytest
 from planted_comparison import search_config, told
 from study_records import fake_record
 
-from hpo.compare.companion import Request
+from hpo.compare.planning import Request
 from hpo.json_safe import json_safe
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
