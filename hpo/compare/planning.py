@@ -117,7 +117,7 @@ def plan_comparison(
     if is_race:
         configurations = tuple(_race(best[: asked["top"]], settings))
     else:
-        own = {name for name in names if setting in config.search_space[name].when}
+        own = {name for name, searched in config.search_space.items() if setting in searched.when}
         configurations = tuple(_compared(best, settings, own, request.precisions or (), asked["top"]))
     precisions = tuple(
         dict.fromkeys(name for configuration in configurations for name in configuration.precisions)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from hpo.errors import RunError
 from hpo.report.charts import all_charts
 from hpo.report.detailed_tables import csv_tables
@@ -22,8 +24,6 @@ from hpo.report.tables import StudyTables
 from hpo.report.verdicts import verdict_table
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from hpo.study.reading.study_record import StudyRecord
 
 

@@ -230,7 +230,7 @@ def _bounds(row: Comparison) -> tuple[Any, Any, Any]:
 def _ratio(row: Comparison, name: str) -> str:
     if len(row.get("devices", ())) > 1:
         return "by device"
-    return format_interval(*(row.get(key) for key in (name, f"{name}_low", f"{name}_high")))
+    return format_interval(row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
 def _collapsed(row: Comparison) -> str:

@@ -73,10 +73,10 @@ def test_what_is_stored(tmp_path: Path) -> None:
         "optimizer": {"type": "categorical", "choices": ["adamw", "adafactor"]},
     }
     model = {"encoder": {**ENCODER, "hidden_size": 64}}  # whose matrices are large enough
-    write_study(tmp_path, n_trials=6, sampler={"name": "grid"}, search_space=space, model=model)
+    write_study(tmp_path, n_trials=10, search_space=space, model=model)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     of_bases = ("--over", "base_precision", "--precisions", "bf16,int8", "--top", "2")
-    of_moments = ("--over", "optimizer_state", "--precisions", "int8", "--top", "1")
+    of_moments = ("--over", "optimizer_state", "--precisions", "int8", "--top", "4")
     of_all = ("--precisions", "bf16", "--top", "6")
     bases, moments, precisions = (
         ok(hpo_command(tmp_path, "compare", "tiny", *options, "--max-seeds", "3", "--json")).json
@@ -95,7 +95,7 @@ def test_what_is_stored(tmp_path: Path) -> None:
     assert effective == [trial.params["base_precision"] for trial in trials]
 
     ok(hpo_command(tmp_path, "report", "tiny"))
-    verdicts = (tmp_path / "runs" / "tiny" / "report" / "verdicts.csv").read_text()
+    verdicts = (tmp_path / "runs" / "tiny" / "report" / "tables" / "verdicts.csv").read_text()
     named = {line.partition(",")[0] for line in verdicts.splitlines()}
     assert named == {
         "precision",
@@ -110,13 +110,16 @@ def test_what_is_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--over", "base_precision"), "--over base_precision: no complete trial of `tiny` could have"),
+        (
+            ("--over", "base_precision"),
+            "--over base_precision: no complete trial of `planted` can have another. ",
+        ),
         (("--over", "optimizer_state", "--precisions", "bf17"), "optimizer_state must be one of fp32, bf16"),
         (("--over", "base_precision", "--configurations"), "--configurations has no use for --over"),
     ],
 )
 def test_what_cannot_be_compared(planted_folder: Path, options: tuple[str, ...], message: str) -> None:
-    found = hpo_command(planted_folder, "compare", "tiny", *options)
+    found = hpo_command(planted_folder, "compare", "planted", *options)
     assert (found.exit_code, message in found.err) == (2, True), found.err
 
 
