@@ -151,6 +151,21 @@ def test_the_precision_that_a_search_did_not_draw_is_that_of_its_trials(empty: S
     assert one.params["fp_precision"] == "fp32"
 
 
+def test_configurations_with_and_without_an_adapter(empty: Storage) -> None:
+    """Each has the settings that it can have, in a study that could not combine them all."""
+    of_adapters = {"when": {"adapter": "lora"}, "type": "categorical"}
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5]},
+        "adapter": {"type": "categorical", "choices": ["none", "lora"]},
+        "base_precision": {"choices": ["fp32", "int8"], **of_adapters},
+    }
+    config = searched(empty, by_rate, search_space=space, sampler={"name": "random", "seed": 1})
+    plan = plan_of(begun(empty, config, Request(top=3)))
+    found = {(one.params["adapter"], one.params["base_precision"]) for one in plan.configurations}
+    assert found == {("none", "fp32"), ("lora", "fp32"), ("lora", "int8")}
+
+
 def test_precisions_have_their_canonical_names(storage: Storage, config: StudyConfig) -> None:
     asked = replace(REQUEST, precisions=("bf16-mixed", "fp32"))
     assert plan_of(begun(storage, config, asked)).precisions == ("fp32", "bf16")

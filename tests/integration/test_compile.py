@@ -132,7 +132,7 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
+@pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> None:
     """Also where the frozen weights are decoded in each product, forward and backward."""
     results, weights = [], []
@@ -142,7 +142,7 @@ def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> N
         settings = {"adapter": "lora", "base_precision": base, "lora_learning_rate": 1.0, "compile": mode}
         settings |= {"optimizer": "sgd"}  # Adam's first steps have the sign of gradients that are nearly 0
         settings |= {"attention_dropout": 0.0, "head_dropout": 0.0}  # compiled, the masks are others
-        training = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
+        training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
         executor = executor_of(folder, training={**training, **settings})
         executor.loader.apply_compile = partial(compile_layers_alone, backend="aot_eager")
         results.append(executor.run({}, folder / "trial", "trial"))
