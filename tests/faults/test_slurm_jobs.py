@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, hpo_command, ok, saved_steps
+from own_code_studies import write
 from postgres import PostgresServer
 from slurm import SlurmCluster
 from tiny import write_long_study
@@ -131,6 +132,18 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     assert record.slots == {"open": 1, "running": 0, "done": 0}
     assert [trial.outcome for trial in record.trials] == ["preempted"]
     check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_code_of_ones_own_goes_with_the_job(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """As the study file does: what becomes of either after the submission changes nothing."""
+    write(tmp_path, n_trials=1)
+    options = ("--slurm", "--storage", postgres_url, "--json")
+    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
+    (tmp_path / "own_kind.py").write_text("raise RuntimeError\n")
+    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
+    [trial] = read(postgres_url).trials
+    assert trial.outcome == "complete", trial.reason
 
 
 def test_a_job_that_is_warned_while_the_database_is_away(
