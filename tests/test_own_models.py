@@ -104,6 +104,7 @@ def write_models(folder: Path, source: str = MODELS, **changes: Any) -> Path:
     return write(folder, source, **(given | changes))
 
 
+@pytest.mark.slow
 def test_from_the_file_to_a_model_in_use(tmp_path: Path) -> None:
     executor = Executor(load_study(write_models(tmp_path)), CPU, tmp_path / "runs")
     executor.check_study()
@@ -316,7 +317,14 @@ hpo.source("mine")(mark)
 """
 
 
-@pytest.mark.parametrize("name", ["mine", "os.system", "./own_kind.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mine",
+        pytest.param("os.system", marks=pytest.mark.slow),
+        pytest.param("./own_kind.py", marks=pytest.mark.slow),
+    ],
+)
 def test_the_database_can_have_nothing_of_these_run(tmp_path: Path, name: str) -> None:
     """By a definition of a study without code, or of one that names code that lies here."""
     code = tmp_path / "own_kind.py"

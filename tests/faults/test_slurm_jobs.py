@@ -78,6 +78,7 @@ def check_requeued(
     slurm.start_missing_nodes()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_requeued_again_and_again(
     slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:

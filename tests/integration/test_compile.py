@@ -132,7 +132,7 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> None:
     """Also where the frozen weights are decoded in each product, forward and backward."""
     results, weights = [], []

@@ -30,6 +30,8 @@ from hpo.trial.trial_parts import build_trial
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
+ADAPTERS = ["lora", "dora"]
+PRECISIONS = ["fp32", "bf16", "bf16-true"]
 LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_learning_rate": 1e-2}
 TEXTS = ["late again the parcel came to Rome", "broken !"]
 
@@ -77,7 +79,7 @@ def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_trial_goes_on_bit_by_bit_from_what_is_trained(tmp_path: Path, adapter: str, base: str) -> None:
     executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
     whole = run(executor, tmp_path / "whole")
@@ -108,10 +110,16 @@ def test_any_encoder_has_a_default(tmp_path: Path, encoder: str) -> None:
     assert result.telemetry["base_precision"]["agrees"], result.telemetry["base_precision"]
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
-def test_merged_it_predicts_the_same(tmp_path: Path, base: str, adapter: str, precision: str) -> None:
+MERGED = [(precision, base, adapter) for precision in PRECISIONS for base in BASES for adapter in ADAPTERS]
+OFTEN = {("fp32", base, "lora") for base in BASES} | {("fp32", "int8", "dora")}
+OFTEN |= {("bf16", "int8", "lora"), ("bf16-true", "nf4", "dora")}
+
+
+@pytest.mark.parametrize(
+    ("precision", "base", "adapter"),
+    [one if one in OFTEN else pytest.param(*one, marks=pytest.mark.slow) for one in MERGED],
+)
+def test_merged_it_predicts_the_same(tmp_path: Path, precision: str, base: str, adapter: str) -> None:
     """In fp32 to its rounding, whatever the base is; in bf16 the merged weights are rounded anew."""
     executor = trained_on(tmp_path, adapter=adapter, base_precision=base, fp_precision=precision)
     exported(executor, tmp_path, "alone")
@@ -124,7 +132,7 @@ def test_merged_it_predicts_the_same(tmp_path: Path, base: str, adapter: str, pr
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("encoder", ["bert", "qwen3"])
 def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> None:
     executor = trained_on(tmp_path, ENCODERS[encoder], adapter=adapter)
