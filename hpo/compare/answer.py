@@ -109,8 +109,6 @@ class CollapsedRun:
     """A run that ended without a score where its twin has one, or far below it."""
 
     trial: TrialRecord
-    precision: str
-    """As sentences name it."""
     configuration: int
     """The number of its trial in the search."""
     difference: float | None
@@ -126,5 +124,4 @@ def collapsed_runs(runs: Runs) -> Iterator[CollapsedRun]:
                 score, other = runs.scored(one, runs.metric), runs.scored(twin, runs.metric)
                 difference = score[0] - other[0] if score and other else None
                 if other and (difference is None or difference < -COLLAPSE * runs.plan.margin):
-                    name = runs.plan.named(one.params[runs.plan.setting])
-                    yield CollapsedRun(one, name, configuration, difference)
+                    yield CollapsedRun(one, configuration, difference)

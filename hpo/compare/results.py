@@ -79,7 +79,7 @@ def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Re
         "num_configurations": len(plan.configurations),
         "price": price and price.as_json(),
         "verdicts": [_as_json(runs, answer) for answer in answers],
-        "collapsed": [words.collapsed(one, runs.unit) for one in collapsed_runs(runs)],
+        "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
         "tuned": tuned,
         "tuned_sentence": words.tuned(tuned, runs.metric),
         "recommendation": words.recommendation(answers, runs),

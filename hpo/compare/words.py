@@ -81,14 +81,15 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
     )
 
 
-def collapsed(run: CollapsedRun, unit: str) -> str:
+def collapsed(run: CollapsedRun, runs: Runs) -> str:
     """One run that collapsed."""
-    trial, precision = run.trial, run.precision
+    trial = run.trial
+    precision = runs.plan.named(trial.params[runs.plan.setting])
     which = (
         f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
     )
     if run.difference is not None:
-        return f"{which}: {-run.difference:.2f} {unit} below its twin."
+        return f"{which}: {-run.difference:.2f} {runs.unit} below its twin."
     return (
         f"{which}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
     )
