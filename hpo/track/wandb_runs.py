@@ -63,19 +63,19 @@ class WandbTracker:
         self._folder.mkdir(parents=True, exist_ok=True)
         options = {"console": "off", "silent": True, "init_timeout": INIT_SECONDS, "disable_git": True}
         options |= {"x_disable_stats": True, "x_disable_meta": True, "disable_code": True}
-        opened = wandb.init(
+        if wandb.setup().settings.run_mode == "offline-run":
+            # Before the new one is there: its folder is named by the second, and may be one of these.
+            for path in before:
+                shutil.rmtree(path)
+        return wandb.init(
             project=self._project,
             id=run.key,
             name=run.name,
-            dir=self._folder,
+            dir=self._folder.absolute(),  # W&B has a process, whose directory may be another
             resume="allow",
             reinit="create_new",
             settings=wandb.Settings(**options),
         )
-        if opened.offline:
-            for folder in before:
-                shutil.rmtree(folder)
-        return opened
 
     def _end(self, key: str, *, has_ended: bool, failed: bool) -> None:
         opened = self._open.pop(key)

@@ -6,8 +6,10 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from command_line import finish, start_hpo
@@ -85,6 +87,23 @@ def test_each_trial_is_a_run_whose_id_is_its_own(tracked: TrackedStudy) -> None:
     assert tracked.tracked("wandb")["changed"] == 1
     assert [row["step"] for row in run_of(folder, 3)["history"]] == [10, 20, 30]
     assert run_of(folder, 3)["exit"] == 0
+
+
+def test_a_run_that_is_written_anew_in_the_same_second(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb.sdk.wandb_settings as settings  # names a folder by the second
+
+    monkeypatch.setattr(
+        settings, "datetime", mock.Mock(fromtimestamp=lambda _: datetime(2026, 1, 2, 3, 4, 5))
+    )
+    tracked.leave_running()
+    assert tracked.tracked("wandb")["changed"] == 1
+    tracked.run("complete")
+    assert tracked.tracked("wandb")["changed"] == 1
+    run = run_of(tracked.folder / "runs" / tracked.name, 0)
+    assert [row["step"] for row in run["history"]] == [10, 20, 30]
+    assert run["exit"] == 0
 
 
 def test_without_an_account_it_says_what_to_do(tracked: TrackedStudy) -> None:
