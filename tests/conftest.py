@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 from urllib.request import Request, urlopen
 
+import alembic_scripts  # noqa: F401
 import fsspec
 import pytest
 from benchmarks.real_sets import REAL_SETS

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from worker_process import CONTEXT
+from worker_process import CONTEXT, start_process
 
 
 class ForkedProgram:
@@ -21,8 +21,7 @@ class ForkedProgram:
     def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         out, err = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
         given = (str(folder), list(arguments), dict(environment), out[1], err[1])
-        self._process = CONTEXT.Process(target=_be_program, args=given, daemon=True)
-        self._process.start()
+        self._process = start_process(_be_program, *given)
         self.pid = self._process.pid
         self.stdout, self.stderr = (_reader(*pipe) for pipe in (out, err))
 

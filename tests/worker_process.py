@@ -8,9 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import sqlalchemy as sa
@@ -27,12 +29,7 @@ from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
-CONTEXT.set_forkserver_preload(
-    [
-        *("hpo.study.running.serving", "hpo.study.running.worker", "psycopg", "alembic.context", "torch"),
-        *("hpo.cli.commands", "hpo.trial.executor", "transformers.models.bert.modeling_bert"),
-    ]
-)
+CONTEXT.set_forkserver_preload(["preloaded"])
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
@@ -193,6 +190,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start a process that is forked from one which has `preloaded`."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        ensure_running()
     process = CONTEXT.Process(target=target, args=args, kwargs=kwargs, daemon=True)
     process.start()
     return process

@@ -44,12 +44,12 @@ def test_killed_worker_is_continued(
         assert {line["number"] for line in before} <= set(runs)
 
 
-def test_configuration_that_kills_its_process_ends_as_crashed(storage_url: str, tmp_path: Path) -> None:
+def test_configuration_that_kills_its_process_ends_as_crashed(sqlite_url: str, tmp_path: Path) -> None:
     config, log = study(6), tmp_path / "log"
-    with open_storage(storage_url) as storage:
+    with open_storage(sqlite_url) as storage:
         opened = create_or_resume_study(storage, config)
         while storage.slot_counts("tiny")["done"] < config.n_trials:
-            pair = [start(storage_url, config, log, crash=signal.SIGSEGV) for _ in range(2)]
+            pair = [start(sqlite_url, config, log, crash=signal.SIGSEGV) for _ in range(2)]
             alive = {process.sentinel: process for process in pair}
             while alive:  # one may wait for what the other, dead, has
                 ended = [alive.pop(sentinel) for sentinel in wait(list(alive), 60)]

@@ -71,12 +71,16 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
         return run_worker(config, storage, train, WorkerOptions(poll_seconds=0.05))
 
 
-@pytest.mark.parametrize("pruner", PRUNERS, ids=lambda pruner: pruner["name"])
+@pytest.mark.parametrize(
+    ("kind", "pruner"),
+    [("sqlite", PRUNERS[1]), pytest.param("postgres", PRUNERS[0], marks=pytest.mark.postgres)],
+    ids=["sqlite-promote", "postgres-none"],
+)
 def test_four_workers_spend_the_budget_and_no_more(
-    storage_url: str, tmp_path: Path, pruner: dict[str, Any]
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, pruner: dict[str, Any]
 ) -> None:
     """Two are killed and one joins late. What they worked is what their own clocks say."""
-    log = tmp_path / "log"
+    storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
     first = [start_process(work, storage_url, log, pruner, kill_at, 3) for kill_at in (0, 2, 3)]
     while not log.exists():
         time.sleep(0.01)

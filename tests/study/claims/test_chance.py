@@ -63,11 +63,19 @@ NONE = {"name": "none"}
 ONE_RUNG = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 3}
 
 
-@pytest.mark.parametrize(("stop", "pruner"), [(0.05, NONE), (None, NONE), (0.4, ONE_RUNG)])
+@pytest.mark.parametrize(
+    ("kind", "stop", "pruner"),
+    [
+        pytest.param("postgres", 0.05, NONE, marks=pytest.mark.postgres),
+        ("sqlite", None, NONE),
+        ("sqlite", 0.4, ONE_RUNG),
+    ],
+)
 def test_four_workers_of_which_one_is_killed(
-    storage_url: str, tmp_path: Path, stop: float | None, pruner: dict[str, Any]
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, stop: float | None, pruner: dict[str, Any]
 ) -> None:
     """Those that have begun end, the best of them with a value, and each trains once."""
+    storage_url = request.getfixturevalue(f"{kind}_url")
     log, config = tmp_path / "log", study(NUM_TRIALS, pruner=pruner, stop_when_unlikely=stop)
     with open_storage(storage_url) as storage:
         create_or_resume_study(storage, config)
@@ -107,14 +115,14 @@ def test_a_study_that_ended_early_goes_on_with_more_trials_alone(storage: Storag
     first = run(30)
     assert 20 <= first < 30
     assert run(30) == first, "it is as improbable as before"
-    more = run(90)
-    assert first < more < 90
-    config = study(95, pruner=NONE)
+    more = run(50)
+    assert first < more < 50
+    config = study(55, pruner=NONE)
     create_or_resume_study(storage, config)
     assert read_study(storage, "tiny").ended_early is None, "there are trials to come"
     run_trials(storage, config)
     record = read_study(storage, "tiny")
-    assert (len(record.trials), record.ended_early) == (95, None)
+    assert (len(record.trials), record.ended_early) == (55, None)
 
 
 def test_those_to_come_are_as_many_as_the_budget_is_enough_for(storage: Storage) -> None:

@@ -41,25 +41,29 @@ AT_ONCE = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={**PRUNE
 """Of each rung half go on at once."""
 
 
+NUM_EVALUATIONS = 4
+"""Of a whole trial: it pauses after the first and the second."""
+
+
 def value(params: dict[str, Any], index: int) -> float:
-    """The greater, the better, at each of ten evaluations."""
+    """The greater, the better, at each evaluation."""
     return params["batch_size"] / 100 + index / 1000
 
 
 def train(storage: Storage, log: Path, trial: optuna.trial.Trial, lease: Lease, broken: int | None) -> Any:
-    """A trial of ten evaluations, which pauses at its rungs as `TrialRunner` has it."""
+    """A trial which pauses at its rungs as `TrialRunner` has it."""
     params = suggest(CONFIG.search_space, trial)
     lease.store_params()
     resumed_at = trial.user_attrs.get(RESUMED_ATTR, 0.0)
-    for index in range(math.ceil(10 * resumed_at) + 1, 11):
+    for index in range(math.ceil(NUM_EVALUATIONS * resumed_at) + 1, NUM_EVALUATIONS + 1):
         evaluate(storage, trial, index, value(params, index), step=10 * index)
         note(log, number=trial.number, index=index, **params)
         if resumed_at == 0.45 and params["batch_size"] == broken:
             return result("nonfinite")
-        if rung := PROMOTION.pauses_at(index / 10, resumed_at):
+        if rung := PROMOTION.pauses_at(index / NUM_EVALUATIONS, resumed_at):
             storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
             return result("pruned", reason="paused")
-    return result("complete", values=(value(params, 10),))
+    return result("complete", values=(value(params, NUM_EVALUATIONS),))
 
 
 def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | None = None) -> RunSummary:
@@ -97,13 +101,13 @@ def test_the_best_two_of_eight_end(storage: Storage, tmp_path: Path) -> None:
     assert work(storage.url, tmp_path / "log").ended == "finished"
     record = check(storage, ended={7, 8})
     for trial in record.trials:
-        num_evaluations = {0.05: 1, 0.45: 5, None: 10}[trial.attributes.get(PAUSED_ATTR)]
+        num_evaluations = {0.05: 1, 0.45: 2, None: NUM_EVALUATIONS}[trial.attributes.get(PAUSED_ATTR)]
         steps = [10 * index for index in range(1, num_evaluations + 1)]
         assert [row.step for row in trial.evaluations] == steps
         reports = storage.load_study(CONFIG.name).trials[trial.number].intermediate_values
         assert reports == {step // 10: value(trial.params, step // 10) for step in steps}
     (best,) = best_trials(record)
-    assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, 10),))
+    assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, NUM_EVALUATIONS),))
     done = Counter((line["batch_size"], line["index"]) for line in notes(tmp_path / "log"))
     assert set(done.values()) == {1}, "nothing is trained twice"
 
@@ -133,13 +137,23 @@ def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_pa
         check(storage, ended={7, 8}, side_by_side=True)
 
 
-@pytest.mark.parametrize("kill_at", [2, 9])
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("training", "half suggested")])
+KILLS = [("sqlite", place, kill_at) for place in PLACES for kill_at in (2, 9)]
+KILLS += [("postgres", place, 9) for place in ("trial made", "half of the outcome", "trial ended")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "kill_at"),
+    [
+        pytest.param(*kill, marks=pytest.mark.postgres if kill[0] == "postgres" else ())
+        for kill in KILLS
+        if kill[1] not in ("training", "half suggested")
+    ],
+)
 def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
-    storage_url: str, tmp_path: Path, place: str, kill_at: int
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
 ) -> None:
     """The 2nd time it happens to a start; the 9th to a trial that goes on, or to its claim."""
-    log = tmp_path / "log"
+    storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
     process = start_process(work, storage_url, log, place, kill_at)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -148,7 +162,7 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
         check(storage, ended={7, 8})
     done = Counter((line["batch_size"], line["index"]) for line in notes(log))
     again = sum(count - 1 for count in done.values())
-    assert again <= 10, "but for the trial in hand, which has no checkpoint here"
+    assert again <= 2, "but for the trial in hand, which has no checkpoint here"
 
 
 def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> list[float]:

@@ -41,11 +41,14 @@ def waiting(storage: Storage, name: str = "tiny") -> list[dict[str, Any]]:
     return [trial.system_attrs["fixed_params"] for trial in trials]
 
 
-@pytest.mark.parametrize("kill", ["create_study", "enqueue_trials"])
+@pytest.mark.parametrize(
+    ("kind", "kill"),
+    [("sqlite", "create_study"), pytest.param("postgres", "enqueue_trials", marks=pytest.mark.postgres)],
+)
 def test_configurations_are_enqueued_once_whoever_dies_and_however_many_make_it(
-    storage_url: str, kill: str
+    request: pytest.FixtureRequest, kind: str, kill: str
 ) -> None:
-    config = study(6, first=GIVEN)
+    storage_url, config = request.getfixturevalue(f"{kind}_url"), study(6, first=GIVEN)
     killed = start_process(make, storage_url, config, kill)
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
