@@ -25,7 +25,7 @@ from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 from hpo.training.checkpoint import FILES, CheckpointStore
 
-STEPS = 200
+STEPS = 60
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def uploaded(shared: Path, number: int = 0) -> list[str]:
 
 def test_another_machine_goes_on_from_the_store(tmp_path: Path) -> None:
     first = machine(tmp_path / "a")
-    (first / "hold-150").touch()
+    (first / "hold-45").touch()
 
     def are_uploaded() -> bool:
         before = uploaded(tmp_path)
@@ -130,15 +130,15 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path) -> None:
 def test_killed_during_an_upload(tmp_path: Path) -> None:
     """What is half there is no checkpoint; whoever goes on with the trial uploads it."""
     folder = machine(tmp_path / "a", every_seconds=60)
-    for file in ("no-uploads", "hold-150"):
+    for file in ("no-uploads", "hold-45"):
         (folder / file).touch()
     kill_when((folder / "uploading").exists, folder)
     assert uploaded(tmp_path) == []
     (folder / "no-uploads").unlink()
     process = start(machine(folder))
-    wait_until(lambda: "best-00000100" in uploaded(tmp_path), process)
-    (folder / "hold-150").unlink()
+    wait_until(lambda: "best-00000030" in uploaded(tmp_path), process)
+    (folder / "hold-45").unlink()
     ok(finish(process))
     [trial] = stored(tmp_path).trials
     assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", STEPS)
-    assert trial.telemetry["resumed_from_step"] == 100
+    assert trial.telemetry["resumed_from_step"] == 30
