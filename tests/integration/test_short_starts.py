@@ -20,6 +20,7 @@ from hpo.study.store.storage import open_storage
 RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
 PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
 """Its rungs are at 0.2 and 0.4: after steps 2 and 4 of ten."""
+FEW_ROWS = {"num_train": 48, "num_validation": 12, "num_test": 4, "max_sentences": 4}
 DROPOUT = {"max_steps": 10, "batch_size": 8, "max_length": 64, "dropout": 0.1}
 
 
@@ -28,7 +29,8 @@ def write(folder: Path, location: str | None = None, **changes: Any) -> None:
     folder.mkdir(exist_ok=True)
     content = {"n_trials": 4, "sampler": {"name": "grid"}, "search_space": RATES, "training": DROPOUT}
     checkpoint = {"top_k": 4, "location": location}
-    write_study(folder, **content, evaluation={"per_trial": 5}, checkpoint=checkpoint, **changes)
+    data = {"source": "synthetic", "synthetic": FEW_ROWS}
+    write_study(folder, **content, data=data, evaluation={"per_trial": 5}, checkpoint=checkpoint, **changes)
 
 
 def run(folder: Path, **changes: Any) -> StudyRecord:
@@ -36,6 +38,14 @@ def run(folder: Path, **changes: Any) -> StudyRecord:
     write(folder, **changes)
     ok(hpo_command(folder, "run", "tiny.yaml"))
     return stored(folder)
+
+
+@pytest.fixture(scope="module")
+def paused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the study whose trials pause, run on one machine."""
+    folder = tmp_path_factory.mktemp("paused")
+    run(folder, pruner=PROMOTE)
+    return folder
 
 
 def weights(folder: Path, trial: TrialRecord) -> dict[str, list[float]]:
@@ -48,8 +58,8 @@ def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
     return {trial.params["learning_rate"]: trial for trial in trials}
 
 
-def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(tmp_path: Path) -> None:
-    whole, short = run(tmp_path / "whole"), run(tmp_path / "short", pruner=PROMOTE)
+def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(paused: Path, tmp_path: Path) -> None:
+    whole, short = run(tmp_path / "whole"), stored(paused)
     undisturbed = by_rate(whole.trials)
     for trial in short.trials:
         expected = undisturbed[trial.params["learning_rate"]].evaluations
@@ -68,10 +78,10 @@ def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(tmp_path: Path) -> 
     for rate, trial in complete.items():
         assert trial.values == undisturbed[rate].values
         assert len(trial.evaluations) == 5
-        assert weights(tmp_path / "short", trial) == weights(tmp_path / "whole", undisturbed[rate])
-    kept = {path.name for path in tmp_path.glob("short/runs/tiny/checkpoints-*/trial-*")}
+        assert weights(paused, trial) == weights(tmp_path / "whole", undisturbed[rate])
+    kept = {path.name for path in paused.glob("runs/tiny/checkpoints-*/trial-*")}
     assert kept == {f"trial-{trial.origin:05d}" for trial in complete.values()}
-    exported = ok(hpo_command(tmp_path / "short", "best", "tiny.yaml", "--export", "model", "--json")).json
+    exported = ok(hpo_command(paused, "best", "tiny.yaml", "--export", "model", "--json")).json
     assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
 
 
@@ -85,7 +95,9 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
 
     with monkeypatch.context() as patched:
         patched.setattr(WorkerLease, "record_outcome", die)
-        write_study(tmp_path, n_trials=3, pruner=PROMOTE, training=DROPOUT, evaluation={"per_trial": 5})
+        data = {"source": "synthetic", "synthetic": FEW_ROWS}
+        content = {"n_trials": 3, "pruner": PROMOTE, "training": DROPOUT, "data": data}
+        write_study(tmp_path, **content, evaluation={"per_trial": 5})
         assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 9
     assert [trial.state for trial in stored(tmp_path).trials] == ["RUNNING"]
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
@@ -95,10 +107,9 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
 
 
 def test_on_two_machines_that_share_a_bucket(
-    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+    paused: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one dies when two trials have paused and the better one has gone on to its next rung."""
-    undisturbed = run(tmp_path / "whole", pruner=PROMOTE)
     shared = ("--storage", f"sqlite:///{tmp_path}/shared.db")
     num_told = itertools.count(1)
     record_outcome = WorkerLease.record_outcome
@@ -117,7 +128,7 @@ def test_on_two_machines_that_share_a_bucket(
     with open_storage(shared[1]) as storage:
         trials = read_study(storage, "tiny").trials
     assert trials[2].telemetry["resumed_from_step"] == 4, "it had paused there already"
-    expected = [trial for trial in undisturbed.trials if trial.outcome == "complete"]
+    expected = [trial for trial in stored(paused).trials if trial.outcome == "complete"]
     ended = [trial for trial in trials if trial.outcome == "complete"]
     assert [(trial.params, trial.values) for trial in ended] == [(t.params, t.values) for t in expected]
     for trial in ended:
