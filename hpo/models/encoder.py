@@ -19,13 +19,14 @@ configuration does not have, weights that are not in the folder are errors.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,7 +168,7 @@ def load_encoder(
             )
     else:
         shown = f"a fresh {encoder.get('model_type')}"
-        tokenizer = load_tokenizer(encoder, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = _read_tokenizer(json.dumps(encoder, sort_keys=True), revision, trust_remote_code)
         config = _fresh_config(encoder, tokenizer)
     if config.is_encoder_decoder:
         raise ModelError(
@@ -251,6 +252,12 @@ def takes_type_ids(encoder: nn.Module) -> bool:
     """Whether the encoder tells segments apart: RoBERTa accepts `token_type_ids`, but knows only 0."""
     accepted = inspect.signature(encoder.forward).parameters
     return "token_type_ids" in accepted and (getattr(encoder.config, "type_vocab_size", 0) or 0) > 1
+
+
+@lru_cache(maxsize=8)
+def _read_tokenizer(encoder: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of an encoder in JSON, to be read alone: each model of a study asks for it."""
+    return load_tokenizer(json.loads(encoder), revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

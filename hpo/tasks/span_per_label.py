@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +79,14 @@ class SpanPerLabel(SpanKind, Binary):
         evidence = Evidence(self.task, logits, split, labels)
         examples = [split.examples[row] for row in rows]
 
+        @cache  # many thresholds and gaps give the same spans
+        def value_of(predicted: tuple[tuple[Span, ...], ...]) -> tuple[float, float]:
+            scores = self.whole_scores(len(rows), *self.row_values(predicted, examples))
+            return scores[metric], scores["span_overlap_f1"]
+
         def value(decision: DecodingThresholds) -> tuple[float, float]:
             predicted = evidence.spans(decision.threshold, decision.merge_gap)
-            values = self.row_values([predicted[row] for row in rows], examples)
-            scores = self.whole_scores(len(rows), *values)
-            return scores[metric], scores["span_overlap_f1"]
+            return value_of(tuple(tuple(predicted[row]) for row in rows))
 
         candidates = [
             DecodingThresholds(threshold=float(threshold), merge_gap=gap)
