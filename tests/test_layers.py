@@ -14,8 +14,8 @@ from hpo.tasks.registry import KINDS
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
-    "api",
     "cli",
+    "api",
     "track",
     "report",
     "cluster",

@@ -1,55 +1,70 @@
-"""A study from Python and from notebooks.
+"""A study from Python, from notebooks, and for the commands.
 
     study = hpo.Study("studies/own_data.yaml")
     study.run(hours=2)
     study.trials_dataframe()
 
-It is the same study as that of the commands: in the same database, and `hpo worker` may join it.
+The commands about a study call its methods, so both do the same in the same database, and `hpo worker` may
+join.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hpo.cli.comparing import prepared
-from hpo.cli.options import (
+from hpo.api.messages import progress_shown
+from hpo.api.opening import (
     RUNS,
+    checkpoint_of,
     existing_database,
+    is_path,
+    load_file,
+    load_to_work,
     make_runs_folder,
-    progress_shown,
     resized,
-    trials_done,
 )
-from hpo.cli.running import run_here
-from hpo.compare.looks import run_looks
-from hpo.compare.planning import Request
+from hpo.api.running import ranks_of_torchrun, run_here, worker_processes
 from hpo.config.comparison import Question
-from hpo.config.study_config import StudyConfig, load_study
+from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.study_file import problems_of
-from hpo.errors import InputError, RunError
+from hpo.device import probe_device
+from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
-from hpo.study.running.stopping import stop_on_signals
-from hpo.study.running.supervisor import WorkerProcesses
+from hpo.study.running.run import OpenOptions, check_trust, open_study
+from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
+from hpo.study.store.database import storage_url
+from hpo.study.store.storage import Storage, open_storage
+from hpo.trial.callbacks import Callbacks
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from hpo.api.comparing import Comparison
+    from hpo.report.data_check import DataCheck
+    from hpo.report.plan import Plan
     from hpo.study.running.worker import RunSummary
+    from hpo.trial.diagnosis import Diagnosis
+    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+    from hpo.trial.verify import PrecisionCheck
 
 
 class Study:
     """A study file, or a mapping with its keys, and what its database has of it.
 
     Args:
-        study: a name in `studies/`, the path of a YAML file, or a mapping; paths in a mapping are relative to
-            the working folder.
+        study: a name in `studies/`, the path of a YAML file, the name of a study in the database, or a
+            mapping; paths in a mapping are relative to the working folder.
         storage: the URL of the database; None: `HPO_STORAGE`, else `sqlite:///runs/hpo.db`.
+        trust_remote_code: whether the code that comes with an encoder may run, where the study in the
+            database asks for it.
         quiet: show no progress.
 
     Raises:
@@ -57,13 +72,70 @@ class Study:
     """
 
     def __init__(
-        self, study: str | Path | Mapping[str, Any], *, storage: str | None = None, quiet: bool = False
+        self,
+        study: str | Path | Mapping[str, Any],
+        *,
+        storage: str | None = None,
+        trust_remote_code: bool = False,
+        quiet: bool = False,
     ) -> None:
-        self.config = _study_of(study) if isinstance(study, Mapping) else load_study(study)
-        self._storage, self._quiet = storage, quiet
+        self._word = "" if isinstance(study, Mapping) else str(study)
+        self._file = _study_of(study) if isinstance(study, Mapping) else load_file(self._word)
+        self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
 
-    def run(self, *, n_trials: int | None = None, hours: float | None = None) -> RunSummary:
-        """Create or resume the study and run its trials in this process until its budget is used up.
+    @property
+    def config(self) -> StudyConfig:
+        """The study of its file; without one, as the database has it.
+
+        Raises InputError where neither is there, or the database asks for code that is not trusted.
+        """
+        if self._file is not None:
+            return self._file
+        config, _ = load_to_work(self._word, storage_url(self._storage))
+        check_trust(config, None, self._trusts)
+        return config
+
+    @property
+    def record(self) -> StudyRecord:
+        """All that the database has of the study, as of now. Raises StorageError where it has nothing."""
+        with self.opened() as (_, record):
+            return record
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
+        """The database and what it has of the study.
+
+        A name is that of a study in the database, if there is one, whatever lies in `studies/`. Raises
+        StorageError where there is none.
+        """
+        with existing_database(self._storage) as database:
+            is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
+            name = self._word if is_stored or self._file is None else self._file.name
+            yield database, read_study(database, name)
+
+    def config_of(self, record: StudyRecord) -> StudyConfig:
+        """The study as in its file, or as stored without one, or where the file is of another study.
+
+        Raises StudyChangedError when the file says something else than the study was made with, and
+        InputError as `check_trust` does.
+        """
+        given = self._file if self._file is not None and self._file.name == record.name else None
+        stored = record.definition
+        config = stored_study(record.name, stored) if given is None else given.resumed(stored)
+        check_trust(config, given, self._trusts)
+        return config
+
+    def run(
+        self,
+        *,
+        n_trials: int | None = None,
+        hours: float | None = None,
+        workers: int | None = None,
+        workers_per_device: int | None = None,
+        until: str | None = None,
+        timeout: float | None = None,
+    ) -> RunSummary:
+        """Create or resume the study of the file and run its trials here until its budget is used up.
 
         An interrupt (Ctrl-C, or a notebook's stop) checkpoints the trial in hand and returns; a second one
         ends at once. `ended` of what is returned says how it ended.
@@ -71,20 +143,98 @@ class Study:
         Args:
             n_trials: in place of the study's.
             hours: of device time, a budget in place of a number of trials.
+            workers: processes on this machine, spread over its GPUs; None or 1: this one.
+            workers_per_device: processes for each GPU, in place of `workers`.
+            until: when this job ends, as `hpo run --until` takes it.
+            timeout: seconds after which no further trial begins.
 
         Raises:
             InputError: data, model or device cannot be used.
             StudyChangedError: the database has another study of this name.
         """
-        self.config = resized(self.config, n_trials, hours)
-        with progress_shown(quiet=self._quiet):
-            return self._run(self.config)[1]
+        config = self._to_run(n_trials, hours)
+        processes = worker_processes(config, self._storage, workers, workers_per_device)
+        with self._stopping(until, timeout) as stop:
+            return run_here(config, processes, stop, self._storage, quiet=self._quiet)
 
-    @property
-    def record(self) -> StudyRecord:
-        """All that the database has of the study, as of now. Raises StorageError where it has nothing."""
-        with existing_database(self._storage) as database:
-            return read_study(database, self.config.name)
+    def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
+        """Check the study of the file, and make the tables and the study, before workers start."""
+        config, options = self._to_run(n_trials, hours), OpenOptions(trials_run="elsewhere", is_file=True)
+        url = storage_url(self._storage)
+        with progress_shown(quiet=self._quiet), open_study(config, url, RUNS, options) as opened:
+            return read_study(opened.storage, config.name)
+
+    def train(
+        self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
+    ) -> TrialResult:
+        """Run one trial with `params` without a database. It leaves no checkpoint.
+
+        Args:
+            show: called with each evaluation.
+        """
+        from hpo.trial.executor import Executor
+
+        config = self._to_run()
+        with self._stopping() as stop:
+            executor = Executor(config, probe_device(config.device), RUNS)
+            stop.can_checkpoint = True
+            return executor.run(params, None, uuid.uuid4().hex, Callbacks(show, stop.is_set))
+
+    def check(self) -> DataCheck:
+        """What the data of the study hold and what to change, without training."""
+        from hpo.report.data_check import check_data
+
+        with progress_shown(quiet=self._quiet):
+            return check_data(self._to_check(), RUNS)
+
+    def verify(self, repeats: int = 3) -> list[PrecisionCheck]:
+        """What this device does with each precision: support, errors, speed and memory against fp32.
+
+        Args:
+            repeats: timed passes of each precision; the fastest counts.
+        """
+        from hpo.trial.executor import Executor
+        from hpo.trial.verify import check_precision, verify
+
+        config = self._to_check()
+        with progress_shown(quiet=self._quiet):
+            executor = Executor(config, probe_device(config.device), RUNS)
+            return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
+
+    def plan(
+        self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None
+    ) -> Plan:
+        """What the trials of the study or its budget come to: hours, starts, and how many go on to the end.
+
+        By its complete trials; in a precision of which there is none, some steps are trained here.
+
+        Args:
+            n_trials, hours: in place of the study's.
+            workers: so many work; None: those that do, or one.
+        """
+        from hpo.api.planning import measured_plan
+        from hpo.data.dataset import load_data
+        from hpo.trial.trial_parts import fit_rungs
+
+        config, record = resized(self._to_check(), n_trials, hours), None
+        try:
+            with open_storage(storage_url(self._storage), create=False) as database:
+                if database.has_study(config.name):
+                    record = read_study(database, config.name)
+        except NoDatabaseError:
+            pass  # nothing has run yet
+        with progress_shown(quiet=self._quiet):
+            if record is None:
+                config = fit_rungs(config, load_data(config.data))
+            else:
+                config = config.resumed(record.definition)
+            return measured_plan(config, record, workers)
+
+    def status(self) -> dict[str, Any]:
+        """How far it is: what `hpo status --json` prints."""
+        from hpo.report.status import study_status
+
+        return study_status(self.record)
 
     def trials_dataframe(self) -> pd.DataFrame:
         """A row for each trial: outcome, precision that was asked for and that ran, speed, memory, values as
@@ -97,13 +247,75 @@ class Study:
         """The best complete trial, or with several objectives the front; [] if none is complete."""
         return best_trials(self.record)
 
-    def compare(self, question: Question = "precisions", **options: Any) -> Mapping[str, Any]:
+    def evaluate(self, split: str = "validation") -> dict[str, Any]:
+        """Evaluate the checkpoint of the best trial in detail, and store that.
+
+        Args:
+            split: `train`, `validation` or `test`.
+
+        Returns `trial`, `split`, `metrics` by task, and `detailed`. Raises RunError where no trial is
+        complete.
+        """
+        from hpo.api.models import evaluate_checkpoint
+
+        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
+            trial = _first_of(record)
+            executor, folder = checkpoint_of(self.config_of(record), database, trial)
+            return evaluate_checkpoint(database, executor, folder, trial, split)
+
+    def export(self, folder: str | Path, *, merge: bool = False, overwrite: bool = False) -> Path:
+        """Write the model of the best trial, which transformers and `hpo.load` read; returns the folder.
+
+        Args:
+            merge: add an adapter to the weights of the encoder.
+            overwrite: replace a model of another study.
+
+        Raises RunError where no trial is complete or meets the limits, ModelError or InputError where the
+        folder cannot be used.
+        """
+        from hpo.api.models import check_export
+        from hpo.trial.best_model import TrialSource, export_checkpoint
+
+        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
+            check_export(Path(folder), record, overwrite=overwrite)
+            trial = _first_of(record)
+            executor, checkpoint = checkpoint_of(self.config_of(record), database, trial)
+            source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
+            return export_checkpoint(executor, checkpoint, Path(folder), source, merge=merge)
+
+    def diagnose(self, trial: int) -> Diagnosis:
+        """Name the operator that broke a trial and the settings that heal it; changes nothing in the study.
+
+        Args:
+            trial: its number.
+        """
+        from hpo.api.models import diagnose_checkpoint
+
+        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
+            return diagnose_checkpoint(database, record, self.config_of, trial)
+
+    def comparison(self, question: Question = "precisions", **options: Any) -> Comparison:
+        """The comparison that `compare` runs, with its price. Nothing is stored before its `run`."""
+        from hpo.api.comparing import plan_comparison
+        from hpo.compare.planning import Request
+
+        request = Request(question, **options)
+        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
+            config = self.config_of(record)
+            return plan_comparison(
+                database, record, config, request, storage=self._storage, quiet=self._quiet
+            )
+
+    def compare(
+        self, question: Question = "precisions", *, workers: int | None = None, **options: Any
+    ) -> Mapping[str, Any]:
         """Train the best configurations with new seeds, and judge, as `hpo compare` does; it goes on where it
         was.
 
         Args:
             question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32;
                 `configurations`: which of the best is.
+            workers: processes on this machine.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
 
         Returns what `hpo compare --json` prints.
@@ -111,40 +323,45 @@ class Study:
         Raises:
             RunError: it was interrupted; what has ended is kept.
         """
-
-        def run_look(companion: StudyConfig) -> StudyRecord:
-            record, summary = self._run(companion)
-            if summary.ended != "finished":
-                raise RunError(
-                    f"The comparison `{companion.name}` was {summary.ended}; call it again to go on."
-                )
-            return record
-
-        with progress_shown(quiet=self._quiet), existing_database(self._storage) as database:
-            record = read_study(database, self.config.name)
-            config = self.config.resumed(record.definition)
-            companion, data, price, _ = prepared(database, record, config, Request(question, **options))
-            result = run_looks(database, companion, record, data.tasks, run_look, price)
+        result = self.comparison(question, **options).run(workers=workers)
         content: Mapping[str, Any] = json_safe(result.content)
         return content
 
-    def _run(self, config: StudyConfig) -> tuple[StudyRecord, RunSummary]:
-        """Run the trials of this study, or of its comparison, in this process."""
-        make_runs_folder(config.name)
-        with stop_on_signals() as stop:
-            processes = WorkerProcesses([])
-            record, summary, _ = run_here(config, processes, stop, self._storage, quiet=self._quiet)
-        return record, summary
+    def deploy(self, folder: Path | None = None, **options: Any) -> dict[str, Any]:
+        """Find the fastest form of the best model that is as good as fp32, as `hpo deploy` does.
+
+        An interrupt ends the search with the forms that are scored by then.
+
+        Args:
+            folder: default: `runs/NAME/deploy`.
+            **options: those of `DeploymentOptions`.
+
+        Returns what is in deploy.json, `folder`, and `was_stopped`.
+        """
+        from hpo.api.deploying import TIMEOUT_SECONDS, DeploymentOptions, deploy_best
+
+        wanted = DeploymentOptions(**options)
+        with (
+            progress_shown(quiet=self._quiet),
+            stop_on_signals(timeout=wanted.timeout or TIMEOUT_SECONDS) as stop,
+            self.opened() as (database, record),
+        ):
+            to = folder or RUNS / record.name / "deploy"
+            stored = deploy_best((self.config_of(record), database), record, wanted, stop, to)
+            return stored | {"folder": str(to), "was_stopped": stop.is_set()}
 
     def report(self, folder: Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
         from hpo.report.report import write_report
 
-        return write_report(self.record, folder or RUNS / self.config.name / "report")
+        record = self.record
+        file = self._word if self._word and self._file is not None else None
+        return write_report(record, folder or RUNS / record.name / "report", file)
 
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, the best, and its history as a picture."""
         from hpo.report.charts import history
+        from hpo.report.formats import trials_done
         from hpo.report.picture import svg
         from hpo.report.tables import StudyTables, brief_summary
 
@@ -153,6 +370,34 @@ class Study:
         tables = StudyTables(record)
         summary = brief_summary(tables).to_html(index=False)
         return f"<b>{record.name}</b>: {counts}{summary}{svg(history(tables))}"
+
+    def _to_run(self, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
+        """The study of the file, with so many trials or hours if given, and a folder for what a run makes."""
+        config = self._file if self._file is not None else load_study(self._word)
+        make_runs_folder(config.name)
+        return resized(config, n_trials, hours)
+
+    def _to_check(self) -> StudyConfig:
+        config = self.config
+        make_runs_folder(config.name)
+        return config
+
+    @contextmanager
+    def _stopping(self, until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
+        """Around trials in this process: stopped by a signal, in several ranks where torchrun began them."""
+        with (
+            progress_shown(quiet=self._quiet),
+            stop_on_signals(end_of_job(until), timeout) as stop,
+            ranks_of_torchrun(),
+        ):
+            yield stop
+
+
+def _first_of(record: StudyRecord) -> TrialRecord:
+    """The best trial; with several objectives the best by the first of them."""
+    if not (best := best_trials(record)):
+        raise RunError(f"The study `{record.name}` has no complete trial.")
+    return best[0]
 
 
 def _study_of(content: Mapping[str, Any]) -> StudyConfig:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     StorageOption,
     StudyArgument,
     TrustCodeOption,
     TrustOption,
     app,
-    load_to_check,
     print_json,
-    progress_shown,
 )
 
 if TYPE_CHECKING:
@@ -33,11 +30,9 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a study's data hold and what to change, before anything is trained."""
-    config = load_to_check(study, storage, trust_remote_code)
-    with progress_shown(quiet=as_json):
-        from hpo.report.data_check import check_data
+    from hpo.api.study import Study
 
-        result = check_data(config, RUNS)
+    result = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json).check()
     if as_json:
         print_json(result.as_json())
     else:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpo.api.messages import progress_shown
+from hpo.api.opening import RUNS, file_given, load_file, load_to_work, make_runs_folder
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     NumTrialsOption,
     StorageOption,
@@ -18,11 +19,6 @@ from hpo.cli.options import (
     TrustOption,
     answer,
     app,
-    file_given,
-    load_file,
-    load_to_work,
-    make_runs_folder,
-    progress_shown,
     with_options,
 )
 from hpo.errors import InputError

@@ -9,7 +9,6 @@ exception that nobody meant to raise is a bug: it ends with its traceback and 1.
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +34,6 @@ from hpo.cli import (  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     StorageOption,
     StudyArgument,
@@ -43,25 +41,14 @@ from hpo.cli.options import (
     TrustOption,
     answer,
     app,
-    checkpoint_of,
-    config_of,
-    existing_study,
-    load_file,
-    load_to_check,
     print_json,
-    progress_shown,
 )
-from hpo.errors import HpoError, InputError, RunError, printable
+from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpo.config.study_config import StudyConfig
-    from hpo.precision.table import Support
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
-    from hpo.study.store.storage import Storage
-    from hpo.trial.compat import Compatibility
-    from hpo.trial.executor import Executor
+    from hpo.study.reading.study_record import StudyRecord
 
 
 def main() -> None:
@@ -113,25 +100,14 @@ def verify(
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
 
+    from hpo.api.study import Study
     from hpo.cli.display import print_verification
     from hpo.device import probe_device
-    from hpo.trial.executor import Executor
-    from hpo.trial.verify import check_precision, recommendation
-    from hpo.trial.verify import verify as verify_precisions
+    from hpo.trial.verify import recommendation
 
-    config = load_to_check(study, storage, trust_remote_code)
-    device = probe_device(config.device)
-
-    def check(name: str, support: Support) -> Compatibility:
-        slow = " (emulated here, so slow)" if support.level == "emulated" else ""
-        passes = f"training passes in fp32 and in {name} in turn, timed {repeats} times"
-        typer.echo(f"checking {name} ...{slow} {passes}", err=True)
-        return check_precision(executor, name, repeats)
-
-    with progress_shown(quiet=as_json):
-        executor = Executor(config, device, RUNS)
-        checks = verify_precisions(device, check)
-    advice = recommendation(checks)
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    checks = opened.verify(repeats)
+    device, advice = probe_device(opened.config.device), recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]
         print_json({"device": asdict(device), "precisions": rows, "recommendation": advice})
@@ -142,11 +118,12 @@ def verify(
 @app.command()
 def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
+    from hpo.api.study import Study
     from hpo.cli.display import print_status
     from hpo.report.status import study_status
 
-    with existing_study(study, storage) as (_, record):
-        summary = study_status(record)
+    record = Study(study, storage=storage).record
+    summary = study_status(record)
     if as_json:
         print_json(summary)
     else:
@@ -182,73 +159,27 @@ def best(
 
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
-    from hpo.study.reading.study_record import best_trials, choosable_trials, nearest_told
+    from hpo.api.study import Study
+    from hpo.study.reading.study_record import best_trials, choosable_trials, with_evaluation
 
     if merge and export is None:
         raise InputError("--merge is how a model is exported: give --export DIR, too.")
-    used: dict[str, Any] = {}
-    with existing_study(study, storage) as (database, record):
-        if export is not None:
-            _check_export(export, record.name, overwrite=overwrite)
-            if told := nearest_told(record):
-                raise RunError(told)
-        if (evaluate or export) and best_trials(record):
-            with progress_shown(quiet=as_json):
-                config = config_of(study, record, trust_remote_code)
-                record, used = _use_best(database, config, record, evaluate, (export, merge))
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    record, used = opened.record, dict[str, Any]()
+    if export is not None:
+        from hpo.api.models import check_export  # imports PyTorch
+
+        check_export(export, record, overwrite=overwrite)
+    if evaluate and best_trials(record):
+        used["evaluation"] = one = opened.evaluate(evaluate)
+        record = with_evaluation(record, one["trial"], one["detailed"])
+    if export is not None and best_trials(record):
+        used["export"] = str(opened.export(export, merge=merge, overwrite=overwrite))
     if as_json:
         print_json(_described(record) | used)
     else:
         _print_best(record, evaluate, used)
     raise typer.Exit(0 if choosable_trials(record) else 1)
-
-
-def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
-    """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
-    from hpo.models.export import check_export_folder  # imports PyTorch
-
-    check_export_folder(folder)
-    metadata = folder / "hpo.json"
-    if overwrite or not metadata.exists():
-        return
-    try:
-        other = json.loads(metadata.read_text())["provenance"]["study"]
-    except (OSError, ValueError, LookupError, TypeError):
-        other = "unknown"
-    if other != study_name:
-        raise InputError(
-            f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
-            "Name another folder, or give --overwrite."
-        )
-
-
-def _use_best(
-    database: Storage,
-    config: StudyConfig,
-    record: StudyRecord,
-    evaluate: str | None,
-    exporting: tuple[Path | None, bool],
-) -> tuple[StudyRecord, dict[str, Any]]:
-    """Evaluate and export the checkpoint of the best trial; `exporting` is to where, and whether merged.
-
-    Returns the record with the evaluation, and what `best --json` tells of them.
-    """
-    from hpo.study.reading.study_record import best_trials, with_evaluation
-    from hpo.trial.best_model import TrialSource, export_checkpoint
-
-    used: dict[str, Any] = {}
-    trial = best_trials(record)[0]
-    number = trial.number
-    executor, folder = checkpoint_of(config, database, trial)
-    if evaluate:
-        used = _evaluate_checkpoint(database, executor, folder, trial, evaluate)
-        record = with_evaluation(record, number, used["evaluation"]["detailed"])
-    export, merge = exporting
-    if export:
-        trial = best_trials(record)[0]
-        source = TrialSource(number, trial.params, trial.telemetry, trial.detailed)
-        used["export"] = str(export_checkpoint(executor, folder, export, source, merge=merge))
-    return record, used
 
 
 def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, Any]) -> None:
@@ -298,26 +229,6 @@ def _described(record: StudyRecord) -> dict[str, Any]:
     }
 
 
-def _evaluate_checkpoint(
-    database: Storage, executor: Executor, folder: Path, trial: TrialRecord, split: str
-) -> dict[str, Any]:
-    """Evaluate the checkpoint of a trial in detail, and store that."""
-    from hpo.evaluation.detailed import evaluate_predictions
-    from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
-    from hpo.trial.best_model import split_predictions
-
-    name = executor.study.name
-    token = database.study_token(name)
-    predicted = split_predictions(executor, folder, trial.params, split)
-    metrics, document = predicted.metrics(), evaluate_predictions(predicted, split_name=split).as_json()
-    evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
-    try:
-        store_detailed_evaluation(database, name, token, trial.number, document)
-    except HpoError as error:  # also of a user who may only read
-        typer.echo(f"The evaluation is not stored: {error}", err=True)
-    return {"evaluation": evaluation}
-
-
 @app.command()
 def report(
     study: StudyArgument,
@@ -332,24 +243,25 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file and CSV tables; of several studies one page without tables."""
-    from hpo.report.report import write_report
+    from hpo.api.study import Study
 
     if others:
         _side_by_side([study, *others], storage, out, as_json=as_json)
         return
-    with existing_study(study, storage) as (_, record):
-        study_file = study if load_file(study) else None
-        path = write_report(record, out or RUNS / record.name / "report", study_file)
-    answer({"study": record.name, "report": str(path)}, str(path), as_json=as_json)
+    opened = Study(study, storage=storage)
+    path = str(opened.report(out))
+    answer({"study": opened.record.name, "report": path}, path, as_json=as_json)
 
 
 def _side_by_side(names: list[str], storage: str | None, out: Path | None, *, as_json: bool) -> None:
+    from hpo.api.opening import RUNS
+    from hpo.api.study import Study
     from hpo.report.side_by_side import write_side_by_side
     from hpo.study.store import schema
 
     records, data = [], {}
     for study in names:
-        with existing_study(study, storage) as (database, record):
+        with Study(study, storage=storage).opened() as (database, record):
             records.append(record)
             data[record.name] = database.stored(record.name, schema.studies.c.data)
     path = write_side_by_side(records, data, out or RUNS / records[0].name / "side-by-side")
@@ -367,10 +279,11 @@ def dashboard(
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
+    from hpo.api.study import Study
     from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
     from hpo.study.store.optuna_internals import study_id_of
 
-    with existing_study(study, storage) as (database, record):
+    with Study(study, storage=storage).opened() as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
         with dashboard_server(database.url, port, host) as server:

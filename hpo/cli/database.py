@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpo.api.opening import RUNS, existing_database, load_file
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     StorageOption,
     StoredStudyArgument,
     answer,
     app,
-    existing_database,
-    load_file,
 )
 from hpo.errors import RunError
 

@@ -13,13 +13,8 @@ from hpo.cli.options import (
     TrustCodeOption,
     TrustOption,
     app,
-    checkpoint_of,
-    config_of,
-    existing_study,
     print_json,
-    progress_shown,
 )
-from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.trial.diagnosis import Diagnosis
@@ -40,22 +35,12 @@ def diagnose(
     """
     from dataclasses import asdict
 
-    from hpo.config.search_space import decode
-    from hpo.trial.diagnosis import StoredTrial
-    from hpo.trial.diagnosis import diagnose as find
+    from hpo.api.study import Study
 
-    with progress_shown(quiet=as_json), existing_study(study, storage) as (database, record):
-        chosen = next((each for each in record.trials if each.number == trial), None)
-        if chosen is None:
-            raise InputError(f"--trial {trial}: {record.name} has {len(record.trials)}, numbered from 0.")
-        config = config_of(study, record, trust_remote_code)
-        executor, folder = checkpoint_of(config, database, chosen, kind="step")
-        params = decode(config.search_space, chosen.params)
-        key = f"{database.study_token(config.name)}/{chosen.origin}"
-        stored = StoredTrial(trial, chosen.outcome, params, chosen.telemetry, folder, key)
-        diagnosis = find(executor, stored, lambda what: typer.echo(what, err=True))
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    diagnosis = opened.diagnose(trial)
     if as_json:
-        print_json({"study": record.name, **asdict(diagnosis)})
+        print_json({"study": opened.record.name, **asdict(diagnosis)})
     else:
         _print(diagnosis)
     raise typer.Exit(0 if diagnosis.broken else 1)

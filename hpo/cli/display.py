@@ -14,8 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hpo.cli.options import trials_done
-from hpo.cli.progress import OUTCOME_STYLES
+from hpo.api.progress import OUTCOME_STYLES
 from hpo.errors import printable
 from hpo.report.deployed import (
     latency_table,
@@ -41,6 +40,7 @@ from hpo.report.formats import (
     format_seconds,
     objective_values,
     precision_facts,
+    trials_done,
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told

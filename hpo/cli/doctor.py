@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import RUNS, JsonOption, StorageOption, app, load_file, print_json
+from hpo.api.opening import RUNS, load_file
+from hpo.cli.options import JsonOption, StorageOption, app, print_json
 from hpo.errors import printable
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import JsonOption, TrustCodeOption, TrustOption, app, print_json, progress_shown
+from hpo.api.messages import progress_shown
+from hpo.cli.options import JsonOption, TrustCodeOption, TrustOption, app, print_json
 from hpo.errors import DataError
 
 if TYPE_CHECKING:

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpo.api.opening import RUNS, existing_database
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     ParamOption,
     StorageOption,
     StoredStudyArgument,
     answer,
     app,
-    existing_database,
     print_json,
-    trials_done,
 )
 from hpo.errors import InputError, RunError
 
@@ -52,6 +50,7 @@ def pause(study: StoredStudyArgument, storage: StorageOption = None, as_json: Js
 @app.command()
 def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Open a study again that was paused or cancelled. Workers must be started anew."""
+    from hpo.report.formats import trials_done
     from hpo.study.store.lifecycle import set_state
 
     with existing_database(storage) as database:
@@ -147,6 +146,7 @@ def delete(
 
 
 def _close(study: str, state: StudyState, storage: str | None, *, as_json: bool) -> None:
+    from hpo.report.formats import trials_done
     from hpo.study.store.lifecycle import end_unfinished, set_state
 
     with existing_database(storage) as database:

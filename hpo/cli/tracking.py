@@ -9,14 +9,11 @@ from typing import Annotated
 import typer
 
 from hpo.cli.options import (
-    RUNS,
     JsonOption,
     StorageOption,
     StudyArgument,
     answer,
     app,
-    existing_study,
-    progress_shown,
     stop_signals,
 )
 from hpo.config.trackers import TrackerName
@@ -56,6 +53,9 @@ def track(
     as_json: JsonOption = False,
 ) -> None:
     """Show a study in a tracker: each trial as one run. Called again, it adds what is new."""
+    from hpo.api.messages import progress_shown
+    from hpo.api.opening import RUNS
+    from hpo.api.study import Study
     from hpo.study.reading.reader import read_study
     from hpo.study.running.stopping import stop_at_end_of_input
     from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
@@ -65,7 +65,7 @@ def track(
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        existing_study(study, storage) as (database, record),
+        Study(study, storage=storage).opened() as (database, record),
     ):
         stop.can_checkpoint = True
         if with_parent:

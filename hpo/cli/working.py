@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from hpo.api.messages import progress_shown
+from hpo.api.opening import RUNS, is_path, load_to_work
 from hpo.cli.options import (
-    RUNS,
     WORK_OPTIONS,
     JsonOption,
     StorageOption,
@@ -21,15 +22,11 @@ from hpo.cli.options import (
     TrustOption,
     app,
     check_work_options,
-    is_path,
-    load_to_work,
     print_json,
-    progress_shown,
     stop_signals,
     with_options,
-    worker_processes,
 )
-from hpo.cli.running import ranks_of_torchrun, say_how_to_go_on, shown
+from hpo.cli.running import say_how_to_go_on
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.outcome import Outcome
 
@@ -66,6 +63,7 @@ def worker(
     **options: Any,
 ) -> None:
     """Join a study as one or more workers and leave when it is done; without a name, one serves all."""
+    from hpo.api.running import ranks_of_torchrun
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.running.run import OpenOptions
 
@@ -100,6 +98,8 @@ def _work_in(
     study: str, storage: str | None, how: OpenOptions, stop: Stop, options: dict[str, Any], *, as_json: bool
 ) -> NoReturn:
     """Be one or more workers of a study, and end the command."""
+    from hpo.api.progress import shown
+    from hpo.api.running import worker_processes
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.reading.reader import read_study
     from hpo.study.running.run import open_study, run_study
@@ -107,7 +107,7 @@ def _work_in(
 
     url = storage_url(storage)
     config, is_file = load_to_work(study, url, stop)
-    processes = worker_processes(config, storage, options)
+    processes = worker_processes(config, storage, options["workers"], options["workers_per_device"])
     here = not processes.shares
     how = replace(
         how,
@@ -134,6 +134,7 @@ def _serve(
     only: str | None, storage: str | None, how: OpenOptions, idle_timeout: float, *, as_json: bool
 ) -> NoReturn:
     """Be a worker of all studies of a database, or of one that gets more, and end the command."""
+    from hpo.api.progress import shown
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.running.serving import Server
     from hpo.study.store.database import storage_url

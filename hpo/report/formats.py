@@ -159,3 +159,10 @@ def _three_digits(value: Any) -> str:
     if not isinstance(value, float):
         return format_value(value)
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"
+
+
+def trials_done(slots: Mapping[str, int], *, has_budget: bool = False) -> str:
+    """How far a study is, by its slots; one that has a budget may end with fewer."""
+    paused = f", {slots['paused']} paused" if slots.get("paused") else ""
+    at_most = "at most " if has_budget else ""
+    return f"{slots['done']} of {at_most}{sum(slots.values())} trials done{paused}"

@@ -6,6 +6,7 @@ is trained and nothing stored.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from hpo.precision.table import PRECISION, PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import build_trial
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
         supported = support(name, device)
         compatibility, note = None, supported.reason
         if supported.level != "unsupported":
+            slow = " (emulated here, so slow)" if supported.level == "emulated" else ""
+            _logger.info("checking %s%s: training passes in fp32 and in it in turn, timed", name, slow)
             try:
                 compatibility = check(name, supported)
                 note = " ".join(compatibility.reasons) or note

@@ -15,8 +15,8 @@ from study_records import record_of, with_values
 from worker_process import wait_for
 
 import hpo
-from hpo.cli import deploying
-from hpo.cli.deploying import _best
+from hpo.api import deploying
+from hpo.api.deploying import best_model_of
 from hpo.deploy.timing import Effort, time_in_turn
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
@@ -79,14 +79,14 @@ def test_with_several_objectives_the_best_is_the_best_model() -> None:
     fast = with_values(0, (1.0, 0.5), learning_rate=1e-5)
     good = with_values(1, (9.0, 0.9), learning_rate=1e-4)
     names, directions = ("peak_memory_bytes", "score"), ("minimize", "maximize")
-    assert _best(record_of([fast, good], metric_names=names, directions=directions)).number == 1
+    assert best_model_of(record_of([fast, good], metric_names=names, directions=directions)).number == 1
 
 
 def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpo.report.deployment_page.deployment_html", full)
+    monkeypatch.setattr("hpo.api.deploying.deployment_html", full)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32")
     assert finished.exit_code == 1
     assert "could not be written: [Errno 28] No space left on device. Free space" in finished.err

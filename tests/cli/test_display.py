@@ -17,9 +17,10 @@ from rich.console import Console
 from study_records import fake_record, fake_trial, record_of
 from tiny import tiny_study
 
-from hpo.cli import display, progress
+from hpo.api import progress
+from hpo.api.progress import StudyDisplay
+from hpo.cli import display
 from hpo.cli.display import dataframe_table, print_detailed
-from hpo.cli.progress import StudyDisplay
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
 from hpo.report.detailed_tables import Detailed

@@ -10,7 +10,7 @@ from command_line import hpo_command, ok, stored
 from tiny import tiny_study
 from worker_process import result
 
-from hpo.cli import deploying
+from hpo.api import deploying
 from hpo.compare.companion import comparison_study
 from hpo.compare.planning import Request, plan_comparison
 from hpo.config.limits import broken_limits, violations
@@ -85,7 +85,7 @@ def test_every_command_takes_the_best_that_meets_the_limits(tmp_path: Path) -> N
     (trial,) = best["trials"]
     assert rate_of(tmp_path, trial["number"]) == 2.0
     record = stored(tmp_path)
-    assert deploying._best(record).number == trial["number"]
+    assert deploying.best_model_of(record).number == trial["number"]
     config = tiny_study(
         tmp_path, n_trials=5, search_space=RATES, constraints={"peak_memory_bytes": {"max": 2.5e9}}
     )

@@ -10,9 +10,10 @@ from tiny import write_study
 from typer.testing import CliRunner
 from worker_process import study
 
-from hpo.cli import running
+import hpo
+from hpo.api import study as api_study
+from hpo.api.opening import load_to_work
 from hpo.cli.commands import app
-from hpo.cli.options import config_of, existing_study, load_to_work
 from hpo.study.running.worker import RunSummary
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -34,19 +35,17 @@ def test_a_name_is_the_study_of_the_database_whatever_a_file_of_that_name_is_abo
         for name in ("foo", "bar"):
             create_or_resume_study(storage, study(2, name=name))
     for given, meant in (("foo", "foo"), ("bar", "bar"), ("studies/foo.yaml", "bar")):
-        with existing_study(given, sqlite_url) as (_, record):
-            assert record.name == meant
+        assert hpo.Study(given, storage=sqlite_url).record.name == meant
         assert load_to_work(given, sqlite_url)[0].name == meant
-    with existing_study("foo", sqlite_url) as (_, record):
-        assert config_of("foo", record, trust_remote_code=False).name == "foo"
+    foo = hpo.Study("foo", storage=sqlite_url)
+    assert foo.config_of(foo.record).name == "foo"
 
 
 def test_a_name_that_the_database_does_not_have_is_of_a_file(folder: Path, sqlite_url: str) -> None:
     write_study(folder / "studies", name="bar").rename(folder / "studies" / "foo.yaml")
     with open_storage(sqlite_url) as storage:
         create_or_resume_study(storage, study(2, name="bar"))
-    with existing_study("foo", sqlite_url) as (_, record):
-        assert record.name == "bar"
+    assert hpo.Study("foo", storage=sqlite_url).record.name == "bar"
 
 
 @pytest.mark.parametrize("option", [[], ["--timeout", "7"]])
@@ -59,7 +58,7 @@ def test_a_timeout_is_of_this_run_alone(
         given.update(config=config, deadline=stop.deadline)
         raise SystemExit(RunSummary("finished").exit_code)
 
-    monkeypatch.setattr(running, "run_here", run_here)
+    monkeypatch.setattr(api_study, "run_here", run_here)
     write_study(folder, timeout=9.0)
     assert CliRunner().invoke(app, ["run", "tiny.yaml", *option]).exit_code == 0
     assert given["config"].timeout == 9.0

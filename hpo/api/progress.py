@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a study runs.
+"""What a person sees in a terminal or a notebook while a study runs.
 
 A run shows this before its first trial, so nothing here imports pandas.
 """
@@ -6,9 +6,11 @@ A run shows this before its first trial, so nothing here imports pandas.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,13 +18,15 @@ from rich.table import Column
 from rich.text import Text
 
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric, format_seconds
-from hpo.study.reading.watch import Look, outcome_of
+from hpo.report.formats import describe_params, format_metric, format_seconds, trials_done
+from hpo.study.reading.watch import Look, StudyWatch, outcome_of, watching
+from hpo.study.store.database import place
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpo.config.study_config import StudyConfig
+    from hpo.study.running.run import OpenStudy
 
 OUTCOME_STYLES: dict[str, str] = {
     **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
@@ -129,3 +133,32 @@ class StudyDisplay(Progress):
                 left = (time.monotonic() - since) * (1 - used) / (used - before)
                 facts.append(f"{format_seconds(left)} left")
         return facts
+
+
+@contextmanager
+def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
+    """Say which study is run and what of it is not, and show its progress during the block.
+
+    `own`: of the trials of this process alone, and less often, as there may be a hundred such workers.
+    """
+    if quiet:
+        yield
+        return
+    stored, storage, config = opened.stored, opened.storage, opened.config
+    done = stored.slots["done"]
+    state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
+    counts = trials_done(stored.slots, has_budget=config.budget is not None)
+    typer.echo(
+        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
+    )
+    if opened.left_out:
+        reasons = " ".join(dict.fromkeys(opened.left_out.values()))
+        typer.echo(
+            f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
+            "`amp.on_unsupported` and `amp.allow_emulated` change that."
+        )
+    display = StudyDisplay(config, done)
+    seconds = 2.0 if own else 0.5
+    with display, watching(StudyWatch(storage, config, own=own), display.show, seconds):
+        yield

@@ -1,0 +1,111 @@
+"""A comparison of a study's best configurations: planned, then run look by look."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpo.api.opening import existing_database, make_runs_folder
+from hpo.api.running import run_here, worker_processes
+from hpo.compare.companion import open_comparison, unlabelled_in_test
+from hpo.compare.looks import price_before, run_looks
+from hpo.data.dataset import load_data
+from hpo.device import probe_device
+from hpo.errors import RunError
+from hpo.study.reading.reader import read_study
+from hpo.study.running.run import check_trust
+from hpo.study.running.stopping import end_of_job, stop_on_signals
+from hpo.study.store.studies import check_data
+
+if TYPE_CHECKING:
+    from hpo.compare.planning import Request
+    from hpo.compare.price import Price
+    from hpo.compare.results import Result
+    from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.running.worker import RunSummary
+    from hpo.study.store.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+
+class ComparisonStopped(RunError):
+    """A comparison ended before it was decided; what has been trained is kept."""
+
+    def __init__(self, record: StudyRecord, summary: RunSummary) -> None:
+        super().__init__(f"The comparison `{record.name}` was {summary.ended}; call it again to go on.")
+        self.record, self.summary = record, summary
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison as it is planned: `run` stores it, or goes on with it."""
+
+    companion: StudyConfig
+    """The study that its trials are in."""
+    price: Price | None
+    """None where nothing tells."""
+    sentence: str
+    """That says what it costs."""
+    is_new: bool
+    search: StudyRecord
+    """Whose configurations are compared."""
+    data: DataSet
+    storage: str | None
+    """As the user names it."""
+    quiet: bool
+
+    def run(self, *, workers: int | None = None, until: str | None = None) -> Result:
+        """Train and judge until it is decided.
+
+        Args:
+            workers: processes on this machine; None: this one.
+            until: when this job ends, as `hpo worker --until` takes it.
+
+        Raises:
+            ComparisonStopped: it was interrupted.
+        """
+        processes = worker_processes(self.companion, self.storage, workers)
+        make_runs_folder(self.companion.name)
+        with (
+            stop_on_signals(end_of_job(until)) as stop,
+            existing_database(self.storage) as database,
+        ):
+
+            def run_look(companion: StudyConfig) -> StudyRecord:
+                summary = run_here(companion, processes, stop, self.storage, quiet=self.quiet)
+                record = read_study(database, companion.name)
+                if summary.ended != "finished":
+                    raise ComparisonStopped(record, summary)
+                return record
+
+            return run_looks(database, self.companion, self.search, self.data.tasks, run_look, self.price)
+
+
+def plan_comparison(
+    database: Storage,
+    search: StudyRecord,
+    config: StudyConfig,
+    request: Request,
+    *,
+    storage: str | None,
+    quiet: bool,
+) -> Comparison:
+    """The comparison of a study, of which nothing is stored yet, or its next looks.
+
+    Raises InputError where the study, its data or this device do not allow it.
+    """
+    device, data = probe_device(config.device), load_data(config.data)
+    check_data(database, search.name, data.fingerprint)
+    unlabelled = unlabelled_in_test(config, data)
+    if unlabelled:
+        tasks = " and ".join(f"`{name}`" for name in unlabelled)
+        _logger.warning("Scores are of the validation split: the test split has no labels of %s.", tasks)
+    has_test = "test" in data.splits and not unlabelled
+    companion = open_comparison(database, search, config, request, device=device, has_test=has_test)
+    check_trust(companion, config, trust_remote_code=False)  # what the database has of it
+    price, sentence = price_before(search, companion, data)
+    is_new = not database.has_study(companion.name)
+    return Comparison(companion, price, sentence, is_new, search, data, storage, quiet)

@@ -1,0 +1,156 @@
+"""The best model of a study in the form that is as good as fp32 and the fastest, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpo.api.opening import RUNS, checkpoint_of
+from hpo.compare.companion import unlabelled_in_test
+from hpo.compare.planning import by_rank
+from hpo.deploy.artifacts import NAMES, parse_names
+from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
+from hpo.deploy.timing import BATCH_SIZES
+from hpo.device import limit_threads, probe_device
+from hpo.errors import InputError, Preempted, RunError
+from hpo.models.export import new_folder
+from hpo.report.deployment_page import deployment_html
+from hpo.study.reading.study_record import best_trials, nearest_told
+from hpo.trial.best_model import TrialSource, export_checkpoint
+from hpo.trial.objectives import quality_objective, unit_of
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
+    from hpo.deploy.result import Deployment
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+    from hpo.study.running.stopping import Stop
+    from hpo.study.store.storage import Storage
+
+TIMEOUT_SECONDS = 1800.0
+
+MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
+"""Folders in that of a deployment; the first alone is there in the end."""
+
+
+@dataclass(frozen=True)
+class DeploymentOptions:
+    """As `hpo deploy` takes them; None: its default."""
+
+    timeout: float | None = None
+    """Seconds after which no further form is begun."""
+    max_drop: float | None = None
+    """What loses more is refused; in hundredths, of mae and rmse in the labels' units."""
+    batch: int | None = None
+    """Whose latency decides: 1 or 32."""
+    threads: int | None = None
+    artifacts: str | None = None
+    """Which, beside fp32: `bf16,onnx_int8_dynamic`."""
+    device: str | None = None
+
+
+class DeploymentStopped(RunError):
+    """The search was stopped before fp32 was scored: nothing is kept."""
+
+
+def deploy_best(
+    study: tuple[StudyConfig, Storage],
+    record: StudyRecord,
+    options: DeploymentOptions,
+    stop: Stop,
+    folder: Path,
+) -> dict[str, Any]:
+    """Find the form of the best model and write it to `folder`, with deploy.json and deploy.html.
+
+    Returns what is in deploy.json. Raises RunError where no trial is complete or has weights.
+    """
+    trial = best_model_of(record)
+    with new_folder(folder, "deploy.json") as staging:
+        stored = _deploy(study, trial, options, stop, staging).as_json()
+        _finish(stored, staging, folder)
+    return stored
+
+
+def best_model_of(record: StudyRecord) -> TrialRecord:
+    """The best trial; with several objectives by the first of them that says something of the model.
+
+    Raises RunError where there is none, or none meets the limits of the study.
+    """
+    ranked = by_rank(record)
+    if not ranked:
+        none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
+        raise RunError(nearest_told(record) or none_yet)
+    return best_trials(record)[0] if len(record.metric_names) == 1 else ranked[0]
+
+
+def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, stop: Stop) -> DeploymentRequest:
+    """What the options ask for. Raises InputError where that cannot be done with the study's data."""
+    batch, max_drop = options.batch or 1, options.max_drop
+    if batch not in BATCH_SIZES:
+        raise InputError(f"--batch must be {' or '.join(map(str, BATCH_SIZES))}, but got {batch}.")
+    names = parse_names(options.artifacts) if options.artifacts else NAMES
+    metric = quality_objective(config.objective).metric
+    if max_drop is None and unit_of(metric) != "points":
+        raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
+    has_test = "test" in data.splits and not unlabelled_in_test(config, data)
+    return DeploymentRequest(
+        names,
+        1.0 if max_drop is None else max_drop,
+        batch,
+        has_test,
+        ends=partial(_why_it_ends, stop),
+    )
+
+
+def _why_it_ends(stop: Stop) -> str:
+    if stop.is_set():
+        return "the search was told to stop"
+    return "the time of --timeout was over" if time.monotonic() > stop.deadline else ""
+
+
+def _deploy(
+    study: tuple[StudyConfig, Storage],
+    trial: TrialRecord,
+    options: DeploymentOptions,
+    stop: Stop,
+    staging: Path,
+) -> Deployment:
+    """Export the trial and compare the forms of its model, all in folders of `staging`.
+
+    Raises RunError where it has no weights, or not even fp32 is scored in time, and DeploymentStopped where
+    it is stopped before.
+    """
+    name = options.device or "cpu"
+    device = probe_device(name)
+    executor, checkpoint = checkpoint_of(*study, trial, device=name)
+    request = _request(study[0], executor.dataset, options, stop)
+    limit_threads(probe_device("cpu"))
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    source = TrialSource(trial.number, trial.params, trial.telemetry)
+    exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
+    place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
+    stop.can_checkpoint = True  # from here on there is something to keep
+    try:
+        return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
+    except Preempted as error:
+        if stop.is_set():
+            raise DeploymentStopped("Stopped before fp32 was scored: nothing is kept.") from None
+        raise RunError(f"fp32 was {error} Give it longer.") from None
+
+
+def _finish(stored: Mapping[str, Any], staging: Path, folder: Path) -> None:
+    """Write the numbers and the page; keep the chosen form."""
+    shutil.rmtree(staging / EXPORT)
+    chosen = staging / ARTIFACTS / stored["artifacts"][stored["chosen"]]["artifact"]
+    chosen.rename(staging / MODEL)
+    shutil.rmtree(staging / ARTIFACTS)
+    (staging / "deploy.json").write_text(json.dumps(stored, indent=2) + "\n")
+    (staging / "deploy.html").write_text(deployment_html(stored, str(folder / MODEL)), encoding="utf-8")

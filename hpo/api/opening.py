@@ -1,0 +1,159 @@
+"""Which study a name, a path or a definition in a database is, and where what belongs to it lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hpo.errors import InputError
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.reading.study_record import TrialRecord
+    from hpo.study.running.stopping import Stop
+    from hpo.study.store.storage import Storage
+    from hpo.trial.executor import Executor
+
+RUNS = Path("runs")
+"""In the working folder: all that a run makes."""
+
+
+def load_to_run(study: str, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
+    """The study's file, with so many trials or device-hours if given, and a folder for what a run makes.
+
+    Raises InputError where that cannot be made.
+    """
+    from hpo.config.study_config import load_study
+
+    return _to_run(load_study(study), n_trials, hours)
+
+
+def _to_run(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
+    make_runs_folder(config.name)
+    return resized(config, n_trials, hours)
+
+
+def resized(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
+    """The study with so many trials or device-hours, where they are given."""
+    from hpo.config.budget import MAX_TRIALS, BudgetConfig
+
+    if hours is not None:
+        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
+    return config if n_trials is None else config.with_values(n_trials=n_trials)
+
+
+def file_given(storage: str | None) -> str | None:
+    """`@FILE`, where the user named the database so: processes elsewhere get no more than that."""
+    from hpo.study.store.database import URL_FROM_FILE
+
+    return storage if storage and storage.startswith(URL_FROM_FILE) else None
+
+
+def load_to_work(
+    study: str, url: str, stop: Stop | None = None, n_trials: int | None = None
+) -> tuple[StudyConfig, bool]:
+    """The study as a worker runs it, and whether it is that of the user's own file.
+
+    `stop` as in `existing_database`, `n_trials` as in `load_to_run`.
+
+    A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
+    that the database does not have, are of a study file.
+    """
+    from hpo.config.study_config import stored_study
+    from hpo.errors import NoDatabaseError, StudyFileError
+    from hpo.study.store.database import place
+
+    unknown = ""
+    if not is_path(study):
+        try:
+            with existing_database(url, stop) as storage:
+                if storage.has_study(study):
+                    return _to_run(stored_study(study, storage.read_definition(study)), n_trials), False
+        except NoDatabaseError as error:
+            unknown = str(error)
+    try:
+        return load_to_run(study, n_trials), True
+    except StudyFileError as error:
+        if is_path(study):
+            raise
+        nowhere = unknown or f"There is no study `{study}` in {place(url)}."
+        raise InputError(f"{nowhere} As a file, {error}") from None
+
+
+def is_path(study: str) -> bool:
+    """Whether STUDY is the path of a study file, and no name."""
+    return Path(study).suffix in (".yaml", ".yml") or "/" in study
+
+
+def make_runs_folder(study_name: str) -> None:
+    """Make the folder of a study for what a run makes. Raises InputError where it cannot be written."""
+    folder = RUNS / study_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise InputError(
+            f"hpo writes to {RUNS}/ in the working folder, so {folder.absolute()} must be a folder that may "
+            f"be written, but: {error.strerror}. Run hpo in another folder."
+        ) from None
+
+
+def load_file(study: str) -> StudyConfig | None:
+    """The study file; None where STUDY can only be a name in the database."""
+    from hpo.config.study_config import load_study
+    from hpo.errors import StudyFileError
+
+    try:
+        return load_study(study)
+    except StudyFileError:
+        if is_path(study):
+            raise
+        return None
+
+
+@contextmanager
+def existing_database(storage: str | None, stop: Stop | None = None) -> Iterator[Storage]:
+    """The database at --storage. Raises NoDatabaseError where there is none.
+
+    With `stop` it waits for a database that is away, until that is set.
+    """
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
+
+    with open_storage(storage_url(storage), create=False, stop=stop) as database:
+        yield database
+
+
+def checkpoint_of(
+    config: StudyConfig,
+    database: Storage,
+    trial: TrialRecord,
+    *,
+    device: str | None = None,
+    kind: Literal["best", "step"] = "best",
+) -> tuple[Executor, Path]:
+    """An executor of the study, on `device` in place of the study's, and the folder with the newest
+    checkpoint of that kind of one of its trials, brought here.
+
+    Raises InputError where the trial has parameters that are not of the study, such as the encoder of whoever
+    writes to the database.
+    """
+    from hpo.config.search_space import refusal
+    from hpo.device import probe_device
+    from hpo.study.checkpoints.remote_store import open_remote_store
+    from hpo.study.store.studies import check_data
+    from hpo.trial.executor import Executor
+
+    if said := refusal(config.search_space, trial.params):
+        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
+    make_runs_folder(config.name)
+    executor = Executor(config, probe_device(device or config.device), RUNS)
+    check_data(database, config.name, executor.dataset.fingerprint)
+    folder = executor.trial_folder(database.study_token(config.name), trial.origin)
+    if (remote := open_remote_store(config.checkpoint)) is not None:
+        remote.fetch_newest(kind, folder)
+    return executor, folder

@@ -1,0 +1,75 @@
+"""What a study's trials or its budget come to, as far as it is measured, or can be here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from hpo.api.opening import RUNS
+from hpo.device import probe_device
+from hpo.errors import RunError
+from hpo.precision.table import apply_preset
+from hpo.report.formats import format_number, format_seconds
+from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
+from hpo.study.running.run import check_precisions
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.reading.study_record import StudyRecord
+
+_logger = logging.getLogger(__name__)
+
+
+def measured_plan(
+    config: StudyConfig,
+    record: StudyRecord | None,
+    workers: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """The plan of a study by its complete trials, and by some steps here in a precision that has none.
+
+    Args:
+        record: of the study, where it is in the database.
+        workers: so many work; None: those that do, or one.
+
+    Raises:
+        RunError: the steps did not work, or were stopped.
+    """
+    device = probe_device(config.device)
+    lacking = check_precisions(config, device)
+    costs = costs_of(record) if record else {}
+    for name in config.precisions or apply_preset(config.amp, device)[1:]:
+        if name not in costs and name not in lacking:
+            _logger.info("measuring %s ...", name)
+            costs[name] = measure_cost(config, device, RUNS, name, should_stop)
+    if not costs:
+        raise RunError("No precision of the study was measured.")
+    live = sum(worker.alive for worker in record.workers) if record else 0
+    return make_plan(config, list(costs.values()), record, workers or live or 1)
+
+
+def say_what_it_buys(config: StudyConfig, workers: int, should_stop: Callable[[], bool]) -> None:
+    """Print what the budget of a study comes to, of which no trial has trained."""
+    try:
+        typer.echo("\n".join(plan_told(measured_plan(config, None, workers, should_stop))))
+    except RunError as error:  # the trials will tell
+        typer.echo(f"What the budget buys is not known yet. {error}")
+
+
+def plan_told(plan: Plan) -> Iterator[str]:
+    """The plan in sentences, a line each."""
+    for cost in plan.costs:
+        rate = cost.examples_per_second
+        speed = "" if rate is None else f", at {format_number(rate)} examples/s"
+        yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
+    start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in plan.stages)
+    going_on = f"; of these go on {', '.join(later)}" if later else ""
+    yield f"Trials: {start} of their budget{going_on}. That is {plan.whole_trials:.3g} whole trials."
+    of = "" if plan.budget_hours is None else f" of the budget of {plan.budget_hours:.3g}"
+    spent = f", {plan.spent_hours:.3g} of them spent" if plan.spent_hours else ""
+    yield f"Device-hours: about {plan.hours:.3g}{of}{spent}."
+    clock = format_seconds(3600 * plan.hours_to_the_end)
+    yield f"With {plan.num_workers} worker{'s' * (plan.num_workers > 1)}: about {clock} from now."

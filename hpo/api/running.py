@@ -1,0 +1,74 @@
+"""Trials on this machine: in this process, in several, or in the ranks of torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from hpo.api.opening import RUNS, file_given
+from hpo.api.planning import say_what_it_buys
+from hpo.api.progress import shown
+from hpo.config.study_config import StudyConfig
+from hpo.study.running.run import OpenOptions, open_study, run_study
+from hpo.study.running.stopping import Stop
+from hpo.study.running.supervisor import WorkerProcesses, share_devices
+from hpo.study.running.worker import RunSummary
+from hpo.study.store.database import storage_url
+from hpo.track.beside import tracked
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable of the processes of torchrun."""
+
+
+def worker_processes(
+    config: StudyConfig, storage: str | None, workers: int | None = None, per_device: int | None = None
+) -> WorkerProcesses:
+    """Those in which the trials of a study run; without shares, the one worker is this process.
+
+    Arguments as of `share_devices`.
+    """
+    return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
+
+
+@contextmanager
+def ranks_of_torchrun() -> Iterator[None]:
+    """Connect the processes of torchrun, which train each trial together, if it started this one.
+
+    The first of them runs the block. The others follow it until it leaves, and exit then.
+    """
+    if TORCHRUN not in os.environ:
+        yield
+        return
+    from hpo.training.distributed import connected_ranks, rank
+    from hpo.trial.executor import follow
+
+    with connected_ranks():
+        if rank():
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            follow(RUNS)
+            raise SystemExit
+        yield
+
+
+def run_here(
+    config: StudyConfig, processes: WorkerProcesses, stop: Stop, storage: str | None, *, quiet: bool
+) -> RunSummary:
+    """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
+
+    Args:
+        processes: in which its trials run; without shares, in this one.
+        storage: the database, as a user names it.
+        quiet: show no progress.
+    """
+    options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
+    with open_study(config, storage_url(storage), RUNS, options) as opened:
+        is_new = opened.stored.state == "open" and not opened.stored.has_trained
+        if config.budget is not None and is_new and not quiet and TORCHRUN not in os.environ:
+            say_what_it_buys(opened.config, max(1, len(processes.shares)), stop.is_set)
+        url = processes.storage_as_given or opened.storage.url
+        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
+            summary = run_study(opened, processes, stop=stop)
+        return replace(summary, left_out=opened.left_out)
