@@ -105,7 +105,7 @@ def verify(
     from hpo.device import probe_device
     from hpo.trial.verify import recommendation
 
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code)
     checks = opened.verify(repeats)
     device, advice = probe_device(opened.config.device), recommendation(checks)
     if as_json:

@@ -37,7 +37,7 @@ def diagnose(
 
     from hpo.api.study import Study
 
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code)
     diagnosis = opened.diagnose(trial)
     if as_json:
         print_json({"study": opened.record.name, **asdict(diagnosis)})

@@ -61,7 +61,7 @@ def test_best_stores_what_it_evaluates(folder: Path) -> None:
 
 def test_an_evaluation_that_cannot_be_stored_is_shown(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Mock(side_effect=StorageError("it must be writable."))
-    monkeypatch.setattr("hpo.study.reading.detailed_evaluations.store_detailed_evaluation", store)
+    monkeypatch.setattr("hpo.api.models.store_detailed_evaluation", store)
     finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
     assert "The evaluation is not stored: it must be writable." in finished.err
     assert re.search(r"Trial \d on validation", finished.out)

@@ -49,7 +49,7 @@ def mood(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--artifacts", INT8, "--max-drop", f"{MAX_DROP:g}", "--out", str(out))
-    with ruined_exports():
+    with ruined_exports("hpo.api.deploying"):
         finished = ok(hpo_command(mood, "deploy", "mood", *options))
     assert re.findall(r"^ onnx int8 (\w+) .* worse +$", finished.out, re.MULTILINE) == ["dynamic", "static"]
     assert f'hpo.load("{out}/model", device="cpu")' in finished.out

@@ -142,7 +142,8 @@ def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: py
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.study.running.run.run_study", others_are_left)
+    for module in ("api.running", "study.running.run"):
+        monkeypatch.setattr(f"hpo.{module}.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
         assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
