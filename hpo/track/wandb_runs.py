@@ -31,6 +31,8 @@ class WandbTracker:
         self._folder = Path(os.environ.get("WANDB_DIR") or folder)
         self._open: dict[str, Any] = {}
         """By the keys of runs that go on."""
+        self._ended: dict[str, tuple[Path, Run]] = {}
+        """By their keys, what folders hold once W&B's own process has written them."""
 
     @property
     def where(self) -> str:
@@ -51,13 +53,16 @@ class WandbTracker:
             if run.status != "running":
                 opened.summary.update(run.results)
                 self._end(run.key, has_ended=run.status != "waiting", failed=run.status == "failed")
-                note(Path(opened.dir).parent, run)
+                self._ended[run.key] = Path(opened.dir).parent, run
             return True
 
     def close(self) -> None:
         with _asking():
             for key in list(self._open):
                 self._end(key, has_ended=False, failed=False)
+            wandb.teardown()  # ends W&B's process, without which a file may not be whole yet
+        for folder, run in self._ended.values():
+            note(folder, run)
 
     def _begin(self, run: Run, before: list[Path]) -> Any:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,7 @@ class WandbTracker:
             # Before the new one is there: its folder is named by the second, and may be one of these.
             for path in before:
                 shutil.rmtree(path)
+            self._ended.pop(run.key, None)
         return wandb.init(
             project=self._project,
             id=run.key,
