@@ -150,8 +150,8 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
             has = f" {others[-1]} is other code: its hash is another." if others else ""
             raise InputError(
                 f"{who} needs the code `{name}` with the SHA-256 {sha[:16]}, which runs only where the user "
-                f"of this machine names it.{has} Read that code, then give --trust-code FILE (`code=` of "
-                "hpo.load), or the study's own file."
+                f"of this machine names it.{has} Read that code, then give --trust-code FILE "
+                "(`trust_code=` of hpo.Study, `code=` of hpo.load), or the study's own file."
             )
     for other in _codes.values():
         if other.in_use and not (other.stays or stays):

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpo.api.messages import progress_shown
 from hpo.api.opening import existing_database, make_runs_folder
 from hpo.api.running import run_here, worker_processes
 from hpo.compare.companion import open_comparison, unlabelled_in_test
@@ -13,19 +14,18 @@ from hpo.compare.looks import price_before, run_looks
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import RunError
-from hpo.study.reading.reader import read_study
 from hpo.study.running.run import check_trust
-from hpo.study.running.stopping import end_of_job, stop_on_signals
 from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:
+    from hpo.api.running import RunResult
     from hpo.compare.planning import Request
     from hpo.compare.price import Price
     from hpo.compare.results import Result
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
-    from hpo.study.running.worker import RunSummary
+    from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -34,9 +34,10 @@ _logger = logging.getLogger(__name__)
 class ComparisonStopped(RunError):
     """A comparison ended before it was decided; what has been trained is kept."""
 
-    def __init__(self, record: StudyRecord, summary: RunSummary) -> None:
-        super().__init__(f"The comparison `{record.name}` was {summary.ended}; call it again to go on.")
-        self.record, self.summary = record, summary
+    def __init__(self, result: RunResult) -> None:
+        name, ended = result.record.name, result.ended
+        super().__init__(f"The comparison `{name}` was {ended}; call it again to go on.")
+        self.result = result
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,26 @@ class Comparison:
     """As the user names it."""
     quiet: bool
 
-    def run(self, *, workers: int | None = None, until: str | None = None) -> Result:
+    def run(self, stop: Stop, *, workers: int | None = None) -> Result:
         """Train and judge until it is decided.
 
         Args:
+            stop: from `stop_on_signals`.
             workers: processes on this machine; None: this one.
-            until: when this job ends, as `hpo worker --until` takes it.
 
         Raises:
             ComparisonStopped: it was interrupted.
         """
         processes = worker_processes(self.companion, self.storage, workers)
         make_runs_folder(self.companion.name)
-        with (
-            stop_on_signals(end_of_job(until)) as stop,
-            existing_database(self.storage) as database,
-        ):
 
-            def run_look(companion: StudyConfig) -> StudyRecord:
-                summary = run_here(companion, processes, stop, self.storage, quiet=self.quiet)
-                record = read_study(database, companion.name)
-                if summary.ended != "finished":
-                    raise ComparisonStopped(record, summary)
-                return record
+        def run_look(companion: StudyConfig) -> StudyRecord:
+            result = run_here(companion, processes, stop, self.storage, quiet=self.quiet)
+            if result.ended != "finished":
+                raise ComparisonStopped(result)
+            return result.record
 
+        with progress_shown(quiet=self.quiet), existing_database(self.storage) as database:
             return run_looks(database, self.companion, self.search, self.data.tasks, run_look, self.price)
 
 

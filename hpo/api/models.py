@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from hpo.errors import HpoError, InputError, RunError
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.models.export import check_export_folder
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
-from hpo.study.reading.study_record import nearest_told
-from hpo.trial.best_model import split_predictions
+from hpo.study.reading.study_record import best_trials, nearest_told, with_evaluation
+from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
 
 if TYPE_CHECKING:
@@ -27,7 +28,46 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def evaluate_checkpoint(
+@dataclass(frozen=True)
+class Use:
+    """What is wanted of the best model of a study."""
+
+    split: str | None = None
+    """To evaluate it on in detail."""
+    folder: Path | None = None
+    """To export it to."""
+    merge: bool = False
+    """Whether an adapter is added to the weights of the encoder."""
+    overwrite: bool = False
+    """Whether a model of another study is replaced."""
+
+
+def use_best(
+    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], use: Use
+) -> tuple[StudyRecord, dict[str, Any]]:
+    """Evaluate and export the best trial; with several objectives the best by the first of them.
+
+    Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial is
+    complete.
+    """
+    used: dict[str, Any] = {}
+    if use.folder is not None:
+        _check_export(use.folder, record, overwrite=use.overwrite)
+    if not best_trials(record):
+        return record, used
+    trial = best_trials(record)[0]
+    executor, checkpoint = checkpoint_of(config_of(record), database, trial)
+    if use.split is not None:
+        used["evaluation"] = _evaluate(database, executor, checkpoint, trial, use.split)
+        record = with_evaluation(record, trial.number, used["evaluation"]["detailed"])
+        trial = next(each for each in record.trials if each.number == trial.number)
+    if use.folder is not None:
+        source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
+        used["export"] = str(export_checkpoint(executor, checkpoint, use.folder, source, merge=use.merge))
+    return record, used
+
+
+def _evaluate(
     database: Storage, executor: Executor, folder: Path, trial: TrialRecord, split: str
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, and store that."""
@@ -42,7 +82,7 @@ def evaluate_checkpoint(
     return {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
 
 
-def check_export(folder: Path, record: StudyRecord, *, overwrite: bool) -> None:
+def _check_export(folder: Path, record: StudyRecord, *, overwrite: bool) -> None:
     """Raise ModelError where `folder` can take no model, InputError where it has that of another study, and
     RunError where no complete trial meets the limits of the study."""
     check_export_folder(folder)
@@ -71,7 +111,7 @@ def diagnose_checkpoint(
     """
     chosen = next((each for each in record.trials if each.number == number), None)
     if chosen is None:
-        raise InputError(f"--trial {number}: {record.name} has {len(record.trials)}, numbered from 0.")
+        raise InputError(f"Trial {number}: {record.name} has {len(record.trials)}, numbered from 0.")
     config = config_of(record)
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)

@@ -17,29 +17,44 @@ if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
     from hpo.trial.executor import Executor
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable of the processes of torchrun."""
+
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""
 
 
-def load_to_run(study: str, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
-    """The study's file, with so many trials or device-hours if given, and a folder for what a run makes.
+def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
+    """The study with so many trials or device-hours if given, and a folder for what a run makes.
 
     Raises InputError where that cannot be made.
     """
-    from hpo.config.study_config import load_study
-
-    return _to_run(load_study(study), n_trials, hours)
-
-
-def _to_run(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
     make_runs_folder(config.name)
     return resized(config, n_trials, hours)
+
+
+def trust(code: str) -> None:
+    """Let studies and models use this code. Raises InputError where there is none."""
+    from hpo.code import name_code
+
+    try:
+        name_code(code)
+    except ValueError as error:
+        raise InputError(f"The code `{code}` {error}") from None
+
+
+def check_positive(**given: float | None) -> None:
+    """Raise InputError where a number that is given is not above 0."""
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise InputError(f"`{name}` must be > 0, but got {value}.")
 
 
 def resized(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
     """The study with so many trials or device-hours, where they are given."""
     from hpo.config.budget import MAX_TRIALS, BudgetConfig
 
+    check_positive(n_trials=n_trials, hours=hours)
     if hours is not None:
         config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
     return config if n_trials is None else config.with_values(n_trials=n_trials)
@@ -57,12 +72,12 @@ def load_to_work(
 ) -> tuple[StudyConfig, bool]:
     """The study as a worker runs it, and whether it is that of the user's own file.
 
-    `stop` as in `existing_database`, `n_trials` as in `load_to_run`.
+    `stop` as in `existing_database`, `n_trials` as in `to_run`.
 
     A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
     that the database does not have, are of a study file.
     """
-    from hpo.config.study_config import stored_study
+    from hpo.config.study_config import load_study, stored_study
     from hpo.errors import NoDatabaseError, StudyFileError
     from hpo.study.store.database import place
 
@@ -71,11 +86,11 @@ def load_to_work(
         try:
             with existing_database(url, stop) as storage:
                 if storage.has_study(study):
-                    return _to_run(stored_study(study, storage.read_definition(study)), n_trials), False
+                    return to_run(stored_study(study, storage.read_definition(study)), n_trials), False
         except NoDatabaseError as error:
             unknown = str(error)
     try:
-        return load_to_run(study, n_trials), True
+        return to_run(load_study(study), n_trials), True
     except StudyFileError as error:
         if is_path(study):
             raise
@@ -117,7 +132,7 @@ def load_file(study: str) -> StudyConfig | None:
 
 @contextmanager
 def existing_database(storage: str | None, stop: Stop | None = None) -> Iterator[Storage]:
-    """The database at --storage. Raises NoDatabaseError where there is none.
+    """The database, as `Study` takes its URL. Raises NoDatabaseError where there is none.
 
     With `stop` it waits for a database that is away, until that is set.
     """

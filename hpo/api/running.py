@@ -6,12 +6,15 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hpo.api.opening import RUNS, file_given
+from hpo.api.opening import RUNS, TORCHRUN, check_positive, file_given
 from hpo.api.planning import say_what_it_buys
 from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
+from hpo.study.reading.reader import read_study
 from hpo.study.running.run import OpenOptions, open_study, run_study
 from hpo.study.running.stopping import Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
@@ -19,8 +22,20 @@ from hpo.study.running.worker import RunSummary
 from hpo.study.store.database import storage_url
 from hpo.track.beside import tracked
 
-TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable of the processes of torchrun."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpo.study.reading.study_record import StudyRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(RunSummary):
+    """What a run on this machine was."""
+
+    record: StudyRecord
+    """The study as it was then."""
+    left_out: Mapping[str, str]
+    """Precisions of the study that no trial drew here, with the reason."""
 
 
 def worker_processes(
@@ -28,8 +43,18 @@ def worker_processes(
 ) -> WorkerProcesses:
     """Those in which the trials of a study run; without shares, the one worker is this process.
 
-    Arguments as of `share_devices`.
+    Arguments as of `share_devices`. Raises InputError where they contradict each other.
     """
+    check_positive(workers=workers, workers_per_device=per_device)
+    if workers and per_device:
+        raise InputError(
+            f"`workers` {workers} counts all processes of this machine and `workers_per_device` {per_device} "
+            "those of each device. Give one of them."
+        )
+    if TORCHRUN in os.environ and (workers or per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: `workers` and `workers_per_device` must be left out."
+        )
     return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
 
 
@@ -55,7 +80,7 @@ def ranks_of_torchrun() -> Iterator[None]:
 
 def run_here(
     config: StudyConfig, processes: WorkerProcesses, stop: Stop, storage: str | None, *, quiet: bool
-) -> RunSummary:
+) -> RunResult:
     """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
 
     Args:
@@ -71,4 +96,5 @@ def run_here(
         url = processes.storage_as_given or opened.storage.url
         with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
-        return replace(summary, left_out=opened.left_out)
+        record = read_study(opened.storage, config.name)
+        return RunResult(**vars(summary), record=record, left_out=opened.left_out)

@@ -11,7 +11,7 @@ join.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ from pydantic import ValidationError
 from hpo.api.messages import progress_shown
 from hpo.api.opening import (
     RUNS,
-    checkpoint_of,
+    check_positive,
     existing_database,
     is_path,
     load_file,
     load_to_work,
-    make_runs_folder,
-    resized,
+    to_run,
+    trust,
 )
-from hpo.api.running import ranks_of_torchrun, run_here, worker_processes
+from hpo.code import use_code
 from hpo.config.comparison import Question
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.study_file import problems_of
@@ -38,7 +38,6 @@ from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
-from hpo.study.running.run import OpenOptions, check_trust, open_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
 from hpo.study.store.database import storage_url
 from hpo.study.store.storage import Storage, open_storage
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from hpo.api.comparing import Comparison
+    from hpo.api.running import RunResult
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
-    from hpo.study.running.worker import RunSummary
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.telemetry import ScoredEvaluation, TrialResult
     from hpo.trial.verify import PrecisionCheck
@@ -63,12 +62,14 @@ class Study:
         study: a name in `studies/`, the path of a YAML file, the name of a study in the database, or a
             mapping; paths in a mapping are relative to the working folder.
         storage: the URL of the database; None: `HPO_STORAGE`, else `sqlite:///runs/hpo.db`.
+        trust_code: files or modules of this machine that may run where the study in the database needs them.
         trust_remote_code: whether the code that comes with an encoder may run, where the study in the
             database asks for it.
         quiet: show no progress.
 
     Raises:
-        InputError: the study is not valid; the message lists every problem.
+        InputError: the study is not valid; the message lists every problem. A name of which there is no file
+            is looked for in the database when it is used.
     """
 
     def __init__(
@@ -76,12 +77,22 @@ class Study:
         study: str | Path | Mapping[str, Any],
         *,
         storage: str | None = None,
+        trust_code: Sequence[str] = (),
         trust_remote_code: bool = False,
         quiet: bool = False,
     ) -> None:
+        for code in trust_code:
+            trust(code)
         self._word = "" if isinstance(study, Mapping) else str(study)
         self._file = _study_of(study) if isinstance(study, Mapping) else load_file(self._word)
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
+
+    @property
+    def file(self) -> StudyConfig:
+        """The study of its file or mapping. Raises StudyFileError where there is none."""
+        file = self._file if self._file is not None else load_study(self._word)
+        use_code(file.code, f"The study `{file.name}`")  # another study's may be in use
+        return file
 
     @property
     def config(self) -> StudyConfig:
@@ -90,9 +101,9 @@ class Study:
         Raises InputError where neither is there, or the database asks for code that is not trusted.
         """
         if self._file is not None:
-            return self._file
+            return self.file
         config, _ = load_to_work(self._word, storage_url(self._storage))
-        check_trust(config, None, self._trusts)
+        _check_trust(config, None, self._trusts)
         return config
 
     @property
@@ -109,9 +120,17 @@ class Study:
         StorageError where there is none.
         """
         with existing_database(self._storage) as database:
-            is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
-            name = self._word if is_stored or self._file is None else self._file.name
-            yield database, read_study(database, name)
+            yield database, read_study(database, self._name_in(database))
+
+    @property
+    def name(self) -> str:
+        """Of the study in the database. Raises NoDatabaseError where there is none."""
+        with existing_database(self._storage) as database:
+            return self._name_in(database)
+
+    def _name_in(self, database: Storage) -> str:
+        is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
+        return self._word if is_stored or self._file is None else self._file.name
 
     def config_of(self, record: StudyRecord) -> StudyConfig:
         """The study as in its file, or as stored without one, or where the file is of another study.
@@ -122,7 +141,7 @@ class Study:
         given = self._file if self._file is not None and self._file.name == record.name else None
         stored = record.definition
         config = stored_study(record.name, stored) if given is None else given.resumed(stored)
-        check_trust(config, given, self._trusts)
+        _check_trust(config, given, self._trusts)
         return config
 
     def run(
@@ -134,11 +153,11 @@ class Study:
         workers_per_device: int | None = None,
         until: str | None = None,
         timeout: float | None = None,
-    ) -> RunSummary:
+    ) -> RunResult:
         """Create or resume the study of the file and run its trials here until its budget is used up.
 
         An interrupt (Ctrl-C, or a notebook's stop) checkpoints the trial in hand and returns; a second one
-        ends at once. `ended` of what is returned says how it ended.
+        ends at once. Of the processes of torchrun all but the first exit when it is done.
 
         Args:
             n_trials: in place of the study's.
@@ -152,15 +171,20 @@ class Study:
             InputError: data, model or device cannot be used.
             StudyChangedError: the database has another study of this name.
         """
-        config = self._to_run(n_trials, hours)
+        from hpo.api.running import run_here, worker_processes
+
+        config = to_run(self.file, n_trials, hours)
+        check_positive(timeout=timeout)
         processes = worker_processes(config, self._storage, workers, workers_per_device)
         with self._stopping(until, timeout) as stop:
             return run_here(config, processes, stop, self._storage, quiet=self._quiet)
 
     def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
         """Check the study of the file, and make the tables and the study, before workers start."""
-        config, options = self._to_run(n_trials, hours), OpenOptions(trials_run="elsewhere", is_file=True)
-        url = storage_url(self._storage)
+        from hpo.study.running.run import OpenOptions, open_study
+
+        options = OpenOptions(trials_run="elsewhere", is_file=True)
+        config, url = to_run(self.file, n_trials, hours), storage_url(self._storage)
         with progress_shown(quiet=self._quiet), open_study(config, url, RUNS, options) as opened:
             return read_study(opened.storage, config.name)
 
@@ -174,7 +198,7 @@ class Study:
         """
         from hpo.trial.executor import Executor
 
-        config = self._to_run()
+        config = to_run(self.file)
         with self._stopping() as stop:
             executor = Executor(config, probe_device(config.device), RUNS)
             stop.can_checkpoint = True
@@ -185,7 +209,7 @@ class Study:
         from hpo.report.data_check import check_data
 
         with progress_shown(quiet=self._quiet):
-            return check_data(self._to_check(), RUNS)
+            return check_data(to_run(self.config), RUNS)
 
     def verify(self, repeats: int = 3) -> list[PrecisionCheck]:
         """What this device does with each precision: support, errors, speed and memory against fp32.
@@ -196,7 +220,7 @@ class Study:
         from hpo.trial.executor import Executor
         from hpo.trial.verify import check_precision, verify
 
-        config = self._to_check()
+        config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
             executor = Executor(config, probe_device(config.device), RUNS)
             return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
@@ -216,7 +240,7 @@ class Study:
         from hpo.data.dataset import load_data
         from hpo.trial.trial_parts import fit_rungs
 
-        config, record = resized(self._to_check(), n_trials, hours), None
+        config, record = to_run(self.config, n_trials, hours), None
         try:
             with open_storage(storage_url(self._storage), create=False) as database:
                 if database.has_study(config.name):
@@ -256,12 +280,8 @@ class Study:
         Returns `trial`, `split`, `metrics` by task, and `detailed`. Raises RunError where no trial is
         complete.
         """
-        from hpo.api.models import evaluate_checkpoint
-
-        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
-            trial = _first_of(record)
-            executor, folder = checkpoint_of(self.config_of(record), database, trial)
-            return evaluate_checkpoint(database, executor, folder, trial, split)
+        evaluation: dict[str, Any] = self._use_best(split=split)["evaluation"]
+        return evaluation
 
     def export(self, folder: str | Path, *, merge: bool = False, overwrite: bool = False) -> Path:
         """Write the model of the best trial, which transformers and `hpo.load` read; returns the folder.
@@ -273,15 +293,23 @@ class Study:
         Raises RunError where no trial is complete or meets the limits, ModelError or InputError where the
         folder cannot be used.
         """
-        from hpo.api.models import check_export
-        from hpo.trial.best_model import TrialSource, export_checkpoint
+        return Path(self._use_best(folder=Path(folder), merge=merge, overwrite=overwrite)["export"])
+
+    def use_best(self, **use: Any) -> tuple[StudyRecord, dict[str, Any]]:
+        """Evaluate and export the best trial at once, as `hpo best` does.
+
+        Args:
+            **use: those of `hpo.api.models.Use`.
+
+        Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial
+        is complete.
+        """
+        if not any(use.values()):
+            return self.record, {}
+        from hpo.api.models import Use, use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
-            check_export(Path(folder), record, overwrite=overwrite)
-            trial = _first_of(record)
-            executor, checkpoint = checkpoint_of(self.config_of(record), database, trial)
-            source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
-            return export_checkpoint(executor, checkpoint, Path(folder), source, merge=merge)
+            return use_best(database, record, self.config_of, Use(**use))
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke a trial and the settings that heal it; changes nothing in the study.
@@ -323,11 +351,12 @@ class Study:
         Raises:
             RunError: it was interrupted; what has ended is kept.
         """
-        result = self.comparison(question, **options).run(workers=workers)
+        with stop_on_signals(end_of_job(None)) as stop:
+            result = self.comparison(question, **options).run(stop, workers=workers)
         content: Mapping[str, Any] = json_safe(result.content)
         return content
 
-    def deploy(self, folder: Path | None = None, **options: Any) -> dict[str, Any]:
+    def deploy(self, folder: str | Path | None = None, **options: Any) -> dict[str, Any]:
         """Find the fastest form of the best model that is as good as fp32, as `hpo deploy` does.
 
         An interrupt ends the search with the forms that are scored by then.
@@ -343,20 +372,20 @@ class Study:
         wanted = DeploymentOptions(**options)
         with (
             progress_shown(quiet=self._quiet),
-            stop_on_signals(timeout=wanted.timeout or TIMEOUT_SECONDS) as stop,
+            stop_on_signals(end_of_job(None), wanted.timeout or TIMEOUT_SECONDS) as stop,
             self.opened() as (database, record),
         ):
-            to = folder or RUNS / record.name / "deploy"
-            stored = deploy_best((self.config_of(record), database), record, wanted, stop, to)
+            to = Path(folder or RUNS / record.name / "deploy")
+            stored = deploy_best(database, record, self.config_of, wanted, stop, to)
             return stored | {"folder": str(to), "was_stopped": stop.is_set()}
 
-    def report(self, folder: Path | None = None) -> Path:
+    def report(self, folder: str | Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
         from hpo.report.report import write_report
 
         record = self.record
         file = self._word if self._word and self._file is not None else None
-        return write_report(record, folder or RUNS / record.name / "report", file)
+        return write_report(record, Path(folder or RUNS / record.name / "report"), file)
 
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, the best, and its history as a picture."""
@@ -371,20 +400,17 @@ class Study:
         summary = brief_summary(tables).to_html(index=False)
         return f"<b>{record.name}</b>: {counts}{summary}{svg(history(tables))}"
 
-    def _to_run(self, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
-        """The study of the file, with so many trials or hours if given, and a folder for what a run makes."""
-        config = self._file if self._file is not None else load_study(self._word)
-        make_runs_folder(config.name)
-        return resized(config, n_trials, hours)
-
-    def _to_check(self) -> StudyConfig:
-        config = self.config
-        make_runs_folder(config.name)
-        return config
+    def _use_best(self, **use: Any) -> dict[str, Any]:
+        record, used = self.use_best(**use)
+        if not used:
+            raise RunError(f"The study `{record.name}` has no complete trial.")
+        return used
 
     @contextmanager
     def _stopping(self, until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
         """Around trials in this process: stopped by a signal, in several ranks where torchrun began them."""
+        from hpo.api.running import ranks_of_torchrun
+
         with (
             progress_shown(quiet=self._quiet),
             stop_on_signals(end_of_job(until), timeout) as stop,
@@ -393,11 +419,10 @@ class Study:
             yield stop
 
 
-def _first_of(record: StudyRecord) -> TrialRecord:
-    """The best trial; with several objectives the best by the first of them."""
-    if not (best := best_trials(record)):
-        raise RunError(f"The study `{record.name}` has no complete trial.")
-    return best[0]
+def _check_trust(config: StudyConfig, given: StudyConfig | None, trusts: bool) -> None:
+    from hpo.study.running.run import check_trust  # not for those that only look
+
+    check_trust(config, given, trusts)
 
 
 def _study_of(content: Mapping[str, Any]) -> StudyConfig:

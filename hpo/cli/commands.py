@@ -160,21 +160,12 @@ def best(
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
     from hpo.api.study import Study
-    from hpo.study.reading.study_record import best_trials, choosable_trials, with_evaluation
+    from hpo.study.reading.study_record import choosable_trials
 
     if merge and export is None:
         raise InputError("--merge is how a model is exported: give --export DIR, too.")
     opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
-    record, used = opened.record, dict[str, Any]()
-    if export is not None:
-        from hpo.api.models import check_export  # imports PyTorch
-
-        check_export(export, record, overwrite=overwrite)
-    if evaluate and best_trials(record):
-        used["evaluation"] = one = opened.evaluate(evaluate)
-        record = with_evaluation(record, one["trial"], one["detailed"])
-    if export is not None and best_trials(record):
-        used["export"] = str(opened.export(export, merge=merge, overwrite=overwrite))
+    record, used = opened.use_best(split=evaluate, folder=export, merge=merge, overwrite=overwrite)
     if as_json:
         print_json(_described(record) | used)
     else:
@@ -250,7 +241,7 @@ def report(
         return
     opened = Study(study, storage=storage)
     path = str(opened.report(out))
-    answer({"study": opened.record.name, "report": path}, path, as_json=as_json)
+    answer({"study": opened.name, "report": path}, path, as_json=as_json)
 
 
 def _side_by_side(names: list[str], storage: str | None, out: Path | None, *, as_json: bool) -> None:

@@ -15,11 +15,11 @@ from hpo.cli.options import (
     UntilOption,
     WorkersOption,
     app,
-    ended_at_once,
     print_json,
+    stop_signals,
     with_options,
 )
-from hpo.cli.running import say_how_to_go_on
+from hpo.cli.running import run_told, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, question_of
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
@@ -94,7 +94,6 @@ def compare(
     from hpo.api.comparing import ComparisonStopped
     from hpo.api.study import Study
     from hpo.cli.display import print_comparison
-    from hpo.report.status import study_status
 
     only_price = options.pop("price")
     if configurations and over != PRECISION:
@@ -102,7 +101,7 @@ def compare(
     if options["precisions"]:
         options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
     question = "configurations" if configurations else question_of(over)
-    with ended_at_once():
+    with stop_signals(until) as stop:
         comparison = Study(study, storage=storage, quiet=as_json).comparison(question, **options)
         price, sentence = comparison.price, comparison.sentence
         if only_price and as_json:
@@ -112,12 +111,13 @@ def compare(
         if only_price:
             return
         try:
-            result = json_safe(comparison.run(workers=workers, until=until).content)
+            result = json_safe(comparison.run(stop, workers=workers).content)
         except ComparisonStopped as stopped:
-            record, summary = stopped.record, stopped.summary
+            ended = stopped.result
             if as_json:
-                print_json(study_status(record) | {"ended": summary.ended, "left_out": summary.left_out})
+                print_json(run_told(ended))
             else:
-                say_how_to_go_on(record, summary)
-            raise typer.Exit(summary.exit_code or (1 if summary.ended == "elsewhere" else 0)) from None
+                say_how_to_go_on(ended)
+            code = ended.exit_code or (1 if ended.ended == "elsewhere" else 0)
+            raise typer.Exit(code) from None
     print_json(result) if as_json else print_comparison(result)

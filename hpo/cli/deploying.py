@@ -85,15 +85,16 @@ def deploy(
     from hpo.api.study import Study
     from hpo.cli.display import print_deployment
 
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
     with ended_at_once():
+        opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
         try:
             stored = opened.deploy(out, **options)
         except DeploymentStopped as stopped:
             typer.echo(str(stopped), err=True)
             raise typer.Exit(130) from None
+    was_stopped = stored.pop("was_stopped")
     if as_json:
         print_json(stored)
     else:
         print_deployment(stored, Path(stored["folder"]))
-    raise typer.Exit(130 if stored["was_stopped"] else 0)
+    raise typer.Exit(130 if was_stopped else 0)

@@ -40,7 +40,7 @@ def diagnose(
     opened = Study(study, storage=storage, trust_remote_code=trust_remote_code)
     diagnosis = opened.diagnose(trial)
     if as_json:
-        print_json({"study": opened.record.name, **asdict(diagnosis)})
+        print_json({"study": opened.name, **asdict(diagnosis)})
     else:
         _print(diagnosis)
     raise typer.Exit(0 if diagnosis.broken else 1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpo.api.opening import TORCHRUN
 from hpo.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def check_work_options(options: Mapping[str, Any]) -> None:
             f"--workers {workers} counts all processes of this machine and --workers-per-device "
             f"{per_device} those of each device. Give one of them."
         )
-    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or per_device):
+    if TORCHRUN in os.environ and (workers or per_device):
         raise InputError(
             "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
         )

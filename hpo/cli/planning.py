@@ -39,6 +39,6 @@ def plan(
     from hpo.api.planning import plan_told
     from hpo.api.study import Study
 
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code)
     result = opened.plan(n_trials=n_trials, hours=hours, workers=workers)
     answer(result.as_json(), "\n".join(plan_told(result)), as_json=as_json)

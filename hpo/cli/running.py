@@ -27,8 +27,8 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
+    from hpo.api.running import RunResult
     from hpo.study.reading.study_record import StudyRecord
-    from hpo.study.running.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
 
@@ -44,25 +44,30 @@ def run(
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.api.study import Study
-    from hpo.report.status import study_status
     from hpo.study.reading.study_record import complete_trials
 
     check_work_options(options)
-    opened = Study(study, storage=storage, quiet=as_json)
     with ended_at_once():
-        summary = opened.run(n_trials=n_trials, hours=hours, **options)
-    record = opened.record
+        result = Study(study, storage=storage, quiet=as_json).run(n_trials=n_trials, hours=hours, **options)
+    record = result.record
     if as_json:
-        print_json(study_status(record) | {"ended": summary.ended, "left_out": summary.left_out})
+        print_json(run_told(result))
     else:
         from hpo.cli.display import print_summary  # pandas: half a second that no trial should wait for
 
         print_summary(record)
-        if summary.ended != "finished":
-            say_how_to_go_on(record, summary)
-    if summary.ended == "finished" and not complete_trials(record):
+        if result.ended != "finished":
+            say_how_to_go_on(result)
+    if result.ended == "finished" and not complete_trials(record):
         raise RunError(_why_no_result(record))
-    raise typer.Exit(summary.exit_code)
+    raise typer.Exit(result.exit_code)
+
+
+def run_told(result: RunResult) -> dict[str, Any]:
+    """What `--json` tells of a run."""
+    from hpo.report.status import study_status
+
+    return study_status(result.record) | {"ended": result.ended, "left_out": result.left_out}
 
 
 @app.command()
@@ -96,7 +101,7 @@ def train(
     from hpo.study.claims.lease import trial_attributes
 
     opened = Study(study, quiet=as_json)
-    metrics = [objective.metric for objective in opened.config.objective]
+    metrics = [objective.metric for objective in opened.file.objective]
     params = parse_params(param)  # of what the study's own code brings too
 
     def show(scored: ScoredEvaluation) -> None:
@@ -125,13 +130,14 @@ def train(
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
+def say_how_to_go_on(result: RunResult) -> None:
     """Say why a run ended before its study, and by which command, as it was given, it goes on."""
     from hpo.report.formats import trials_done
     from hpo.study.store.database import redact
 
+    record = result.record
     counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
-    if summary.ended == "closed":
+    if result.ended == "closed":
         typer.echo(
             f"The study {record.name} is {record.state}: {counts}. To open it again: hpo resume {record.name}"
         )
@@ -139,9 +145,9 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     why = {
         "stopped": "Stopped and checkpointed",
         "timeout": "Out of time",
-        "elsewhere": f"What is left needs a device with {' or '.join(summary.elsewhere)}",
-    }[summary.ended]
-    where = " there" if summary.ended == "elsewhere" else ""
+        "elsewhere": f"What is left needs a device with {' or '.join(result.elsewhere)}",
+    }[result.ended]
+    where = " there" if result.ended == "elsewhere" else ""
     command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
     typer.echo(f"{why}: {counts}. To go on{where}: {command}")
 

@@ -99,7 +99,7 @@ def _work_in(
 ) -> NoReturn:
     """Be one or more workers of a study, and end the command."""
     from hpo.api.progress import shown
-    from hpo.api.running import worker_processes
+    from hpo.api.running import RunResult, worker_processes
     from hpo.cluster.batch.slurm import requeue_this_job
     from hpo.study.reading.reader import read_study
     from hpo.study.running.run import open_study, run_study
@@ -124,7 +124,7 @@ def _work_in(
         ended = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
         print_json(ended | {"left_out": opened.left_out})
     elif record is not None:
-        say_how_to_go_on(record, summary)
+        say_how_to_go_on(RunResult(**vars(summary), record=record, left_out=opened.left_out))
     if outcomes and outcomes.keys() == {Outcome.FAILED}:
         raise RunError(f"every trial that this worker ran failed: {outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)

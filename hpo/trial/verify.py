@@ -49,6 +49,9 @@ class PrecisionCheck:
 
 def check_precision(executor: Executor, name: str, repeats: int) -> Compatibility:
     """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+    slow = " (emulated here, so slow)" if support(name, executor.device).level == "emulated" else ""
+    passes = f"training passes in fp32 and in {name} in turn, timed {repeats} times"
+    _logger.info("checking %s ...%s %s", name, slow, passes)
     amp = executor.amp.model_copy(update={"allow_emulated": True})
     study = executor.study.model_copy(update={"amp": amp})
     parts = build_trial(study, executor.device, {PRECISION: name}, executor.loader)
@@ -62,8 +65,6 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
         supported = support(name, device)
         compatibility, note = None, supported.reason
         if supported.level != "unsupported":
-            slow = " (emulated here, so slow)" if supported.level == "emulated" else ""
-            _logger.info("checking %s%s: training passes in fp32 and in it in turn, timed", name, slow)
             try:
                 compatibility = check(name, supported)
                 note = " ".join(compatibility.reasons) or note

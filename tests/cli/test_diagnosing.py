@@ -70,7 +70,7 @@ def test_a_trial_that_diverged(diverged: Path, tmp_path: Path) -> None:
 def test_a_trial_that_the_study_does_not_have(diverged: Path) -> None:
     finished = hpo_command(diverged, "diagnose", "tiny.yaml", "--trial", "7", width=200)
     assert (finished.exit_code, finished.out) == (2, "")
-    assert "--trial 7: tiny has 1, numbered from 0." in finished.err
+    assert "Trial 7: tiny has 1, numbered from 0." in finished.err
 
 
 def test_a_trial_whose_parameters_the_study_does_not_search_is_refused(

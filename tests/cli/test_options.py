@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from worker_process import study
 
 import hpo
-from hpo.api import study as api_study
+from hpo.api import running
 from hpo.api.opening import load_to_work
 from hpo.cli.commands import app
 from hpo.study.running.worker import RunSummary
@@ -58,7 +58,7 @@ def test_a_timeout_is_of_this_run_alone(
         given.update(config=config, deadline=stop.deadline)
         raise SystemExit(RunSummary("finished").exit_code)
 
-    monkeypatch.setattr(api_study, "run_here", run_here)
+    monkeypatch.setattr(running, "run_here", run_here)
     write_study(folder, timeout=9.0)
     assert CliRunner().invoke(app, ["run", "tiny.yaml", *option]).exit_code == 0
     assert given["config"].timeout == 9.0

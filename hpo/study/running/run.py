@@ -158,7 +158,8 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
         raise InputError(
             f"The study `{config.name}` of the database asks to run the code that comes with its encoder "
             "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
-            "that code, then give the option --trust-remote-code, or the study's own file."
+            "that code, then give the option --trust-remote-code (`trust_remote_code=True` of hpo.Study), or "
+            "the study's own file."
         )
     use_code(config.code, f"The study `{config.name}` of the database")
     if config.code:

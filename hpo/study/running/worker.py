@@ -64,8 +64,6 @@ class RunSummary:
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
     """What remains needs a device with this: precisions, or its name."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Precisions of the study that no trial drew here, with the reason."""
 
     @property
     def exit_code(self) -> int:
