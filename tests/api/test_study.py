@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import own_code_studies
 import pytest
 import yaml
 from command_line import hpo_command, ok, saved_steps
@@ -16,6 +18,7 @@ from tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.trial import trial_parts
 
 SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
@@ -100,3 +103,102 @@ def test_an_interrupt_checkpoints_the_trial(folder: Path) -> None:
     )
     assert "stopped ['RUNNING']" in done.stdout, done.stderr
     assert saved_steps(folder)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two trials of a study have run."""
+    folder = tmp_path_factory.mktemp("searched")
+    write_study(folder, n_trials=2, search_space=SPACE, sampler={"name": "grid"})
+    ok(hpo_command(folder, "run", "tiny.yaml"))
+    return folder
+
+
+@pytest.fixture
+def study(searched: Path, monkeypatch: pytest.MonkeyPatch) -> hpo.Study:
+    monkeypatch.chdir(searched)
+    monkeypatch.delenv("HPO_STORAGE", raising=False)
+    return hpo.Study("tiny", quiet=True)
+
+
+def test_what_is_only_in_the_database(study: hpo.Study, searched: Path) -> None:
+    """There is no studies/tiny.yaml."""
+    assert study.status() == ok(hpo_command(searched, "status", "tiny", "--json")).json
+    assert study.config.n_trials == 2
+    plan = study.plan(workers=4)
+    assert (plan.num_workers, plan.whole_trials) == (4, 2.0)
+    assert {cost.measured_by for cost in plan.costs} <= {"1 complete trial", "2 complete trials"}
+    with pytest.raises(InputError, match="tiny"):
+        study.run()
+    with pytest.raises(InputError, match="nonfinite"):
+        study.diagnose(0)
+    with pytest.raises(InputError, match="Trial 7: tiny has 2, numbered from 0"):
+        study.diagnose(7)
+
+
+def test_the_best_model_is_evaluated_and_exported(study: hpo.Study, tmp_path: Path) -> None:
+    reads = []
+    load_data = trial_parts.load_data
+    with mock.patch.object(trial_parts, "load_data", lambda *of: reads.append(of) or load_data(*of)):
+        record, used = study.use_best(split="test", folder=tmp_path / "model")
+    assert len(reads) == 1
+    number = study.best()[0].number
+    assert (used["evaluation"]["trial"], used["evaluation"]["split"]) == (number, "test")
+    assert "test" in record.trials[number].detailed
+    assert record.trials[number].detailed == study.record.trials[number].detailed
+    assert hpo.load(used["export"], device="cpu").predict(["I sleep badly."])
+    assert study.report(str(tmp_path / "page")) == tmp_path / "page" / "report.html"
+    assert study.export(tmp_path / "again") == tmp_path / "again"
+    with pytest.raises(InputError, match="--batch must be 1 or 32, but got 7"):
+        study.deploy(str(tmp_path / "deployed"), batch=7)
+    assert not (tmp_path / "deployed").exists()
+
+
+def test_what_needs_no_database(folder: Path) -> None:
+    study = hpo.Study(write_study(folder), storage="postgresql://nobody@127.0.0.1:9/none", quiet=True)
+    shown: list[Any] = []
+    result = study.train({"learning_rate": 1e-3}, shown.append)
+    assert result.outcome == "complete"
+    assert [list(scored.values) for scored in shown][-1:] == [list(result.values or ())]
+    assert study.check().study == "tiny"
+    fp32, *_ = study.verify(repeats=1)
+    assert (fp32.name, fp32.support.level) == ("fp32", "native")
+    with pytest.raises(StorageError):
+        study.init()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_trials": 0}, "`n_trials` must be > 0, but got 0"),
+        ({"hours": -1.0}, "`hours` must be > 0"),
+        ({"timeout": 0.0}, "`timeout` must be > 0"),
+        ({"workers": 0}, "`workers` must be > 0"),
+        ({"workers": 2, "workers_per_device": 2}, "Give one of them"),
+        ({"until": "teatime"}, "teatime"),
+    ],
+)
+def test_values_that_cannot_be(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hpo.Study(write_study(folder), quiet=True).run(**options)
+    assert not (folder / "runs" / "hpo.db").exists()
+
+
+def test_two_studies_of_which_one_has_code_of_its_own(folder: Path) -> None:
+    """Loading the other one takes the names of the first away."""
+    (folder / "own").mkdir()
+    own = hpo.Study(own_code_studies.write(folder / "own"), quiet=True)
+    assert hpo.Study(write_study(folder), quiet=True).check().study == "tiny"
+    assert "times" in [task.name for task in own.check().facts.tasks]
+
+
+def test_a_stored_study_with_code_runs_where_it_is_trusted(folder: Path) -> None:
+    hpo.Study(own_code_studies.write(folder), quiet=True).init()
+    (folder / "tiny.yaml").unlink()
+    python = "import hpo, sys\nprint(hpo.Study('tiny', trust_code=sys.argv[1:], quiet=True).check().study)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(hpo.__file__).parents[1])}
+    for given, expected in (([], "trust_code="), (["own_kind.py"], "tiny")):
+        command = [sys.executable, "-c", python, *given]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+        assert expected in done.stdout + done.stderr
+        assert (done.returncode == 0) == bool(given)
