@@ -13,10 +13,11 @@ import transformers.models.bert.modeling_bert
 import transformers.models.bert.tokenization_bert  # noqa: F401
 from worker_process import run_trials, study
 
+import hpo.api.comparing
+import hpo.api.running
+import hpo.api.study
 import hpo.cli.display
-import hpo.cli.progress
 import hpo.study.running.serving
-import hpo.track.beside
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
 
