@@ -89,7 +89,6 @@ def test_a_job_that_is_requeued_again_and_again(
     check_went_on(slurm, postgres_url, job)
 
 
-@pytest.mark.slow
 def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
     slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:
