@@ -1,12 +1,13 @@
-"""The README's code of one's own, the whole way: trained, compared, exported, loaded, deployed."""
+"""The README's code of one's own, the whole way: killed, resumed, compared, exported, loaded, deployed."""
 
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
-from command_line import finish, ok, start_hpo, stored
+from command_line import finish, ok, saved_steps, start_hpo, stored, wait_until
 from jsonl_sets import write_set
 from readme import README
 from sklearn.metrics import cohen_kappa_score
@@ -30,15 +31,12 @@ def rows(split: str, size: int) -> list[dict[str, object]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a study with that code was run."""
+def test_the_readmes_code_the_whole_way(tmp_path: Path) -> None:
     assert len(BLOCK.splitlines()) <= 22
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "my_tasks.py").write_text(BLOCK)
-    write_set(folder / "rows", TASKS, train=rows("t", 60), validation=rows("v", 24), test=rows("e", 24))
+    (tmp_path / "my_tasks.py").write_text(BLOCK)
+    write_set(tmp_path / "rows", TASKS, train=rows("t", 60), validation=rows("v", 24), test=rows("e", 24))
     write_study(
-        folder,
+        tmp_path,
         code="my_tasks.py",
         n_trials=2,
         data={"source": "jsonl", "path": "rows"},
@@ -50,34 +48,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
             "learning_rate": {"type": "float", "low": 2e-3, "high": 4e-3},
         },
+        checkpoint={"every_seconds": 0.1},
+        evaluation={"per_trial": 4},
     )
-    ok(finish(start_hpo(folder, "run", "tiny.yaml")))
-    assert [trial.outcome for trial in stored(folder).trials] == ["complete", "complete"]
-    return folder
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path)), process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(tmp_path).slots["done"] == 0, "killed too late to test anything"
+    ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
+    record = stored(tmp_path)
+    assert [trial.outcome for trial in record.trials] == ["complete", "complete"]
+    assert record.trials[0].telemetry["resumed_from_step"] > 0
 
-
-def test_its_metric_is_compared(folder: Path) -> None:
     options = ("--precisions", "bf16", "--top", "1", "--seeds", "3", "--max-seeds", "3", "--json")
-    compared = ok(finish(start_hpo(folder, "compare", "tiny.yaml", *options), 300)).json
+    compared = ok(finish(start_hpo(tmp_path, "compare", "tiny.yaml", *options), 300)).json
     (verdict,) = compared["verdicts"]
     assert (verdict["metric"], verdict["num_runs"], verdict["num_rows"]) == ("topic/kappa", 3, 24), compared
 
-
-def test_its_model_is_exported_and_scores_as_it_predicts(folder: Path) -> None:
-    ok(finish(start_hpo(folder, "best", "tiny.yaml", "--export", "model")))
-    model = hpo.load(folder / "model", device="cpu", code=folder / "my_tasks.py")
+    ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--export", "model")))
+    model = hpo.load(tmp_path / "model", device="cpu", code=tmp_path / "my_tasks.py")
     answers = [one["topic"].label for one in model.predict([str(row["text"]) for row in rows("e", 24)])]
-    assert score_on_test(folder) == cohen_kappa_score(["bad", "good"] * 12, answers) > 0.9
+    scored = ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json"))).json
+    found = scored["evaluation"]["metrics"]["topic"]["kappa"]
+    assert found == cohen_kappa_score(["bad", "good"] * 12, answers) > 0.9, scored
 
-
-def score_on_test(folder: Path) -> float:
-    scored = ok(finish(start_hpo(folder, "best", "tiny.yaml", "--evaluate", "test", "--json"))).json
-    return float(scored["evaluation"]["metrics"]["topic"]["kappa"])
-
-
-@pytest.mark.slow
-def test_its_model_is_deployed(folder: Path) -> None:
-    deployed = ok(finish(start_hpo(folder, "deploy", "tiny.yaml", "--json"), 300)).json
+    deployed = ok(finish(start_hpo(tmp_path, "deploy", "tiny.yaml", "--json"), 300)).json
     assert deployed["objective"] == "topic/kappa"
     assert {"fp32", "onnx_fp32"} <= {one["artifact"] for one in deployed["artifacts"]}, deployed
-    assert deployed["test"]["fp32_score"]["value"] == score_on_test(folder)
+    assert deployed["test"]["fp32_score"]["value"] == found

@@ -78,7 +78,8 @@ def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
-@pytest.mark.parametrize(("adapter", "base"), [*(("lora", base) for base in BASES), ("dora", "int8")])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_a_trial_goes_on_bit_by_bit_from_what_is_trained(tmp_path: Path, adapter: str, base: str) -> None:
     executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
     whole = run(executor, tmp_path / "whole")
@@ -131,7 +132,14 @@ def test_merged_it_predicts_the_same(tmp_path: Path, precision: str, base: str, 
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize(("encoder", "adapter"), [("bert", "dora"), ("qwen3", "lora")])
+@pytest.mark.parametrize(
+    ("encoder", "adapter"),
+    [
+        ("bert", "dora"),
+        ("qwen3", "lora"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bert", "lora"), ("qwen3", "dora"))),
+    ],
+)
 def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> None:
     executor = trained_on(tmp_path, ENCODERS[encoder], adapter=adapter)
     folder = exported(executor, tmp_path, "alone")

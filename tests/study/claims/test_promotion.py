@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,17 @@ def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_pa
         check(storage, ended={7, 8}, side_by_side=True)
 
 
-KILLS = [("sqlite", place, kill_at) for place in PLACES for kill_at in (2, 9)]
-KILLS += [("postgres", place, 9) for place in ("trial made", "half of the outcome", "trial ended")]
+def kills() -> Iterator[Any]:
+    """On PostgreSQL only the three where most is half done are fast tests."""
+    for place in [place for place in PLACES if place not in ("training", "half suggested")]:
+        for kill_at in (2, 9):
+            is_fast = kill_at == 9 and place in ("trial made", "half of the outcome", "trial ended")
+            marks = [pytest.mark.postgres, *([] if is_fast else [pytest.mark.slow])]
+            yield pytest.param("sqlite", place, kill_at)
+            yield pytest.param("postgres", place, kill_at, marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "kill_at"),
-    [
-        pytest.param(*kill, marks=pytest.mark.postgres if kill[0] == "postgres" else ())
-        for kill in KILLS
-        if kill[1] not in ("training", "half suggested")
-    ],
-)
+@pytest.mark.parametrize(("kind", "place", "kill_at"), kills())
 def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
 ) -> None:
