@@ -148,7 +148,7 @@ def kills() -> Iterator[Any]:
             yield pytest.param("postgres", place, kill_at, marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "place", "kill_at"), kills())
+@pytest.mark.parametrize(("kind", "place", "kill_at"), list(kills()))
 def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
 ) -> None:
