@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpo.api.messages import progress_shown
@@ -44,17 +44,17 @@ class ComparisonStopped(RunError):
 class Comparison:
     """A comparison as it is planned: `run` stores it, or goes on with it."""
 
-    companion: StudyConfig
+    companion: StudyConfig = field(repr=False)
     """The study that its trials are in."""
     price: Price | None
     """None where nothing tells."""
     sentence: str
     """That says what it costs."""
     is_new: bool
-    search: StudyRecord
+    search: StudyRecord = field(repr=False)
     """Whose configurations are compared."""
-    data: DataSet
-    storage: str | None
+    data: DataSet = field(repr=False)
+    storage: str | None = field(repr=False)
     """As the user names it."""
     quiet: bool
 

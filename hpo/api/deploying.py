@@ -95,7 +95,7 @@ def best_model_of(record: StudyRecord) -> TrialRecord:
 
 def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, stop: Stop) -> DeploymentRequest:
     """What the options ask for. Raises InputError where that cannot be done with the study's data."""
-    batch, max_drop = options.batch or 1, options.max_drop
+    batch, max_drop = 1 if options.batch is None else options.batch, options.max_drop
     if batch not in BATCH_SIZES:
         raise InputError(f"--batch must be {' or '.join(map(str, BATCH_SIZES))}, but got {batch}.")
     names = parse_names(options.artifacts) if options.artifacts else NAMES

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpo.errors import InputError
 
@@ -70,9 +70,34 @@ def file_given(storage: str | None) -> str | None:
 def load_to_work(
     study: str, url: str, stop: Stop | None = None, n_trials: int | None = None
 ) -> tuple[StudyConfig, bool]:
+    """`find_study`, with so many trials if given, and a folder for what a run makes."""
+    config, is_file = find_study(study, url, stop)
+    return to_run(config, n_trials), is_file
+
+
+def study_of(content: Mapping[str, Any]) -> StudyConfig:
+    """The study of a mapping with the keys of a study file; paths are relative to the working folder.
+
+    Raises InputError with every problem.
+    """
+    from pydantic import ValidationError
+
+    from hpo.config.study_config import StudyConfig
+    from hpo.config.study_file import problems_of
+
+    folder = Path.cwd()
+    try:
+        return StudyConfig.model_validate(
+            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
+        )
+    except ValidationError as error:
+        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
+
+
+def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyConfig, bool]:
     """The study as a worker runs it, and whether it is that of the user's own file.
 
-    `stop` as in `existing_database`, `n_trials` as in `to_run`.
+    `stop` as in `existing_database`.
 
     A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
     that the database does not have, are of a study file.
@@ -86,11 +111,11 @@ def load_to_work(
         try:
             with existing_database(url, stop) as storage:
                 if storage.has_study(study):
-                    return to_run(stored_study(study, storage.read_definition(study)), n_trials), False
+                    return stored_study(study, storage.read_definition(study)), False
         except NoDatabaseError as error:
             unknown = str(error)
     try:
-        return to_run(load_study(study), n_trials), True
+        return load_study(study), True
     except StudyFileError as error:
         if is_path(study):
             raise

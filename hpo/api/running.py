@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpo.api.opening import RUNS, TORCHRUN, check_positive, file_given
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class RunResult(RunSummary):
     """What a run on this machine was."""
 
-    record: StudyRecord
+    record: StudyRecord = field(repr=False)
     """The study as it was then."""
     left_out: Mapping[str, str]
     """Precisions of the study that no trial drew here, with the reason."""

@@ -14,25 +14,23 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, get_args
 
 from hpo.api.messages import progress_shown
 from hpo.api.opening import (
     RUNS,
     check_positive,
     existing_database,
+    find_study,
     is_path,
     load_file,
-    load_to_work,
+    study_of,
     to_run,
     trust,
 )
 from hpo.code import use_code
 from hpo.config.comparison import Question
 from hpo.config.study_config import StudyConfig, load_study, stored_study
-from hpo.config.study_file import problems_of
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.json_safe import json_safe
@@ -68,8 +66,8 @@ class Study:
         quiet: show no progress.
 
     Raises:
-        InputError: the study is not valid; the message lists every problem. A name of which there is no file
-            is looked for in the database when it is used.
+        InputError: the study is not valid; the message lists every problem. A name of which there is no valid
+            file is looked for in the database when it is used.
     """
 
     def __init__(
@@ -77,14 +75,14 @@ class Study:
         study: str | Path | Mapping[str, Any],
         *,
         storage: str | None = None,
-        trust_code: Sequence[str] = (),
+        trust_code: str | Sequence[str] = (),
         trust_remote_code: bool = False,
         quiet: bool = False,
     ) -> None:
-        for code in trust_code:
+        for code in [trust_code] if isinstance(trust_code, str) else trust_code:
             trust(code)
         self._word = "" if isinstance(study, Mapping) else str(study)
-        self._file = _study_of(study) if isinstance(study, Mapping) else load_file(self._word)
+        self._file = study_of(study) if isinstance(study, Mapping) else load_file(self._word)
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
 
     @property
@@ -102,8 +100,8 @@ class Study:
         """
         if self._file is not None:
             return self.file
-        config, _ = load_to_work(self._word, storage_url(self._storage))
-        _check_trust(config, None, self._trusts)
+        config, _ = find_study(self._word, storage_url(self._storage))
+        self._check_trust(config, None)
         return config
 
     @property
@@ -124,9 +122,14 @@ class Study:
 
     @property
     def name(self) -> str:
-        """Of the study in the database. Raises NoDatabaseError where there is none."""
-        with existing_database(self._storage) as database:
-            return self._name_in(database)
+        """Of the study in the database, or of its file where there is no database yet."""
+        try:
+            with existing_database(self._storage) as database:
+                return self._name_in(database)
+        except NoDatabaseError:
+            if self._file is None:
+                raise
+            return self._file.name
 
     def _name_in(self, database: Storage) -> str:
         is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
@@ -141,7 +144,7 @@ class Study:
         given = self._file if self._file is not None and self._file.name == record.name else None
         stored = record.definition
         config = stored_study(record.name, stored) if given is None else given.resumed(stored)
-        _check_trust(config, given, self._trusts)
+        self._check_trust(config, given)
         return config
 
     def run(
@@ -160,8 +163,8 @@ class Study:
         ends at once. Of the processes of torchrun all but the first exit when it is done.
 
         Args:
-            n_trials: in place of the study's.
-            hours: of device time, a budget in place of a number of trials.
+            n_trials: in place of the study's, in this call.
+            hours: of device time, a budget in place of a number of trials; to go on, give it again.
             workers: processes on this machine, spread over its GPUs; None or 1: this one.
             workers_per_device: processes for each GPU, in place of `workers`.
             until: when this job ends, as `hpo run --until` takes it.
@@ -220,6 +223,7 @@ class Study:
         from hpo.trial.executor import Executor
         from hpo.trial.verify import check_precision, verify
 
+        check_positive(repeats=repeats)
         config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
             executor = Executor(config, probe_device(config.device), RUNS)
@@ -240,6 +244,7 @@ class Study:
         from hpo.data.dataset import load_data
         from hpo.trial.trial_parts import fit_rungs
 
+        check_positive(workers=workers)
         config, record = to_run(self.config, n_trials, hours), None
         try:
             with open_storage(storage_url(self._storage), create=False) as database:
@@ -304,7 +309,7 @@ class Study:
         Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial
         is complete.
         """
-        if not any(use.values()):
+        if use.get("split") is None and use.get("folder") is None:
             return self.record, {}
         from hpo.api.models import Use, use_best
 
@@ -328,6 +333,13 @@ class Study:
         from hpo.compare.planning import Request
 
         request = Request(question, **options)
+        if question not in get_args(Question):
+            raise InputError(
+                f"`question` must be one of {', '.join(get_args(Question))}, but got {question}."
+            )
+        check_positive(
+            top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin
+        )
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
             config = self.config_of(record)
             return plan_comparison(
@@ -335,7 +347,12 @@ class Study:
             )
 
     def compare(
-        self, question: Question = "precisions", *, workers: int | None = None, **options: Any
+        self,
+        question: Question = "precisions",
+        *,
+        workers: int | None = None,
+        until: str | None = None,
+        **options: Any,
     ) -> Mapping[str, Any]:
         """Train the best configurations with new seeds, and judge, as `hpo compare` does; it goes on where it
         was.
@@ -344,6 +361,7 @@ class Study:
             question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32;
                 `configurations`: which of the best is.
             workers: processes on this machine.
+            until: when this job ends, as `hpo compare --until` takes it.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
 
         Returns what `hpo compare --json` prints.
@@ -351,7 +369,7 @@ class Study:
         Raises:
             RunError: it was interrupted; what has ended is kept.
         """
-        with stop_on_signals(end_of_job(None)) as stop:
+        with stop_on_signals(end_of_job(until)) as stop:
             result = self.comparison(question, **options).run(stop, workers=workers)
         content: Mapping[str, Any] = json_safe(result.content)
         return content
@@ -370,6 +388,7 @@ class Study:
         from hpo.api.deploying import TIMEOUT_SECONDS, DeploymentOptions, deploy_best
 
         wanted = DeploymentOptions(**options)
+        check_positive(timeout=wanted.timeout, max_drop=wanted.max_drop, threads=wanted.threads)
         with (
             progress_shown(quiet=self._quiet),
             stop_on_signals(end_of_job(None), wanted.timeout or TIMEOUT_SECONDS) as stop,
@@ -400,6 +419,11 @@ class Study:
         summary = brief_summary(tables).to_html(index=False)
         return f"<b>{record.name}</b>: {counts}{summary}{svg(history(tables))}"
 
+    def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
+        from hpo.study.running.run import check_trust  # not for those that only look
+
+        check_trust(config, of_file, self._trusts)
+
     def _use_best(self, **use: Any) -> dict[str, Any]:
         record, used = self.use_best(**use)
         if not used:
@@ -417,19 +441,3 @@ class Study:
             ranks_of_torchrun(),
         ):
             yield stop
-
-
-def _check_trust(config: StudyConfig, given: StudyConfig | None, trusts: bool) -> None:
-    from hpo.study.running.run import check_trust  # not for those that only look
-
-    check_trust(config, given, trusts)
-
-
-def _study_of(content: Mapping[str, Any]) -> StudyConfig:
-    folder = Path.cwd()
-    try:
-        return StudyConfig.model_validate(
-            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
-        )
-    except ValidationError as error:
-        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.api.opening import TORCHRUN
+from hpo.api.opening import TORCHRUN, trust
 from hpo.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -44,13 +44,8 @@ TrustOption = Annotated[
 
 
 def _trust(files: list[str]) -> list[str]:
-    from hpo.code import name_code
-
     for file in files:
-        try:
-            name_code(file)
-        except ValueError as error:
-            raise InputError(f"--trust-code {file}: {error}") from None
+        trust(file)
     return files
 
 

@@ -57,12 +57,15 @@ class WandbTracker:
             return True
 
     def close(self) -> None:
-        with _asking():
-            for key in list(self._open):
-                self._end(key, has_ended=False, failed=False)
+        try:
+            with _asking():
+                for key in list(self._open):
+                    self._end(key, has_ended=False, failed=False)
+        finally:
             wandb.teardown()  # ends W&B's process, without which a file may not be whole yet
-        for folder, run in self._ended.values():
-            note(folder, run)
+            for folder, run in self._ended.values():
+                if folder.is_dir():  # else somebody has removed it
+                    note(folder, run)
 
     def _begin(self, run: Run, before: list[Path]) -> Any:
         self._folder.mkdir(parents=True, exist_ok=True)

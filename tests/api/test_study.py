@@ -178,10 +178,33 @@ def test_what_needs_no_database(folder: Path) -> None:
         ({"until": "teatime"}, "teatime"),
     ],
 )
-def test_values_that_cannot_be(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_values_of_a_run_that_cannot_be(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         hpo.Study(write_study(folder), quiet=True).run(**options)
     assert not (folder / "runs" / "hpo.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("compare", {"question": "precison"}, "`question` must be one of precisions, .*, but got precison"),
+        ("compare", {"top": 0}, "`top` must be > 0"),
+        ("compare", {"until": "teatime"}, "teatime"),
+        ("deploy", {"timeout": 0}, "`timeout` must be > 0"),
+        ("deploy", {"threads": -1}, "`threads` must be > 0"),
+        ("plan", {"workers": -3}, "`workers` must be > 0"),
+        ("verify", {"repeats": 0}, "`repeats` must be > 0"),
+    ],
+)
+def test_other_values_that_cannot_be(
+    study: hpo.Study, method: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        getattr(study, method)(**options)
+
+
+def test_what_a_notebook_shows_of_a_result_is_short(study: hpo.Study) -> None:
+    assert len(repr(study.comparison(top=1, precisions=("fp32", "bf16")))) < 500
 
 
 def test_two_studies_of_which_one_has_code_of_its_own(folder: Path) -> None:
