@@ -35,26 +35,25 @@ if TYPE_CHECKING:
     from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
 
-TIMEOUT_SECONDS = 1800.0
-
 MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
 """Folders in that of a deployment; the first alone is there in the end."""
 
 
 @dataclass(frozen=True)
 class DeploymentOptions:
-    """As `hpo deploy` takes them; None: its default."""
+    """As `hpo deploy` takes them."""
 
-    timeout: float | None = None
+    timeout: float = 1800.0
     """Seconds after which no further form is begun."""
     max_drop: float | None = None
-    """What loses more is refused; in hundredths, of mae and rmse in the labels' units."""
-    batch: int | None = None
+    """What loses more is refused; in hundredths, of mae and rmse in the labels' units. None: 1 hundredth."""
+    batch: int = 1
     """Whose latency decides: 1 or 32."""
     threads: int | None = None
+    """None: one a core."""
     artifacts: str | None = None
-    """Which, beside fp32: `bf16,onnx_int8_dynamic`."""
-    device: str | None = None
+    """Which, beside fp32: `bf16,onnx_int8_dynamic`; None: all that this machine can have."""
+    device: str = "cpu"
 
 
 class DeploymentStopped(RunError):
@@ -95,7 +94,7 @@ def best_model_of(record: StudyRecord) -> TrialRecord:
 
 def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, stop: Stop) -> DeploymentRequest:
     """What the options ask for. Raises InputError where that cannot be done with the study's data."""
-    batch, max_drop = 1 if options.batch is None else options.batch, options.max_drop
+    batch, max_drop = options.batch, options.max_drop
     if batch not in BATCH_SIZES:
         raise InputError(f"--batch must be {' or '.join(map(str, BATCH_SIZES))}, but got {batch}.")
     names = parse_names(options.artifacts) if options.artifacts else NAMES
@@ -130,9 +129,8 @@ def _deploy(
     Raises RunError where it has no weights, or not even fp32 is scored in time, and DeploymentStopped where
     it is stopped before.
     """
-    name = options.device or "cpu"
-    device = probe_device(name)
-    executor, checkpoint = checkpoint_of(*study, trial, device=name)
+    device = probe_device(options.device)
+    executor, checkpoint = checkpoint_of(*study, trial, device=options.device)
     request = _request(study[0], executor.dataset, options, stop)
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options.threads or torch.get_num_threads())

@@ -29,8 +29,13 @@ def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None
 
     Raises InputError where that cannot be made.
     """
+    from hpo.config.budget import MAX_TRIALS, BudgetConfig
+
     make_runs_folder(config.name)
-    return resized(config, n_trials, hours)
+    check_positive(n_trials=n_trials, hours=hours)
+    if hours is not None:
+        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
+    return config if n_trials is None else config.with_values(n_trials=n_trials)
 
 
 def trust(code: str) -> None:
@@ -50,14 +55,18 @@ def check_positive(**given: float | None) -> None:
             raise InputError(f"`{name}` must be > 0, but got {value}.")
 
 
-def resized(config: StudyConfig, n_trials: int | None, hours: float | None = None) -> StudyConfig:
-    """The study with so many trials or device-hours, where they are given."""
-    from hpo.config.budget import MAX_TRIALS, BudgetConfig
-
-    check_positive(n_trials=n_trials, hours=hours)
-    if hours is not None:
-        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
-    return config if n_trials is None else config.with_values(n_trials=n_trials)
+def check_workers(workers: int | None, per_device: int | None) -> None:
+    """Raise InputError where the processes that a run on this machine shall have contradict each other."""
+    check_positive(workers=workers, workers_per_device=per_device)
+    if workers and per_device:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{per_device} those of each device. Give one of them."
+        )
+    if TORCHRUN in os.environ and (workers or per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
+        )
 
 
 def file_given(storage: str | None) -> str | None:

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpo.api.opening import RUNS, TORCHRUN, check_positive, file_given
+from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.api.planning import say_what_it_buys
 from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
-from hpo.errors import InputError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.run import OpenOptions, open_study, run_study
 from hpo.study.running.stopping import Stop
@@ -45,16 +44,7 @@ def worker_processes(
 
     Arguments as of `share_devices`. Raises InputError where they contradict each other.
     """
-    check_positive(workers=workers, workers_per_device=per_device)
-    if workers and per_device:
-        raise InputError(
-            f"`workers` {workers} counts all processes of this machine and `workers_per_device` {per_device} "
-            "those of each device. Give one of them."
-        )
-    if TORCHRUN in os.environ and (workers or per_device):
-        raise InputError(
-            "the processes of torchrun are one worker: `workers` and `workers_per_device` must be left out."
-        )
+    check_workers(workers, per_device)
     return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
 
 

@@ -38,7 +38,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
 from hpo.study.store.database import storage_url
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class Study:
         check_positive(workers=workers)
         config, record = to_run(self.config, n_trials, hours), None
         try:
-            with open_storage(storage_url(self._storage), create=False) as database:
+            with existing_database(self._storage) as database:
                 if database.has_study(config.name):
                     record = read_study(database, config.name)
         except NoDatabaseError:
@@ -385,13 +385,13 @@ class Study:
 
         Returns what is in deploy.json, `folder`, and `was_stopped`.
         """
-        from hpo.api.deploying import TIMEOUT_SECONDS, DeploymentOptions, deploy_best
+        from hpo.api.deploying import DeploymentOptions, deploy_best
 
-        wanted = DeploymentOptions(**options)
+        wanted = DeploymentOptions(**{name: value for name, value in options.items() if value is not None})
         check_positive(timeout=wanted.timeout, max_drop=wanted.max_drop, threads=wanted.threads)
         with (
             progress_shown(quiet=self._quiet),
-            stop_on_signals(end_of_job(None), wanted.timeout or TIMEOUT_SECONDS) as stop,
+            stop_on_signals(end_of_job(None), wanted.timeout) as stop,
             self.opened() as (database, record),
         ):
             to = Path(folder or RUNS / record.name / "deploy")

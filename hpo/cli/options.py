@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.api.opening import TORCHRUN, trust
-from hpo.errors import InputError, printable
+from hpo.api.opening import check_workers, trust
+from hpo.errors import printable
 
 if TYPE_CHECKING:
     from hpo.study.running.stopping import Stop
@@ -177,13 +176,4 @@ def check_work_options(options: Mapping[str, Any]) -> None:
     from hpo.study.running.stopping import end_of_job
 
     end_of_job(options["until"])
-    workers, per_device = options["workers"], options["workers_per_device"]
-    if workers and per_device:
-        raise InputError(
-            f"--workers {workers} counts all processes of this machine and --workers-per-device "
-            f"{per_device} those of each device. Give one of them."
-        )
-    if TORCHRUN in os.environ and (workers or per_device):
-        raise InputError(
-            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
-        )
+    check_workers(options["workers"], options["workers_per_device"])
