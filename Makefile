@@ -9,14 +9,14 @@ CONSTRAINTS := docker/constraints.txt
 
 export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 
-.PHONY: help install hpo test test-all bench dashboard report lint reference clean
+.PHONY: help install hpo test test-all test-gpu bench dashboard report lint reference clean
 
 help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
 	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make install EXTRAS='onnx fp8'"
-	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
+	@echo "make test | make test-all | make test-gpu | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
@@ -57,6 +57,10 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST)
+
+# On a machine with a CUDA device: see tests/gpu/README.md.
+test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-fp8 $(VENV)/.installed-nvml
+	$(BIN)/python -m pytest tests/gpu -m gpu
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-bench
 	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS)) \

@@ -25,6 +25,8 @@ from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 
 ROOT = Path(hpo.__file__).parents[1]
+PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+"""PYTHONPATH of started processes: this checkout, and what was there before."""
 COMMANDS: dict[str, Any] = {
     " ".join([name, *inner]): found
     for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
@@ -53,7 +55,7 @@ def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
     """Run `hpo` in `folder`. An exception that would end in a traceback is raised."""
     out, err = io.StringIO(), io.StringIO()
     # The path is for the processes of `--workers`.
-    environment = {"COLUMNS": str(width), "HPO_STORAGE": "", "PYTHONPATH": str(ROOT)}
+    environment = {"COLUMNS": str(width), "HPO_STORAGE": "", "PYTHONPATH": PYTHON_PATH}
     with (
         chdir(folder),
         mock.patch.dict(os.environ, environment),
@@ -108,7 +110,7 @@ def start_python(folder: Path, *arguments: str, **environment: str) -> subproces
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **given}
+    return {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **given}
 
 
 def finish(process: AnyProcess, seconds: float = 120) -> Finished:

@@ -1,0 +1,142 @@
+"""Compiled trials have the losses of eager ones, leave no memory behind, and are observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_studies import relative, write_gpu_study
+from tiny_loop import config_of
+from torch import Tensor, nn
+
+from hpo.config.study_config import load_study
+from hpo.device import DeviceInfo
+from hpo.memory import release_free_memory
+from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision, backend_flags
+from hpo.precision.compiled import observe_compiled
+from hpo.precision.table import PRECISIONS, Resolution
+from hpo.random_numbers import manual_seed
+from hpo.training.compilation import run_both_modes
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialParts, assemble
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+
+
+def compile_on_a_cpu(model: MultitaskModel, *_: Any) -> MultitaskModel:
+    """Trace forward and backward like the compiler, without the minutes that its C++ kernels take."""
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    return model
+
+
+def executor_of(folder: Path, device: DeviceInfo, training: dict[str, Any]) -> Executor:
+    on_gpu = device.type == "cuda"
+    path = write_gpu_study(
+        folder,
+        device,
+        "small" if on_gpu else "tiny",
+        texts=(256, (1, 30)) if on_gpu else (40, (1, 4)),  # 16 to 256 tokens
+        training={"max_length": 256 if on_gpu else 32, "fp_precision": "bf16", **training},
+        compat={"enabled": False},
+        search_space={},
+    )
+    executor = Executor(load_study(str(path)), device, folder / "runs")
+    if not on_gpu:
+        executor.loader.apply_compile = compile_on_a_cpu
+    return executor
+
+
+def train_loss(executor: Executor, mode: str) -> float:
+    losses: list[float] = []
+
+    def note(scored: Any) -> None:
+        losses.append(scored.evaluation.train_loss)
+
+    result = executor.run({"compile": mode}, None, "", Callbacks(on_evaluation=note))
+    assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]["reason"]
+    assert result.telemetry["precision"]["observed"]["compiled"] == (mode != "none")
+    return losses[-1]
+
+
+def reserved_bytes(device: DeviceInfo) -> int:
+    """Memory that the allocator holds when nothing that is free is left in it."""
+    release_free_memory(device)
+    return torch.cuda.memory_reserved(device.index) if device.type == "cuda" else 0
+
+
+def test_cuda_graphs_give_the_losses_of_eager_training_and_free_their_memory(
+    device: DeviceInfo, tmp_path: Path, figure: Callable[[str], None]
+) -> None:
+    """The lengths differ, and the last of the three micro-batches of a step is smaller."""
+    training = {"max_steps": 12 if device.type == "cuda" else 2, "batch_size": 20, "micro_batch_size": 8}
+    executor = executor_of(tmp_path, device, training)
+    eager, before = train_loss(executor, "none"), reserved_bytes(device)
+    compiled, between = train_loss(executor, "reduce-overhead"), reserved_bytes(device)
+    again, after = train_loss(executor, "none"), reserved_bytes(device)
+    figure(
+        f"loss {eager:.5f} eager, {relative(compiled, eager):.1e} away compiled; MiB held after an eager "
+        f"trial {before / 2**20:.0f}, a compiled one {between / 2**20:.0f}, the next {after / 2**20:.0f}"
+    )
+    assert relative(again, eager) < 1e-3
+    assert relative(compiled, eager) < 1e-2
+    assert after <= before + 2**24
+
+
+def compute_in_fp32(linear: nn.Linear) -> None:
+    """Let a layer compute in fp32 under autocast and cast its output back."""
+
+    def forward(inputs: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, enabled=False):
+            return F.linear(inputs.float(), linear.weight, linear.bias).to(torch.bfloat16)
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+def compiled_parts(executor: Executor, *, planted: bool) -> tuple[TrialParts, MixedPrecision]:
+    config = config_of(executor, compile="default")
+    parts = assemble(executor.study, config, Resolution("bf16", "bf16", "native"), executor.loader)
+    if planted:
+        compute_in_fp32(parts.model.encoder.encoder.layer[1].intermediate.dense)
+    parts.prepare()
+    assert parts.compile is not None
+    parts.compile(parts.model)
+    return parts, MixedPrecision(parts.resolution.precision, config.amp, parts.device)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_compiled_training_is_observed(
+    device: DeviceInfo, planted: bool, tmp_path: Path, figure: Callable[[str], None]
+) -> None:
+    parts, amp = compiled_parts(executor_of(tmp_path, device, {"max_steps": 4}), planted=planted)
+    batch = parts.batch(4, 4)
+
+    def step() -> tuple[list[Tensor], list[Tensor]]:
+        manual_seed(0)
+        return run_both_modes(parts.model, parts.loss_fn, batch, amp)
+
+    with backend_flags(PRECISIONS["bf16"], parts.config.amp):
+        first, second = step(), step()
+        said = observe_compiled(parts.model, step, PRECISIONS["bf16"])
+    names = ["loss", *(name for name, each in parts.model.named_parameters() if each.requires_grad)]
+    assert len(first[0]) <= len(names)
+    different = [
+        name for name, one, other in zip(names, first[0], second[0], strict=False) if not one.equal(other)
+    ]
+    evaluated = all(map(torch.equal, first[1], second[1]))
+    figure(
+        f"{'a planted fp32 layer' if planted else 'bf16'}: {len(different)} of {len(first[0])} values differ "
+        f"between two equal steps {different[:4]}; equal evaluations: {evaluated}; "
+        f"observed: {said or 'no disagreement'}"
+    )
+    if planted:
+        assert "layer.1.intermediate.dense computed in more than bfloat16" in said
+    else:
+        assert said == ""
