@@ -3,6 +3,9 @@
 `probe_device` returns a plain record, and everything that decides by hardware takes the record, so a
 test can describe a GPU that is not there. What the record says about reduced precision is native
 support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
+
+PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it: (9, 0) for an
+MI250X. That number has nothing to do with NVIDIA's, so the record has none and names the GPU's architecture.
 """
 
 from __future__ import annotations
@@ -45,9 +48,11 @@ class DeviceInfo:
     name: str
     index: int = 0
     compute_capability: tuple[int, int] | None = None
-    """CUDA only."""
+    """NVIDIA only."""
     cuda_bf16: bool | None = None
-    """CUDA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
+    """NVIDIA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
+    gcn_arch: str = ""
+    """AMD GPUs only: the architecture as ROCm names it, such as `gfx90a:sramecc+:xnack-`."""
     cpu_features: frozenset[str] = field(default_factory=frozenset)
     """CPU only, of: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
     total_memory_bytes: int = 0
@@ -58,9 +63,10 @@ class DeviceInfo:
     """Whether the package that `base_precision: nf4` needs is installed."""
     torch_version: str = ""
     cuda_version: str | None = None
+    rocm_version: str | None = None
     host: str = ""
     uuid: str = ""
-    """CUDA only: which GPU it is, or which part of one, whatever it is called in this process."""
+    """GPUs only: which one it is, or which part of one, whatever it is called in this process."""
 
     @property
     def device_id(self) -> str:
@@ -73,10 +79,20 @@ class DeviceInfo:
 
         A cloud's CPUs often have one name and different instructions.
         """
-        facts = sorted(self.cpu_features)
-        if self.compute_capability is not None:
-            facts.append("compute capability {}.{}".format(*self.compute_capability))
+        facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
+
+    @property
+    def gcn_name(self) -> str:
+        """The name of an AMD GPU's architecture without its settings: `gfx90a`."""
+        return self.gcn_arch.partition(":")[0]
+
+    @property
+    def gpu_architecture(self) -> str:
+        """A GPU's instructions, for people: `compute capability 9.0` or `gfx90a`. Empty: not known."""
+        if self.gcn_arch or self.compute_capability is None:
+            return self.gcn_name
+        return "compute capability {}.{}".format(*self.compute_capability)
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> DeviceInfo:
@@ -88,6 +104,7 @@ class DeviceInfo:
             name=facts["name"],
             compute_capability=(int(major), int(minor)) if capability else None,
             cpu_features=frozenset(facts.get("cpu_features") or ()),
+            gcn_arch=facts.get("gcn_arch") or "",
         )
 
     @property
@@ -98,9 +115,8 @@ class DeviceInfo:
     def describe(self) -> str:
         """One line for people."""
         gib = self.total_memory_bytes / 2**30
-        if self.compute_capability is not None:
-            major, minor = self.compute_capability
-            return f"{self.name} (compute capability {major}.{minor}, {gib:.0f} GiB)"
+        if self.type != "cpu":
+            return f"{self.name} ({self.gpu_architecture or 'architecture not known'}, {gib:.0f} GiB)"
         features = ", ".join(sorted(self.cpu_features)) or "no vector extensions known"
         return f"{self.name} ({self.num_cores} cores, {gib:.0f} GiB; {features})"
 
@@ -118,18 +134,21 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             torch.cuda.set_device(_local_rank(torch.cuda.device_count()))
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
+        is_amd = torch.version.hip is not None
         return DeviceInfo(
             type="cuda",
             name=properties.name,
             index=index,
-            compute_capability=(properties.major, properties.minor),
-            cuda_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            compute_capability=None if is_amd else (properties.major, properties.minor),
+            cuda_bf16=None if is_amd else torch.cuda.is_bf16_supported(including_emulation=False),
+            gcn_arch=(properties.gcnArchName or "unknown") if is_amd else "",
             total_memory_bytes=properties.total_memory,
             num_cores=available_cores(root),
             has_torchao=find_spec("torchao") is not None,
             has_bitsandbytes=find_spec("bitsandbytes") is not None,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
+            rocm_version=torch.version.hip,
             host=socket.gethostname(),
             uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
@@ -174,7 +193,8 @@ def device_uuid(visible: str | None, reported: str) -> str:
 def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
 
-    Raises InputError as `probe_device` does.
+    Raises InputError as `probe_device` does, and for several AMD GPUs beside HIP_VISIBLE_DEVICES. HIP then
+    ignores CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
     """
     if kind == "cpu":
         return ()
@@ -183,6 +203,11 @@ def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     num_devices = torch.cuda.device_count()  # makes no CUDA context
     if not _uses_cuda(kind, num_devices > 0):
         return ()
+    if torch.version.hip is not None and num_devices > 1 and "HIP_VISIBLE_DEVICES" in os.environ:
+        raise InputError(
+            "HIP_VISIBLE_DEVICES must not be set where workers share several AMD GPUs, but is "
+            f"{os.environ['HIP_VISIBLE_DEVICES']!r}. Use ROCR_VISIBLE_DEVICES."
+        )
     return visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices)
 
 
@@ -269,8 +294,8 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 class Utilization:
     """How busy the device was, between 0 and 1, averaged since it was made or last read.
 
-    CPU: this process's CPU time over wall time and threads. CUDA: NVML's utilisation, sampled by
-    `sample`; None without the package nvidia-ml-py.
+    CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
+    None without the package nvidia-ml-py. AMD: None, because ROCm defines utilisation in another way.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:
@@ -280,7 +305,7 @@ class Utilization:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def sample(self) -> None:
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._device.gcn_arch:
             return
         import torch
 

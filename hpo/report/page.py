@@ -158,7 +158,9 @@ def _environment(trial: TrialRecord) -> str:
     parts = [device["name"]]
     if device["type"] == "cpu" and (threads := device.get("num_threads")):
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
-    parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
+    parts += [
+        f"{name} {device[name]}" for name in ("torch", "transformers", "cuda", "rocm") if device.get(name)
+    ]
     return ", ".join(parts)
 
 

@@ -159,7 +159,7 @@ def checked_on(device: DeviceInfo) -> str:
     A result of one kind says nothing of another, nor one under variables that take instructions away.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions["cuda"] = device.cuda_version or ""
+    versions |= {"cuda": device.cuda_version or "", "rocm": device.rocm_version or ""}
     versions |= installed_versions("torchao") if device.has_torchao else {}
     told = [f"{name} {version}" for name, version in versions.items() if version]
     told += [f"{name}={value}" for name, value in environment_overrides().items()]

@@ -155,7 +155,7 @@ class Executor:
         announce((study.definition(), [each.place for each in code_in_use(study.code)], dict(params)))
         check_same(
             {
-                "kind of device": (device.type, device.compute_capability, sorted(device.cpu_features)),
+                "kind of device": (device.type, device.gpu_architecture, sorted(device.cpu_features)),
                 "PyTorch": device.torch_version,
                 "data": self.dataset.fingerprint,
             }
