@@ -74,6 +74,11 @@ class DeviceInfo:
         return self.uuid or self.torch_device
 
     @property
+    def is_part(self) -> bool:
+        """Whether this is only a part of an NVIDIA GPU (MIG), slower than all of it."""
+        return self.uuid.startswith("MIG-") or " MIG " in self.name
+
+    @property
     def kind(self) -> str:
         """What devices on which a trial computes alike have in common: model and instructions.
 
