@@ -112,9 +112,9 @@ def training_facts(
 
 _HOPPER_SXM = {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
 _AMPERE_SXM = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
-# Dense peak of one GPU in FLOP/s, by its full name and the dtype of the products. Source: NVIDIA's data sheets
-# of the A100, H100 and H200, SXM, without sparsity. Other cards with such a chip (PCIe, NVL) and parts of a
-# GPU may be slower. float8 is left out: only the larger layers of an fp8 trial are float8, the others are bf16.
+# Dense peak of one GPU in FLOP/s, by its full name and the dtype of the products. Source: the data sheets of
+# NVIDIA A100, H100 and H200, SXM, without sparsity. Other cards with such a chip (PCIe, NVL) and parts of a
+# GPU may be slower. float8 is left out: only the larger layers of an fp8 trial are float8, others are bf16.
 _PEAK_FLOPS = {
     "NVIDIA H200": _HOPPER_SXM,
     "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
