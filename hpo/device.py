@@ -301,6 +301,10 @@ class Utilization:
 
     CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
     None without the package nvidia-ml-py. AMD: None, because ROCm defines utilisation in another way.
+
+    NVML reports the share of time in which at least one kernel ran (`nvmlUtilization_t`). A kernel on one of
+    132 multiprocessors counts as much as one on all of them, and kernels of other processes count too. So a
+    low value means an idle GPU, and a high value does not mean a GPU in full use.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:

@@ -187,6 +187,21 @@ def test_an_nvidia_gpu_is_described(probed_gpu: Callable[..., DeviceInfo], bf16:
     assert device.kind == "NVIDIA H200 (compute capability 9.0)"
     assert device.describe() == "NVIDIA H200 (compute capability 9.0, 64 GiB)"
     assert device.total_memory_bytes == 2**36
+    assert probe_device("cpu").type == "cpu", "the GPU is not used where the CPU was asked for"
+
+
+def test_a_process_of_torchrun_without_a_gpu_is_refused(
+    probed_gpu: Callable[..., DeviceInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    probed_gpu()
+    assert chosen == [1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match=r"process 2 \(counted from 0\) has none: 2 are here"):
+        probed_gpu()
 
 
 def test_an_amd_gpu_is_described_without_a_number_of_cuda(probed_gpu: Callable[..., DeviceInfo]) -> None:
@@ -237,6 +252,9 @@ def test_several_amd_gpus_must_not_be_chosen_by_a_variable_of_hip(
     assert cuda_devices() == ("0", "1")
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cuda_devices() == ("0",), "one GPU needs no choice"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"HIP_VISIBLE_DEVICES must not be set .* Use ROCR_VISIBLE_DEVICES"):
         cuda_devices()
 
