@@ -333,6 +333,59 @@ class Utilization:
         return min(1.0, (cpu - self._cpu) / elapsed / self._num_threads)
 
 
+class EnergyCounter:
+    """The energy of an NVIDIA GPU as NVML counts it: of the whole board, since its driver was loaded.
+
+    It says nothing of one worker where others share the GPU, nor of a part of a GPU. The GPU is found by its
+    UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta and later.
+    """
+
+    def __init__(self, device: DeviceInfo, *, shared: bool = False, num_ranks: int = 1) -> None:
+        self._name = device.name
+        self._nvml: Any = None
+        self._handle: Any = None
+        self.missing = ""
+        """Why there is no energy, as the end of a sentence; empty: it is counted."""
+        if device.type != "cuda" or device.gcn_arch:
+            self.missing = f"this is not an NVIDIA GPU but {device.name}."
+        elif device.is_part:
+            self.missing = "this is a part of a GPU (MIG), and NVML counts the whole GPU."
+        elif shared:
+            self.missing = "other workers share this GPU. Run one worker on each GPU."
+        elif num_ranks > 1:
+            self.missing = f"{num_ranks} processes train together, and their GPUs are not added up."
+        else:
+            self._open(device.uuid if device.uuid.startswith("GPU-") else f"GPU-{device.uuid}")
+
+    def _open(self, uuid: str) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            self.missing = "the package nvidia-ml-py is not installed. Install it."
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as error:
+            self._note(error)
+            return
+        self.read_joules()
+
+    def read_joules(self) -> float | None:
+        """Joules so far; None where they are not counted, for the reason in `missing`."""
+        if self.missing:
+            return None
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        except self._nvml.NVMLError as error:
+            self._note(error)
+            return None
+
+    def _note(self, error: Exception) -> None:
+        self.missing = f"NVML does not report the energy of this {self._name} ({error})."
+
+
 def synchronize(device: DeviceInfo) -> None:
     """Wait until all work queued on the device is done; nothing to wait for on a CPU."""
     if device.type == "cuda":

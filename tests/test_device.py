@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
 
 from hpo.device import (
     DeviceInfo,
+    EnergyCounter,
     Utilization,
     available_cores,
     cuda_devices,
@@ -257,6 +260,70 @@ def test_several_amd_gpus_must_not_be_chosen_by_a_variable_of_hip(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"HIP_VISIBLE_DEVICES must not be set .* Use ROCR_VISIBLE_DEVICES"):
         cuda_devices()
+
+
+WHOLE_GPU = DeviceInfo(
+    type="cuda", name="NVIDIA H200", index=1, compute_capability=(9, 0), uuid="5ef", host="node1"
+)
+
+
+def not_supported() -> int:
+    raise NVMLError_NotSupported("Not Supported")
+
+
+@pytest.mark.parametrize("uuid", ["5ef", "GPU-5ef"])  # PyTorch leaves NVML's prefix out
+def test_the_energy_is_that_of_the_gpu_with_the_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+    readings = iter([1_000, 4_500])
+    nvml = FakeNvml({"GPU-0": not_supported, "GPU-5ef": lambda: next(readings)})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    counter = EnergyCounter(replace(WHOLE_GPU, uuid=uuid))
+    assert counter.missing == ""
+    assert counter.read_joules() == 4.5, "the first reading only shows that there is a counter"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "reason"),
+    [
+        (DeviceInfo(type="cpu", name="CPU"), {}, "this is not an NVIDIA GPU but CPU."),
+        (replace(WHOLE_GPU, gcn_arch="gfx90a", name="MI250X"), {}, "this is not an NVIDIA GPU but MI250X."),
+        (
+            replace(WHOLE_GPU, uuid="MIG-1"),
+            {},
+            "this is a part of a GPU (MIG), and NVML counts the whole GPU.",
+        ),
+        (
+            replace(WHOLE_GPU, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
+            {},
+            "this is a part of a GPU (MIG), and NVML counts the whole GPU.",
+        ),
+        (WHOLE_GPU, {"shared": True}, "other workers share this GPU. Run one worker on each GPU."),
+        (WHOLE_GPU, {"num_ranks": 2}, "2 processes train together, and their GPUs are not added up."),
+        (
+            replace(WHOLE_GPU, uuid="old"),
+            {},
+            "NVML does not report the energy of this NVIDIA H200 (Not Supported).",
+        ),
+        (
+            replace(WHOLE_GPU, uuid="gone"),
+            {},
+            "NVML does not report the energy of this NVIDIA H200 (Not Found).",
+        ),
+    ],
+)
+def test_why_the_energy_of_a_device_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, options: dict[str, Any], reason: str
+) -> None:
+    counters = {"GPU-5ef": lambda: 1, "MIG-1": lambda: 1, "GPU-old": not_supported}
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(counters))
+    counter = EnergyCounter(device, **options)
+    assert (counter.missing, counter.read_joules()) == (reason, None)
+
+
+def test_the_energy_is_not_counted_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert EnergyCounter(WHOLE_GPU).missing == "the package nvidia-ml-py is not installed. Install it."
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({}, NVMLError("Driver Not Loaded")))
+    assert "(Driver Not Loaded)" in EnergyCounter(WHOLE_GPU).missing
 
 
 def test_memory_for_each_of_several_workers() -> None:

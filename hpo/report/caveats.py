@@ -112,8 +112,8 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
         which = f"The device {device}" if len(devices) > 1 else "The device"
         yield Notice(
             f"{which} was busy {utilization.median():.0%} of the time (median of {len(utilization)} trials).",
-            "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML counts "
-            "any running kernel as busy, so less of it may be in use.",
+            "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
+            "counts any running kernel as busy, so less of it may be in use.",
         )
 
 

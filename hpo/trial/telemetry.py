@@ -205,6 +205,7 @@ class TrialRecorder:
             "fp_precision_effective": telemetry.get("precision", {}).get("effective"),
             "train_examples_per_second": throughput.get("train_examples_per_second"),
             "train_tokens_per_second": throughput.get("train_tokens_per_second"),
+            "train_joules_per_example": throughput.get("train_joules_per_example"),
             "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
         }
         known = {key: value for key, value in headline.items() if value is not None}

@@ -37,6 +37,7 @@ def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list
         "step_seconds_p50": pytest.approx(2.0),
         "step_seconds_p95": pytest.approx(4.0),
         "padding_share": pytest.approx(0.2),
+        "train_joules_per_example": None,
     }
     total = meter.totals()
     assert (total.seconds, total.tokens, total.windows) == (pytest.approx(35.0), 240, 24)
