@@ -3,6 +3,9 @@
 `probe_device` returns a plain record, and everything that decides by hardware takes the record, so a
 test can describe a GPU that is not there. What the record says about reduced precision is native
 support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
+
+PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it: (9, 0) for an
+MI250X. That number has nothing to do with NVIDIA's, so the record has none and names the GPU's architecture.
 """
 
 from __future__ import annotations
@@ -45,9 +48,11 @@ class DeviceInfo:
     name: str
     index: int = 0
     compute_capability: tuple[int, int] | None = None
-    """CUDA only."""
+    """NVIDIA only."""
     cuda_bf16: bool | None = None
-    """CUDA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
+    """NVIDIA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
+    gcn_arch: str = ""
+    """AMD GPUs only: the architecture as ROCm names it, such as `gfx90a:sramecc+:xnack-`."""
     cpu_features: frozenset[str] = field(default_factory=frozenset)
     """CPU only, of: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
     total_memory_bytes: int = 0
@@ -58,9 +63,10 @@ class DeviceInfo:
     """Whether the package that `base_precision: nf4` needs is installed."""
     torch_version: str = ""
     cuda_version: str | None = None
+    rocm_version: str | None = None
     host: str = ""
     uuid: str = ""
-    """CUDA only: which GPU it is, or which part of one, whatever it is called in this process."""
+    """GPUs only: which one it is, or which part of one, whatever it is called in this process."""
 
     @property
     def device_id(self) -> str:
@@ -68,15 +74,30 @@ class DeviceInfo:
         return self.uuid or self.torch_device
 
     @property
+    def is_part(self) -> bool:
+        """Whether this is only a part of an NVIDIA GPU (MIG), slower than all of it."""
+        return self.uuid.startswith("MIG-") or " MIG " in self.name
+
+    @property
     def kind(self) -> str:
         """What devices on which a trial computes alike have in common: model and instructions.
 
         A cloud's CPUs often have one name and different instructions.
         """
-        facts = sorted(self.cpu_features)
-        if self.compute_capability is not None:
-            facts.append("compute capability {}.{}".format(*self.compute_capability))
+        facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
+
+    @property
+    def gcn_name(self) -> str:
+        """The name of an AMD GPU's architecture without its settings: `gfx90a`."""
+        return self.gcn_arch.partition(":")[0]
+
+    @property
+    def gpu_architecture(self) -> str:
+        """A GPU's instructions, for people: `compute capability 9.0` or `gfx90a`. Empty: not known."""
+        if self.gcn_arch or self.compute_capability is None:
+            return self.gcn_name
+        return "compute capability {}.{}".format(*self.compute_capability)
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> DeviceInfo:
@@ -88,6 +109,7 @@ class DeviceInfo:
             name=facts["name"],
             compute_capability=(int(major), int(minor)) if capability else None,
             cpu_features=frozenset(facts.get("cpu_features") or ()),
+            gcn_arch=facts.get("gcn_arch") or "",
         )
 
     @property
@@ -98,9 +120,8 @@ class DeviceInfo:
     def describe(self) -> str:
         """One line for people."""
         gib = self.total_memory_bytes / 2**30
-        if self.compute_capability is not None:
-            major, minor = self.compute_capability
-            return f"{self.name} (compute capability {major}.{minor}, {gib:.0f} GiB)"
+        if self.type != "cpu":
+            return f"{self.name} ({self.gpu_architecture or 'architecture not known'}, {gib:.0f} GiB)"
         features = ", ".join(sorted(self.cpu_features)) or "no vector extensions known"
         return f"{self.name} ({self.num_cores} cores, {gib:.0f} GiB; {features})"
 
@@ -118,18 +139,21 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             torch.cuda.set_device(_local_rank(torch.cuda.device_count()))
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
+        is_amd = torch.version.hip is not None
         return DeviceInfo(
             type="cuda",
             name=properties.name,
             index=index,
-            compute_capability=(properties.major, properties.minor),
-            cuda_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            compute_capability=None if is_amd else (properties.major, properties.minor),
+            cuda_bf16=None if is_amd else torch.cuda.is_bf16_supported(including_emulation=False),
+            gcn_arch=(properties.gcnArchName or "unknown") if is_amd else "",
             total_memory_bytes=properties.total_memory,
             num_cores=available_cores(root),
             has_torchao=find_spec("torchao") is not None,
             has_bitsandbytes=find_spec("bitsandbytes") is not None,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
+            rocm_version=torch.version.hip,
             host=socket.gethostname(),
             uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
@@ -174,7 +198,8 @@ def device_uuid(visible: str | None, reported: str) -> str:
 def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
 
-    Raises InputError as `probe_device` does.
+    Raises InputError as `probe_device` does, and for several AMD GPUs beside HIP_VISIBLE_DEVICES. HIP then
+    ignores CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
     """
     if kind == "cpu":
         return ()
@@ -183,6 +208,11 @@ def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     num_devices = torch.cuda.device_count()  # makes no CUDA context
     if not _uses_cuda(kind, num_devices > 0):
         return ()
+    if torch.version.hip is not None and num_devices > 1 and "HIP_VISIBLE_DEVICES" in os.environ:
+        raise InputError(
+            "HIP_VISIBLE_DEVICES must not be set where workers share several AMD GPUs, but is "
+            f"{os.environ['HIP_VISIBLE_DEVICES']!r}. Use ROCR_VISIBLE_DEVICES."
+        )
     return visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices)
 
 
@@ -269,8 +299,12 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 class Utilization:
     """How busy the device was, between 0 and 1, averaged since it was made or last read.
 
-    CPU: this process's CPU time over wall time and threads. CUDA: NVML's utilisation, sampled by
-    `sample`; None without the package nvidia-ml-py.
+    CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
+    None without the package nvidia-ml-py. AMD: None, because ROCm defines utilisation in another way.
+
+    NVML reports the share of time in which at least one kernel ran (`nvmlUtilization_t`). A kernel on one of
+    132 multiprocessors counts as much as one on all of them, and kernels of other processes count too. So a
+    low value means an idle GPU, and a high value does not mean a GPU in full use.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:
@@ -280,7 +314,7 @@ class Utilization:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def sample(self) -> None:
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._device.gcn_arch:
             return
         import torch
 
@@ -297,6 +331,59 @@ class Utilization:
         if elapsed <= 0:
             return None
         return min(1.0, (cpu - self._cpu) / elapsed / self._num_threads)
+
+
+class EnergyCounter:
+    """The energy of an NVIDIA GPU as NVML counts it: of the whole board, since its driver was loaded.
+
+    It says nothing of one worker where others share the GPU, nor of a part of a GPU. The GPU is found by its
+    UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta and later.
+    """
+
+    def __init__(self, device: DeviceInfo, *, shared: bool = False, num_ranks: int = 1) -> None:
+        self._name = device.name
+        self._nvml: Any = None
+        self._handle: Any = None
+        self.missing = ""
+        """Why there is no energy, as the end of a sentence; empty: it is counted."""
+        if device.type != "cuda" or device.gcn_arch:
+            self.missing = f"this is not an NVIDIA GPU but {device.name}."
+        elif device.is_part:
+            self.missing = "this is a part of a GPU (MIG), and NVML counts the whole GPU."
+        elif shared:
+            self.missing = "other workers share this GPU. Run one worker on each GPU."
+        elif num_ranks > 1:
+            self.missing = f"{num_ranks} processes train together, and their GPUs are not added up."
+        else:
+            self._open(device.uuid if device.uuid.startswith("GPU-") else f"GPU-{device.uuid}")
+
+    def _open(self, uuid: str) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            self.missing = "the package nvidia-ml-py is not installed. Install it."
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as error:
+            self._note(error)
+            return
+        self.read_joules()
+
+    def read_joules(self) -> float | None:
+        """Joules so far; None where they are not counted, for the reason in `missing`."""
+        if self.missing:
+            return None
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        except self._nvml.NVMLError as error:
+            self._note(error)
+            return None
+
+    def _note(self, error: Exception) -> None:
+        self.missing = f"NVML does not report the energy of this {self._name} ({error})."
 
 
 def synchronize(device: DeviceInfo) -> None:

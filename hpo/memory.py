@@ -56,10 +56,10 @@ def peak_memory_bytes(device: DeviceInfo) -> int:
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch on a CPU: c10/core/impl/alloc_cpu.cpp
     "out of memory",  # CUDA itself, and Triton and NCCL, which ask it past PyTorch's allocator
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    "BLAS_STATUS_ALLOC_FAILED",  # cuBLAS, and hipBLAS on AMD GPUs
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED"
+_NO_HANDLE = "BLAS_STATUS_NOT_INITIALIZED"
 """A handle and its workspace are made at the first product: no memory is left for them, or the GPU failed."""
 _HANDLE_BYTES = 2**28
 """More than a handle and its workspace take."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
 
 from hpo.device import (
     DeviceInfo,
+    EnergyCounter,
     Utilization,
     available_cores,
     cuda_devices,
@@ -33,6 +37,7 @@ from hpo.memory import (
     release_free_memory,
     reset_peak_memory,
 )
+from hpo.trial.telemetry import device_facts
 
 
 def test_the_cpu_is_described() -> None:
@@ -156,6 +161,171 @@ def test_a_gpu_is_named_with_its_index_and_known_by_its_uuid() -> None:
     assert replace(device, uuid="GPU-5ef").device_id == "GPU-5ef"
 
 
+@pytest.fixture
+def probed_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceInfo]:
+    """Probe a machine with one GPU, whose properties are as PyTorch would report them."""
+
+    def probe(*, hip: str | None = None, bf16: bool = True, **properties: Any) -> DeviceInfo:
+        told = {"name": "Test GPU", "major": 9, "minor": 0, "total_memory": 2**36, "uuid": "5ef"} | properties
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(**told))
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or bf16
+        )
+        return probe_device("auto")
+
+    return probe
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_an_nvidia_gpu_is_described(probed_gpu: Callable[..., DeviceInfo], bf16: bool) -> None:
+    device = probed_gpu(name="NVIDIA H200", bf16=bf16)
+    assert (device.type, device.name, device.index, device.uuid) == ("cuda", "NVIDIA H200", 1, "5ef")
+    assert (device.compute_capability, device.cuda_bf16, device.gcn_arch) == ((9, 0), bf16, "")
+    assert (device.cuda_version, device.rocm_version) == ("13.0", None)
+    assert device.kind == "NVIDIA H200 (compute capability 9.0)"
+    assert device.describe() == "NVIDIA H200 (compute capability 9.0, 64 GiB)"
+    assert device.total_memory_bytes == 2**36
+    assert probe_device("cpu").type == "cpu", "the GPU is not used where the CPU was asked for"
+
+
+def test_a_process_of_torchrun_without_a_gpu_is_refused(
+    probed_gpu: Callable[..., DeviceInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    probed_gpu()
+    assert chosen == [1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match=r"process 2 \(counted from 0\) has none: 2 are here"):
+        probed_gpu()
+
+
+def test_an_amd_gpu_is_described_without_a_number_of_cuda(probed_gpu: Callable[..., DeviceInfo]) -> None:
+    # PyTorch reports (9, 0) for this GPU, the compute capability of an H100.
+    device = probed_gpu(name="AMD Instinct MI250X", hip="7.1", gcnArchName="gfx90a:sramecc+:xnack-")
+    assert (device.compute_capability, device.cuda_bf16, device.cuda_version) == (None, None, None)
+    assert (device.type, device.gcn_arch, device.rocm_version) == ("cuda", "gfx90a:sramecc+:xnack-", "7.1")
+    assert device.kind == "AMD Instinct MI250X (gfx90a)"
+    assert device.describe() == "AMD Instinct MI250X (gfx90a, 64 GiB)"
+    assert probed_gpu(hip="7.1", gcnArchName="").gcn_arch == "unknown"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        DeviceInfo(type="cuda", name="AMD GPU", gcn_arch="gfx90a:sramecc+:xnack-", rocm_version="7.1"),
+        DeviceInfo(type="cuda", name="NVIDIA GPU", compute_capability=(12, 1)),
+        DeviceInfo(type="cpu", name="CPU", cpu_features=frozenset({"avx2", "amx_bf16"})),
+    ],
+    ids=["AMD", "NVIDIA", "CPU"],
+)
+def test_the_kind_of_a_device_can_be_read_from_the_facts_of_a_trial(device: DeviceInfo) -> None:
+    facts = device_facts(device, shared=False, memory_fraction=None)
+    read = DeviceInfo.from_facts(facts)
+    assert (read.kind, read.type, read.gcn_arch) == (device.kind, device.type, device.gcn_arch)
+    assert read.compute_capability == device.compute_capability
+
+
+def test_the_utilization_of_an_amd_gpu_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _index: 50)
+    shares = []
+    for gcn_arch in ("", "gfx90a"):
+        utilization = Utilization(DeviceInfo(type="cuda", name="GPU", gcn_arch=gcn_arch), num_threads=1)
+        utilization.sample()
+        shares.append(utilization.read())
+    assert shares == [0.5, None]
+
+
+@pytest.mark.parametrize(("hip", "visible"), [(None, "2,3"), ("7.1", None)])
+def test_several_amd_gpus_must_not_be_chosen_by_a_variable_of_hip(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, visible: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    if visible:
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
+    assert cuda_devices() == ("0", "1")
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cuda_devices() == ("0",), "one GPU needs no choice"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match=r"HIP_VISIBLE_DEVICES must not be set .* Use ROCR_VISIBLE_DEVICES"):
+        cuda_devices()
+
+
+WHOLE_GPU = DeviceInfo(
+    type="cuda", name="NVIDIA H200", index=1, compute_capability=(9, 0), uuid="5ef", host="node1"
+)
+
+
+def not_supported() -> int:
+    raise NVMLError_NotSupported("Not Supported")
+
+
+@pytest.mark.parametrize("uuid", ["5ef", "GPU-5ef"])  # PyTorch leaves NVML's prefix out
+def test_the_energy_is_that_of_the_gpu_with_the_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+    readings = iter([1_000, 4_500])
+    nvml = FakeNvml({"GPU-0": not_supported, "GPU-5ef": lambda: next(readings)})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    counter = EnergyCounter(replace(WHOLE_GPU, uuid=uuid))
+    assert counter.missing == ""
+    assert counter.read_joules() == 4.5, "the first reading only shows that there is a counter"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "reason"),
+    [
+        (DeviceInfo(type="cpu", name="CPU"), {}, "this is not an NVIDIA GPU but CPU."),
+        (replace(WHOLE_GPU, gcn_arch="gfx90a", name="MI250X"), {}, "this is not an NVIDIA GPU but MI250X."),
+        (
+            replace(WHOLE_GPU, uuid="MIG-1"),
+            {},
+            "this is a part of a GPU (MIG), and NVML counts the whole GPU.",
+        ),
+        (
+            replace(WHOLE_GPU, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
+            {},
+            "this is a part of a GPU (MIG), and NVML counts the whole GPU.",
+        ),
+        (WHOLE_GPU, {"shared": True}, "other workers share this GPU. Run one worker on each GPU."),
+        (WHOLE_GPU, {"num_ranks": 2}, "2 processes train together, and their GPUs are not added up."),
+        (
+            replace(WHOLE_GPU, uuid="old"),
+            {},
+            "NVML does not report the energy of this NVIDIA H200 (Not Supported).",
+        ),
+        (
+            replace(WHOLE_GPU, uuid="gone"),
+            {},
+            "NVML does not report the energy of this NVIDIA H200 (Not Found).",
+        ),
+    ],
+)
+def test_why_the_energy_of_a_device_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, options: dict[str, Any], reason: str
+) -> None:
+    counters = {"GPU-5ef": lambda: 1, "MIG-1": lambda: 1, "GPU-old": not_supported}
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(counters))
+    counter = EnergyCounter(device, **options)
+    assert (counter.missing, counter.read_joules()) == (reason, None)
+
+
+def test_the_energy_is_not_counted_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert EnergyCounter(WHOLE_GPU).missing == "the package nvidia-ml-py is not installed. Install it."
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({}, NVMLError("Driver Not Loaded")))
+    assert "(Driver Not Loaded)" in EnergyCounter(WHOLE_GPU).missing
+
+
 def test_memory_for_each_of_several_workers() -> None:
     gpu = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
     for num_workers in (1, 2, 8):
@@ -210,6 +380,8 @@ def test_utilization_of_a_busy_and_an_idle_process() -> None:
         (MemoryError(), True),
         (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), True),
+        (RuntimeError("HIP error: out of memory"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"), True),
         (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), False),
@@ -234,8 +406,9 @@ def test_no_handle_of_cublas_is_out_of_memory_where_the_gpu_is_full(
     answer: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(**answer))
-    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert is_out_of_memory(error) == expected
+    for library in ("CUBLAS", "HIPBLAS"):
+        error = RuntimeError(f"CUDA error: {library}_STATUS_NOT_INITIALIZED when calling `Create(handle)`")
+        assert is_out_of_memory(error) == expected
 
 
 def test_the_real_allocator_of_the_cpu_is_recognised() -> None:

@@ -7,18 +7,22 @@ and whoever chooses a trial go by these numbers alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from hpo.config.study_file import CheckedSection, Problem, refuse, show
-from hpo.errors import did_you_mean
+from hpo.device import EnergyCounter
+from hpo.errors import InputError, did_you_mean
 
+ENERGY = "train_joules_per_example"
+"""Of an NVIDIA GPU that one worker has for itself; `hpo.training.energy` says how it is measured."""
 MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",
     "evaluation_examples_per_second",
+    ENERGY,
     "peak_memory_bytes",
 )
 """What an objective or a limit may name of what a trial costs."""
@@ -34,6 +38,15 @@ def unknown_metric(metric: str) -> str:
     if "/" in metric or metric in known:
         return ""
     return f"unknown metric {show(metric)}; one of a task is `task/name`.{did_you_mean(metric, known)}"
+
+
+def check_energy(metrics: Iterable[str], counter: EnergyCounter) -> None:
+    """Raise InputError if an objective or a limit among `metrics` is energy, and nothing counts it here."""
+    if ENERGY in metrics and counter.missing:
+        raise InputError(
+            f"{ENERGY}: an objective or a limit of energy needs an NVIDIA GPU (Volta or newer) that one "
+            f"worker has for itself, and the package nvidia-ml-py, but {counter.missing}"
+        )
 
 
 class Limit(CheckedSection):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from hpo.config.limits import unknown_metric
+from hpo.config.limits import ENERGY, unknown_metric
 from hpo.config.study_file import CheckedSection, Problem, show
 from hpo.tasks.registry import is_error
 
 
 def smaller_is_better(metric: str) -> bool:
-    return metric == "peak_memory_bytes" or is_error(metric)
+    return metric in ("peak_memory_bytes", ENERGY) or is_error(metric)
 
 
 class ObjectiveConfig(CheckedSection):
@@ -20,7 +20,8 @@ class ObjectiveConfig(CheckedSection):
     metric: str = "score"
     """`score` (mean of the tasks' primary metrics, an `r2` below 0 as 0), `<task>/<metric>` such as
     `criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`,
-    `evaluation_examples_per_second`, or `peak_memory_bytes`."""
+    `evaluation_examples_per_second`, `train_joules_per_example` (an NVIDIA GPU for each worker), or
+    `peak_memory_bytes`."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Which way is better."""
 

@@ -101,6 +101,17 @@ def tf32_is_on() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def reduced_precision_reduction() -> dict[str, bool]:
+    """PyTorch's flags for whether cuBLAS may add up bf16 and fp16 products in bf16 and fp16.
+
+    hpo leaves them as they are. A flag that this PyTorch does not have is left out.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    names = (f"allow_{width}_reduced_precision_reduction" for width in ("bf16", "fp16"))
+    both = [name for one in names for name in (one, f"{one}_split_k")]
+    return {name: getattr(matmul, name) for name in both if hasattr(matmul, name)}
+
+
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay, and
     those of linear layers that are not trained in fewer bits where the precision says so.

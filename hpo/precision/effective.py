@@ -41,7 +41,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpo.memory import is_out_of_memory
-from hpo.precision.amp import MixedPrecision, fp32_backends, is_matmul_module, tf32_is_on
+from hpo.precision.amp import (
+    MixedPrecision,
+    fp32_backends,
+    is_matmul_module,
+    reduced_precision_reduction,
+    tf32_is_on,
+)
 from hpo.precision.float8 import float8_facts, no_float8
 from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import Precision
@@ -87,6 +93,7 @@ class Observation:
                 Counter(_joined({fact.product or "unmeasured" for fact in each}) for each in facts)
             ),
             "tf32": tf32_is_on(),
+            "reduced_precision_reduction": reduced_precision_reduction(),
             "compiled": compiled,
             **self.float8,
         }

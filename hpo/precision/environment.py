@@ -6,7 +6,8 @@ read the variable when they are loaded, so this process cannot undo it.
 
 Sources: oneDNN, "Primitive Attributes: floating-point math mode" and "CPU Dispatcher Control"; PyTorch, "CUDA
 Environment Variables"; NVIDIA, "Accelerating AI Training with NVIDIA TF32 Tensor Cores"; cuBLAS, "Floating
-Point Emulation"; Triton's `knobs.py` and Inductor's `config.py`.
+Point Emulation"; Triton's `knobs.py` and Inductor's `config.py`; for AMD GPUs, PyTorch, "Numerical accuracy",
+and AMD, "ROCm environment variables".
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ WATCHED = (
     "CUBLAS_EMULATE_SINGLE_PRECISION",
     "CUBLAS_EMULATION_STRATEGY",
     "HIPBLASLT_ALLOW_TF32",
+    "HSA_OVERRIDE_GFX_VERSION",
+    "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL",
+    "ROCBLAS_INTERNAL_FP16_ALT_IMPL",
     "TRITON_F32_DEFAULT",
     "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG",
     "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hpo.device import DeviceInfo
-from hpo.errors import Failed, Unsupported, did_you_mean
+from hpo.errors import Failed, InputError, Unsupported, did_you_mean
 from hpo.section import Count, Section, Switch, Whole
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
@@ -151,11 +151,20 @@ _AUTO_ORDER = ("bf16", "fp16", "tf32", "fp32")
 
 
 def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]:
-    """Fill what `config` leaves open from its preset; also return the preset's precision on `device`."""
+    """Fill what `config` leaves open from its preset; also return the preset's precision on `device`.
+
+    Raises InputError where the result has TF32 and the device is an AMD GPU.
+    """
     precision, switched_on = PRESETS[config.preset]
     filled = {name: name in switched_on for name in _SWITCHES if getattr(config, name) is None}
+    filled_config = config.model_copy(update=filled)
+    if device.gcn_arch and filled_config.tf32:
+        raise InputError(
+            f"amp.tf32 must be false on the AMD GPU {device.name}, where nobody has checked TF32, but the "
+            f"preset {config.preset} or the study sets it. Set `amp.tf32: false`."
+        )
     best_native = next(name for name in _AUTO_ORDER if support(name, device).level == "native")
-    return config.model_copy(update=filled), precision or best_native
+    return filled_config, precision or best_native
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,15 @@ _CPUS = {
     "bfloat16": ("AMX or AVX512-BF16", {"amx_bf16", "avx512_bf16", "arm_bf16"}),
     "float16": ("AVX512-FP16", {"avx512_fp16", "amx_fp16", "arm_fp16"}),
 }
+# AMD GPUs with matrix instructions for both bf16 and fp16: MFMA of CDNA 1 to 4, WMMA of RDNA 3, 3.5 and 4.
+# Sources: AMD's "Instruction Set Architecture" reference guides of these, chapters on matrix instructions;
+# LLVM, "User Guide for AMDGPU Backend", for the names. On gfx90a they flush subnormal numbers to zero
+# (PyTorch, "Numerical accuracy").
+_AMD_MATRICES = {
+    *("gfx908", "gfx90a", "gfx942", "gfx950"),
+    *("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+    *("gfx1200", "gfx1201"),
+}
 
 
 def support(name: str, device: DeviceInfo) -> Support:
@@ -183,6 +201,8 @@ def support(name: str, device: DeviceInfo) -> Support:
     products = PRECISIONS[name].products
     level: SupportLevel = "unsupported" if products in ("float8", "tf32") else "emulated"
     needed = "compute capability >= {}.{}".format(*_CAPABILITY[products])
+    if device.gcn_arch:
+        return _amd_support(name, level, device)
     if device.type == "cpu":
         if level == "unsupported":
             return Support(level, f"`{name}` needs CUDA with {needed}, but this is a CPU ({device.name}).")
@@ -192,13 +212,26 @@ def support(name: str, device: DeviceInfo) -> Support:
         return Support(level, f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks.")
     if products == "float8" and not device.has_torchao:
         return Support(level, "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
-    major, minor = capability = device.compute_capability or (0, 0)
-    native = capability >= _CAPABILITY[products]
+    native = (device.compute_capability or (0, 0)) >= _CAPABILITY[products]
     if products == "bfloat16" and device.cuda_bf16 is not None:
         native = device.cuda_bf16
     if native:
         return Support("native")
-    return Support(level, f"`{name}` needs {needed}, but this {device.name} has {major}.{minor}.")
+    capability = device.compute_capability
+    has = "does not report its own" if capability is None else "has {}.{}".format(*capability)
+    return Support(level, f"`{name}` needs {needed}, but this {device.name} {has}.")
+
+
+def _amd_support(name: str, level: SupportLevel, device: DeviceInfo) -> Support:
+    if level == "unsupported":
+        return Support(level, f"`{name}` is not supported on AMD GPUs: nobody has checked it on one.")
+    if PRECISIONS[name].products == "float32" or device.gcn_name in _AMD_MATRICES:
+        return Support("native")
+    return Support(
+        level,
+        f"`{name}` needs an AMD GPU with matrix instructions for it, and {device.gcn_name} ({device.name}) "
+        "is not known to have them.",
+    )
 
 
 @dataclass(frozen=True)

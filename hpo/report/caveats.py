@@ -15,7 +15,8 @@ from hpo.report.verdicts import chosen_on_test
 from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
 
 LOW_UTILIZATION = 0.8
-"""Below this share of busy time the report says what to raise."""
+"""Below this share of busy time the report says what to raise. Above it a GPU may still have much to spare:
+see `hpo.device.Utilization`."""
 
 
 class Notice(NamedTuple):
@@ -111,7 +112,8 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
         which = f"The device {device}" if len(devices) > 1 else "The device"
         yield Notice(
             f"{which} was busy {utilization.median():.0%} of the time (median of {len(utilization)} trials).",
-            "Raise `batch_size` (or `micro_batch_size`), or run more workers per device.",
+            "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
+            "counts any running kernel as busy, so less of it may be in use.",
         )
 
 

@@ -158,7 +158,9 @@ def _environment(trial: TrialRecord) -> str:
     parts = [device["name"]]
     if device["type"] == "cpu" and (threads := device.get("num_threads")):
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
-    parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
+    parts += [
+        f"{name} {device[name]}" for name in ("torch", "transformers", "cuda", "rocm") if device.get(name)
+    ]
     return ", ".join(parts)
 
 
@@ -187,6 +189,9 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
+    energy = throughput.get("train_joules_per_example")
+    if energy is not None and "train_joules_per_example" not in cards:
+        cards["train joules/example"] = format_number(energy)
     if "peak_memory_bytes" not in cards:
         cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
     if len(tables.devices) > 1:
@@ -248,6 +253,8 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
     if len(tables.devices) > 1:
         table["device"] = trials["device"].fillna("–")
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
+    if trials["train_joules_per_example"].notna().any():
+        table["joules/example"] = trials["train_joules_per_example"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     for name in ("weights_bytes", "state_bytes"):
         if trials[name].nunique() > 1:

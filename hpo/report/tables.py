@@ -38,7 +38,12 @@ OUTCOMES = (*Outcome, "running", "waiting")
 ON = " on "
 """Between a precision and a kind of device."""
 
-QUANTITIES = ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
+QUANTITIES = (
+    "train_examples_per_second",
+    "train_tokens_per_second",
+    "train_joules_per_example",
+    "peak_memory_bytes",
+)
 """The table by precision has their median, min and max."""
 
 _TELEMETRY = {
@@ -52,6 +57,7 @@ _TELEMETRY = {
     "shared": "device.shared",
     "train_examples_per_second": "throughput.train_examples_per_second",
     "train_tokens_per_second": "throughput.train_tokens_per_second",
+    "train_joules_per_example": "throughput.train_joules_per_example",
     "evaluation_examples_per_second": "throughput.evaluation_examples_per_second",
     "peak_memory_bytes": "peak_memory_bytes",
     "device_utilization": "device_utilization",
@@ -188,10 +194,9 @@ class StudyTables:
         that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count
         per outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count
         (the best of those that meet the study's limits),
-        `measured` (trials that speed and memory are from), median, min and max of
-        `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
-        `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
-        Missing numbers are NaN.
+        `measured` (trials that speed and memory are from), median, min and max of each of `QUANTITIES`,
+        `skipped_steps` and `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the
+        study's, 0 to 1). Missing numbers are NaN.
         """
         devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
@@ -321,6 +326,7 @@ def precision_comparison(tables: StudyTables) -> pd.DataFrame:
     """`by_precision` as text for people, on its side: a row per quantity, a column per precision and kind of
     device."""
     several, rows = len(tables.devices) > 1, tables.by_precision.to_dict("records")
+    has_energy = tables.trials["train_joules_per_example"].notna().any()
     outcomes = [outcome for outcome in OUTCOMES if any(row[outcome] for row in rows)]
     columns = {}
     for row in rows:
@@ -331,6 +337,8 @@ def precision_comparison(tables: StudyTables) -> pd.DataFrame:
             cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
         cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
         cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
+        if has_energy:
+            cells["train joules/example"] = _spread(row, "train_joules_per_example", format_number)
         cells["trials measured"] = str(row["measured"])
         cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
         cells["skipped steps"] = str(row["skipped_steps"])
@@ -361,6 +369,8 @@ def brief_summary(tables: StudyTables) -> pd.DataFrame:
         for metric in tables.record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
         cells["examples/s"] = format_number(row["train_examples_per_second_median"])
+        if summary["train_joules_per_example_median"].notna().any():
+            cells["joules/example"] = format_number(row["train_joules_per_example_median"])
         cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
         if not several_devices:
             cells["share of time"] = _percent(row["share_of_time"])

@@ -192,6 +192,7 @@ def _evaluate(
     model, loss_fn, mixed_precision = learner
     mixed_precision.check()
     synchronize(mixed_precision.device)
+    clock.meter.stop()
     _lap(clock)
     budget, state, began = args.budget, clock.state, clock.now()
     index = budget.evaluations_due(state, args.evaluate_at)

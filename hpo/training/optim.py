@@ -10,7 +10,7 @@ of seconds works like one of steps, and a resumed trial needs no scheduler state
 bf16 weights: a bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 % of the difference a
 step, which bf16 rounds away, so every step is made in fp32 and only the weights are rounded
 (`Float32Optimizer`); the state is in fp32 too, unless `optimizer_state` says otherwise. Gradients are
-accumulated and clipped in the dtype of their weights (on a CPU by a norm in fp32).
+accumulated and clipped in the dtype of their weights, by a norm in fp32.
 
 A bf16 weight w has neighbours w / 256 to w / 128 away, so rounding to nearest loses an update of less than
 w / 512, in every step anew, and weight decay too. Fine-tuning at a rate of 2e-5 moves a weight of 0.05 by
@@ -185,9 +185,13 @@ def schedule_factor(
 
 
 def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
-    """The 2-norm of all gradients together; on a CPU in fp32, whatever they are in."""
+    """Return the 2-norm of all gradients together, computed in fp32 whatever their dtype is."""
     if device_type != "cpu":
-        return nn.utils.get_total_norm(gradients)
+        if all(gradient.dtype == torch.float32 for gradient in gradients):
+            return nn.utils.get_total_norm(gradients)
+        # get_total_norm would return a bf16 norm for bf16 gradients.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms))
     # Faster than get_total_norm, whose kernel does not use the processor's vectors where it converts.
     flat = (gradient.reshape(-1).float() for gradient in gradients)
     return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()

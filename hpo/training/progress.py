@@ -6,6 +6,8 @@ on a GPU, which cost no synchronisation. The first steps are left out (allocator
 so is what lies before a `start` call: evaluation, the copy for a checkpoint, compilation. Tokens are real
 tokens, without padding.
 
+Energy is measured over the same steps (`hpo.training.energy`), between `start` and `stop`.
+
 The meter's size does not grow with the steps: it holds sums, and the seconds of the last `RECENT_STEPS`, of
 which the percentiles are.
 """
@@ -26,7 +28,8 @@ import torch
 from torch import Tensor
 
 from hpo.data.batches import Batch
-from hpo.device import DeviceInfo, synchronize
+from hpo.device import DeviceInfo, EnergyCounter, synchronize
+from hpo.training.energy import EnergyMeter
 
 FIRST_STEP_SHARE = 0.005
 """Share of a budget of seconds that half of the first step is taken for."""
@@ -158,9 +161,18 @@ class StepTotals(NamedTuple):
 
 
 class ThroughputMeter:
-    """Examples and tokens per second of the training steps, without a device sync per step."""
+    """Examples and tokens per second of the training steps, without a device sync per step.
 
-    def __init__(self, device: DeviceInfo, warmup_steps: int = WARMUP_STEPS) -> None:
+    Where the device has a `counter` of energy, its joules per example too.
+    """
+
+    def __init__(
+        self,
+        device: DeviceInfo,
+        warmup_steps: int = WARMUP_STEPS,
+        counter: EnergyCounter | None = None,
+    ) -> None:
+        self._energy = EnergyMeter(device, counter)
         self._device = device
         self._warmup_steps = warmup_steps
         self._previous: Any = None
@@ -178,7 +190,17 @@ class ThroughputMeter:
 
     def start(self) -> None:
         """Begin an uninterrupted stretch of steps."""
+        if self._num_steps >= self._warmup_steps:
+            self._energy.start()
         self._previous = self._mark()
+
+    def stop(self) -> None:
+        """End the stretch before something else, such as an evaluation or the copy for a checkpoint."""
+        self._energy.stop()
+
+    @property
+    def _num_steps(self) -> int:
+        return self._warmup.steps + self._after.steps + len(self._pending)
 
     def step(self, num_examples: float, num_windows: int, num_tokens: int, num_slots: int) -> None:
         """Count one optimiser step; a window counts as the part that it is of its example."""
@@ -186,6 +208,9 @@ class ThroughputMeter:
         counts = StepTotals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
         self._pending.append((self._previous, mark, counts))
         self._previous = mark
+        self._energy.count(num_examples)
+        if self._num_steps == self._warmup_steps:
+            self._energy.start()
         if len(self._pending) > RECENT_STEPS:
             self._settle()
 
@@ -223,17 +248,19 @@ class ThroughputMeter:
             "step_seconds_p50": p50,
             "step_seconds_p95": p95,
             "padding_share": _ratio(total.slots - total.tokens, total.slots),
+            "train_joules_per_example": self._energy.joules_per_example(),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: plain numbers."""
         self._settle()
         totals = {"warmup": self._warmup._asdict(), "after": self._after._asdict()}
-        return {**totals, "seconds": list(self._seconds)}
+        return {**totals, "seconds": list(self._seconds), "energy": self._energy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._warmup, self._after = StepTotals(**state["warmup"]), StepTotals(**state["after"])
         self._seconds = deque(state["seconds"], maxlen=RECENT_STEPS)
+        self._energy.load_state_dict(state["energy"])
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -24,6 +24,7 @@ from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
+from hpo.precision.amp import reduced_precision_reduction
 from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
@@ -159,7 +160,7 @@ def checked_on(device: DeviceInfo) -> str:
     A result of one kind says nothing of another, nor one under variables that take instructions away.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions["cuda"] = device.cuda_version or ""
+    versions |= {"cuda": device.cuda_version or "", "rocm": device.rocm_version or ""}
     versions |= installed_versions("torchao") if device.has_torchao else {}
     told = [f"{name} {version}" for name, version in versions.items() if version]
     told += [f"{name}={value}" for name, value in environment_overrides().items()]
@@ -196,6 +197,7 @@ def cache_key(parts: TrialParts) -> str:
         "gradient_checkpointing": config.gradient_checkpointing,
         "precision": parts.resolution.effective,
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
+        "reduced_precision_reduction": reduced_precision_reduction(),
         "compile": [config.compile, config.compile_scope, config.compile_dynamic],
         "checked_on": checked_on(parts.device),
         "data": parts.dataset.fingerprint,

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import broken_limits, violations
+from hpo.config.limits import broken_limits, check_energy, violations
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.device import DeviceInfo, limit_threads, probe_device
+from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     Incompatible,
     InputError,
@@ -46,7 +46,7 @@ from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset
 from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
-from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank
+from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
 from hpo.training.metrics import score
 from hpo.trial.callbacks import Callbacks
@@ -140,12 +140,16 @@ class Executor:
         self._collect_garbage()
         recorder = TrialRecorder()
         recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
+        counter = EnergyCounter(self.device, shared=shared_device, num_ranks=world_size())
+        check_energy(self.study.named_metrics, counter)
+        recorder.follow(lambda: {"energy_missing": counter.missing})
         reset_peak_memory(self.device)
 
         def train() -> tuple[float, ...]:
             parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
             self._has_compiled |= parts.compile is not None
-            return TrialRun(parts, recorder, callbacks, self.cache).run(folder, resume_key, mirror)
+            trial = TrialRun(parts, recorder, callbacks, self.cache, counter)
+            return trial.run(folder, resume_key, mirror)
 
         return self._with_limits(recorder, self._end_of(train))
 
@@ -155,7 +159,7 @@ class Executor:
         announce((study.definition(), [each.place for each in code_in_use(study.code)], dict(params)))
         check_same(
             {
-                "kind of device": (device.type, device.compute_capability, sorted(device.cpu_features)),
+                "kind of device": (device.type, device.gpu_architecture, sorted(device.cpu_features)),
                 "PyTorch": device.torch_version,
                 "data": self.dataset.fingerprint,
             }

@@ -35,10 +35,12 @@ def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None
         "type": device.type,
         "name": device.name,
         "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
+        "gcn_arch": device.gcn_arch or None,
         "cpu_features": sorted(device.cpu_features) if device.type == "cpu" else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cuda": device.cuda_version,
+        "rocm": device.rocm_version,
         "num_threads": torch.get_num_threads(),
         "host": device.host,
         "shared": shared,
@@ -108,24 +110,31 @@ def training_facts(
     }
 
 
-# Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:
-# NVIDIA A100, H100 and H200 Tensor Core GPU data sheets, without sparsity. The variants of one name differ
-# (SXM and PCIe); the figure is the SXM part's.
+_HOPPER_SXM = {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
+_AMPERE_SXM = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
+# Dense peak of one GPU in FLOP/s, by its full name and the dtype of the products. Source: the data sheets of
+# NVIDIA A100, H100 and H200, SXM, without sparsity. Other cards with such a chip (PCIe, NVL) and parts of a
+# GPU may be slower. float8 is left out: only the larger layers of an fp8 trial are float8, others are bf16.
 _PEAK_FLOPS = {
-    "H200": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
-    "H100": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
-    "A100": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA A100-SXM4-80GB": _AMPERE_SXM,
+    "NVIDIA A100-SXM4-40GB": _AMPERE_SXM,
 }
 
 
 def _flops_utilization(
     model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
 ) -> float | None:
-    """Model FLOP/s over the data sheets' peak for the precision's products; None where unknown."""
-    device, products = mixed_precision.device, mixed_precision.precision.products
-    peak = next((rates.get(products) for name, rates in _PEAK_FLOPS.items() if name in device.name), None)
+    """Model FLOP/s over the data sheets' peak for the precision's products.
+
+    None where the peak is not known, and where frozen weights are decoded for each product: `training_flops`
+    does not count that.
+    """
+    device, precision = mixed_precision.device, mixed_precision.precision
+    peak = _PEAK_FLOPS.get(device.name, {}).get(precision.products)
     steps = meter.totals()
-    if peak is None or not steps.seconds:
+    if peak is None or device.is_part or device.gcn_arch or precision.frozen != "fp32" or not steps.seconds:
         return None
     flops = training_flops(model, steps.tokens, steps.windows)
     return None if flops is None else flops / steps.seconds / (peak * num_ranks)
@@ -136,9 +145,9 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
 
     The estimate of PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311): 6 N a token for N
     parameters outside the embeddings, 12 D L for a layer's attention over L tokens. A frozen layer only
-    goes forward, a third of that. Recomputation by gradient checkpointing is not counted, nor is padding;
-    every layer is taken to attend to the whole window, of mean length. None where the layers are not
-    known.
+    goes forward, a third of that; a frozen weight beside trained ones has no gradient of its own, two thirds.
+    Recomputation by gradient checkpointing is not counted, nor is padding; every layer is taken to attend to
+    the whole window, of mean length. None where the layers are not known.
     """
     if not num_sequences:
         return 0.0
@@ -150,8 +159,10 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
     attention = 4 * config.hidden_size * (num_tokens / num_sequences)
     flops = 0.0
     for layer in layers:
-        passes = 3 if any(parameter.requires_grad for parameter in layer.parameters()) else 1
-        flops += passes * (2 * _num_parameters(layer) + attention) * num_tokens
+        weights = [(weight.numel(), weight.requires_grad) for weight in layer.parameters()]
+        is_trained = any(trained for _, trained in weights)
+        products = sum(size * (2 + trained if is_trained else 1) for size, trained in weights)
+        flops += (2 * products + (3 if is_trained else 1) * attention) * num_tokens
     for task, head in zip(model.tasks, model.heads, strict=True):
         flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
     return flops
@@ -194,6 +205,7 @@ class TrialRecorder:
             "fp_precision_effective": telemetry.get("precision", {}).get("effective"),
             "train_examples_per_second": throughput.get("train_examples_per_second"),
             "train_tokens_per_second": throughput.get("train_tokens_per_second"),
+            "train_joules_per_example": throughput.get("train_joules_per_example"),
             "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
         }
         known = {key: value for key, value in headline.items() if value is not None}

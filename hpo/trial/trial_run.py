@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpo.config.limits import MEASURED_METRICS, broken_limits
+from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
-from hpo.device import Utilization
+from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
@@ -31,6 +31,7 @@ from hpo.training.compilation import (
     compiled_modules,
     run_both_modes,
 )
+from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
@@ -41,7 +42,7 @@ from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 8
+CHECKPOINT_FORMAT = 9
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -70,13 +71,15 @@ class TrialRun:
         recorder: TrialRecorder,
         callbacks: Callbacks,
         cache: CompatibilityCache | None = None,
+        energy_counter: EnergyCounter | None = None,
     ) -> None:
         self.parts = parts
         self.recorder = recorder
         self.callbacks = callbacks
         self.cache = cache
         self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
-        self.meter = ThroughputMeter(parts.device)
+        self.energy_counter = energy_counter
+        self.meter = ThroughputMeter(parts.device, counter=energy_counter)
         self.compile_clock = CompileClock()
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
@@ -219,6 +222,7 @@ class TrialRun:
             raise Pruned(told)
         due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
         if due:
+            self.meter.stop()
             self._save()
         return due
 
@@ -286,11 +290,17 @@ class TrialRun:
         unmeasured = [name for name in named if name in MEASURED_METRICS and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
             budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-            raise Incompatible(
-                f"the metric {unmeasured[0]} has no value: something was compiled in every step of the "
-                f"trial ({evaluation.step} in all), so that none tells the speed. Raise `{budget}`, or use "
-                "`compile: none`."
+            why = (
+                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
+                f"tells the speed. Raise `{budget}`, or use `compile: none`."
             )
+            if unmeasured[0] == ENERGY:
+                missing = self.energy_counter and self.energy_counter.missing
+                why = missing or (
+                    f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
+                    f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
+                )
+            raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
         tasks = self.parts.dataset.tasks
         values = {name: objective_value(name, evaluation.metrics, tasks, measured) for name in named}
         return tuple(values[name] for name in metrics)

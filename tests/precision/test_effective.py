@@ -221,6 +221,25 @@ def test_what_dtypes_do_not_show_is_seen(compute: Compute, name: str, said: str)
     assert (len(products) == 1) == (not said)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_how_cublas_adds_up_products_is_left_alone_and_recorded(name: str) -> None:
+    def record() -> dict[str, bool]:
+        with backend_flags(PRECISIONS[name], EMULATED):
+            found: dict[str, bool] = Observation().telemetry(compiled=False)["reduced_precision_reduction"]
+        return found
+
+    flag, matmul = f"allow_{name}_reduced_precision_reduction", torch.backends.cuda.matmul
+    defaults = record()
+    assert defaults[flag] is True
+    assert {name: getattr(matmul, name) for name in defaults} == defaults
+    try:
+        setattr(matmul, flag, False)  # as the study's own code may do
+        assert record() == defaults | {flag: False}
+    finally:
+        setattr(matmul, flag, True)
+    assert record() == defaults
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "bf16-true"])
 def test_the_model_comes_back_bit_for_bit(name: str) -> None:
     batch, model = tiny_batch(), tiny_model(WithOwn(plain))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 from hpo.device import DeviceInfo
-from hpo.errors import Unsupported
+from hpo.errors import InputError, Unsupported
 from hpo.precision.table import (
     ALIASES,
     PRECISION_NAMES,
     PRESETS,
     AmpConfig,
     apply_preset,
+    base_lacks,
     canonical_precision,
+    lacking_choices,
     left_out,
+    named_choices,
     resolve,
     support,
 )
@@ -29,7 +33,14 @@ def gpu(major: int, minor: int, *, bf16: bool | None = None) -> DeviceInfo:
     return DeviceInfo(type="cuda", name="Test GPU", compute_capability=(major, minor), cuda_bf16=bf16)
 
 
-P100, T4, A100, ADA, H200 = gpu(6, 0), gpu(7, 5), gpu(8, 0), gpu(8, 9), gpu(9, 0)
+P100, V100, T4, A100, ADA, H200 = gpu(6, 0), gpu(7, 0), gpu(7, 5), gpu(8, 0), gpu(8, 9), gpu(9, 0)
+UNKNOWN_GPU = DeviceInfo(type="cuda", name="Test GPU")
+
+
+def amd_gpu(gcn_arch: str) -> DeviceInfo:
+    return DeviceInfo(type="cuda", name="AMD Test GPU", gcn_arch=gcn_arch)
+
+
 OLD_CPU, AMX = cpu("avx2"), cpu("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
 
@@ -44,18 +55,21 @@ DEVICES = {
     "old CPU": OLD_CPU,
     "AMX": AMX,
     "P100": P100,
+    "V100": V100,
     "T4": T4,
     "A100": A100,
     "Ada": ADA,
     "H200": H200,
+    "H200 without packages": replace(H200, has_torchao=False, has_bitsandbytes=False),
+    "unknown GPU": UNKNOWN_GPU,
 }
 LEVELS = {  # n: native, e: emulated, u: unsupported; in the order of DEVICES
-    "fp32": "nnnnnnn",
-    "tf32": "uuuunnn",
-    "bf16": "eneennn",
-    "bf16-true": "eneennn",
-    "fp16": "enennnn",
-    "fp8": "uuuuunn",
+    "fp32": "nnnnnnnnnn",
+    "tf32": "uuuuunnnnu",
+    "bf16": "eneeennnne",
+    "bf16-true": "eneeennnne",
+    "fp16": "enennnnnne",
+    "fp8": "uuuuuunnuu",
 }
 
 
@@ -70,6 +84,82 @@ def test_support_is_what_the_table_of_the_design_says(name: str, device: str) ->
 def test_the_probe_of_native_bf16_wins_over_the_compute_capability() -> None:
     assert support("bf16", gpu(9, 0, bf16=False)).level == "emulated"
     assert support("bf16", gpu(7, 5, bf16=True)).level == "native"
+
+
+def test_the_reason_names_an_unknown_compute_capability_as_unknown() -> None:
+    assert support("bf16", UNKNOWN_GPU).reason == (
+        "`bf16` needs compute capability >= 8.0, but this Test GPU does not report its own."
+    )
+
+
+def test_fp8_without_torchao_names_the_package() -> None:
+    lacking = left_out(PRECISION_NAMES, replace(H200, has_torchao=False), AmpConfig(allow_emulated=True))
+    assert list(lacking) == ["fp8"]
+    assert "needs the package torchao" in lacking["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("gcn_arch", "half"),
+    [
+        ("gfx908:sramecc+:xnack-", "native"),  # MI100
+        ("gfx90a:sramecc+:xnack-", "native"),  # MI250X
+        ("gfx942:sramecc+:xnack-", "native"),  # MI300X
+        ("gfx950", "native"),  # MI355X
+        ("gfx1100", "native"),  # RX 7900 XTX
+        ("gfx1201", "native"),  # RX 9070
+        ("gfx906:sramecc+:xnack-", "emulated"),  # MI50: no matrix instructions
+        ("gfx1030", "emulated"),  # RX 6900 XT: no matrix instructions
+        ("gfx9999", "emulated"),
+        ("unknown", "emulated"),
+    ],
+)
+def test_an_amd_gpu_is_judged_by_its_architecture(gcn_arch: str, half: str) -> None:
+    # PyTorch reports compute capability (9, 0) for gfx90a and says that every AMD GPU has bf16.
+    device = replace(amd_gpu(gcn_arch), compute_capability=(9, 0), cuda_bf16=True)
+    assert {name: support(name, device).level for name in PRECISION_NAMES} == {
+        "fp32": "native",
+        "tf32": "unsupported",
+        "bf16": half,
+        "fp16": half,
+        "bf16-true": half,
+        "fp8": "unsupported",
+    }
+    reasons = left_out(PRECISION_NAMES, device, AmpConfig())
+    assert reasons["fp8"] == "`fp8` is not supported on AMD GPUs: nobody has checked it on one."
+    assert all("compute capability" not in reason for reason in reasons.values())
+    assert apply_preset(AmpConfig(), device)[1] == ("bf16" if half == "native" else "fp32")
+
+
+def test_the_reason_on_an_amd_gpu_names_its_architecture() -> None:
+    assert support("fp16", amd_gpu("gfx1030")).reason == (
+        "`fp16` needs an AMD GPU with matrix instructions for it, and gfx1030 (AMD Test GPU) is not known to "
+        "have them."
+    )
+
+
+@pytest.mark.parametrize("given", [{"preset": "ultra"}, {"tf32": True}])
+def test_tf32_for_the_rest_of_the_products_is_refused_on_an_amd_gpu(given: dict[str, object]) -> None:
+    config = AmpConfig.model_validate(given)
+    with pytest.raises(InputError, match=r"amp\.tf32 must be false on the AMD GPU .* Set `amp\.tf32: false`"):
+        apply_preset(config, amd_gpu("gfx942"))
+    assert apply_preset(config.model_copy(update={"tf32": False}), amd_gpu("gfx942"))[0].tf32 is False
+
+
+@pytest.mark.parametrize("device", [H200, P100, UNKNOWN_GPU, AMX], ids=["new", "old", "unknown", "CPU"])
+def test_nf4_needs_bitsandbytes_and_no_other_storage_does(device: DeviceInfo) -> None:
+    assert base_lacks("nf4", device) == ""
+    without = replace(device, has_bitsandbytes=False)
+    assert [base_lacks(name, without) for name in ("fp32", "bf16", "int8")] == ["", "", ""]
+    assert "needs the package bitsandbytes" in base_lacks("nf4", without)
+
+
+def test_choices_are_named_by_their_setting() -> None:
+    device = replace(T4, has_bitsandbytes=False)
+    searched = {"fp_precision": ("fp32", "bf16"), "base_precision": ("fp32", "nf4"), "optimizer": ("adamw",)}
+    assert list(lacking_choices(searched, device, AmpConfig())) == ["bf16", "base_precision=nf4"]
+    drawn = {"fp_precision": "bf16", "base_precision": "nf4", "optimizer": "adamw"}
+    assert named_choices(drawn) == ["bf16", "base_precision=nf4"]
+    assert named_choices({"optimizer": "adamw"}) == []
 
 
 @pytest.mark.parametrize("mode", ["skip", "prune"])

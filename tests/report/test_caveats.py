@@ -71,6 +71,7 @@ def test_cut_texts_and_lost_spans_are_said(data: list[dict[str, Any]], said: str
 def test_low_utilisation_says_what_to_raise() -> None:
     (advice,) = [notice.advice for notice in caveats(fake_tables()) if "busy" in notice.text]
     assert re.search("batch_size.*workers per device", advice)
+    assert "On a GPU, NVML counts any running kernel as busy, so less of it may be in use." in advice
 
 
 def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:

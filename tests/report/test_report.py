@@ -51,6 +51,16 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     assert len(tables["trials"]) == 40
 
 
+def test_the_page_has_the_energy_of_trials_that_measured_it(tmp_path: Path) -> None:
+    record = fake_record()
+    assert "joules/example" not in without_plotly(write_report(record, tmp_path / "without"))
+    for trial in record.trials:
+        trial.telemetry.get("throughput", {})["train_joules_per_example"] = 1.25
+    text = without_plotly(write_report(record, tmp_path / "with"))
+    assert "<dt>train joules/example</dt><dd>1.25</dd>" in text
+    assert re.search("<th[^>]*>joules/example</th>", text)
+
+
 def test_the_page_says_what_matters_first(full_report: Path) -> None:
     record = fake_record()
     text = without_plotly(full_report)

@@ -152,6 +152,21 @@ def test_an_empty_study_gives_empty_tables() -> None:
     assert "best_score" in tables.by_precision
 
 
+def test_energy_is_shown_where_it_was_measured() -> None:
+    trials = [fake_trial(number, name) for number, name in enumerate(["fp32", "bf16", "bf16", "fp16"])]
+    shown = "train joules/example"
+    assert shown not in set(precision_comparison(tables_of(trials))["requested precision"])
+    assert "joules/example" not in brief_summary(tables_of(trials))
+    for number, joules in enumerate([4.0, 1.5, 2.5]):
+        trials[number].telemetry["throughput"]["train_joules_per_example"] = joules
+    tables = tables_of(trials)
+    row = precision_comparison(tables).set_index("requested precision").loc[shown]
+    assert row.to_dict() == {"fp32": "4", "tf32": "–", "bf16": "2 (1.5 to 2.5)", "fp16": "–"}
+    assert list(brief_summary(tables)["joules/example"]) == ["4", "–", "2", "–"]
+    trials[2].telemetry["device"]["shared"] = True  # its number would be that of others, too
+    assert tables_of(trials).by_precision["train_joules_per_example_median"].dropna().tolist() == [4.0, 1.5]
+
+
 def test_evaluations_and_task_metrics() -> None:
     record = fake_record()
     table = StudyTables(record).evaluations

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import TASKS, tiny_model, tiny_objective
+from tiny import CPU, TASKS, tiny_model, tiny_objective
 from tiny_loop import accumulate, amp_of
 from torch import Tensor, nn
 
-from hpo.training.optim import gradient_norm
+from hpo.training.loop import apply_gradients
+from hpo.training.optim import build_optimizer, gradient_norm
 
 
 def gradients_of(micro_batch_size: int) -> tuple[float, dict[str, Tensor]]:
@@ -68,6 +70,8 @@ def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() ->
     ("device", "dtypes"),
     [
         ("cuda", (torch.float32,)),
+        ("cuda", (torch.bfloat16,)),
+        ("cuda", (torch.bfloat16, torch.float32)),
         ("cpu", (torch.float32,)),
         ("cpu", (torch.bfloat16,)),
         ("cpu", (torch.bfloat16, torch.float32)),
@@ -75,9 +79,29 @@ def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() ->
 )
 def test_the_norm_of_gradients_is_that_in_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     shapes = [(300, 400), (7,), (), (1, 50)]
-    gradients = [torch.randn(shape).to(dtype) * 1e-3 for shape in shapes for dtype in dtypes]
-    gradients.append(torch.randn(20, 30).to(dtypes[0]).t())
-    expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
-    norm = gradient_norm(gradients, device)
-    assert norm.dtype == torch.float32
-    assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+    for scale in (1e-3, 1e4):
+        gradients = [torch.randn(shape).to(dtype) * scale for shape in shapes for dtype in dtypes]
+        gradients.append(torch.randn(20, 30).to(dtypes[0]).t())
+        expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+        norm = gradient_norm(gradients, device)
+        assert norm.dtype == torch.float32
+        assert float(norm) == pytest.approx(float(expected), rel=5e-6)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_large_bf16_gradients_are_clipped_as_in_fp64(device_type: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n, 401, dtype=torch.bfloat16)) for n in (3, 57, 300))
+    for number, weight in enumerate(model):
+        weight.grad = (1e4 * torch.randn_like(weight) + 10.0**number).to(torch.bfloat16)
+    exact = torch.cat([weight.grad.double().flatten() for weight in model if weight.grad is not None])
+    amp = amp_of("bf16-true")
+    amp.device = replace(CPU, type=device_type)
+    group = {"name": "all", "params": [*model], "lr": 1.0, "initial_lr": 1.0, "weight_decay": 0.0}
+    optimizer = build_optimizer("sgd", [group], betas=(0.0, 0.0))
+    apply_gradients(model, optimizer, torch.tensor(1.0), amp, max_grad_norm=1.0)
+    clipped = torch.cat([weight.grad.double().flatten() for weight in model if weight.grad is not None])
+    expected = (exact / exact.norm()).to(torch.bfloat16).double()
+    # A product that lies between two bf16 numbers may be rounded to either.
+    assert bool(((clipped - expected).abs() <= 2**-7 * expected.abs()).all())
+    assert float(clipped.norm()) == pytest.approx(float(expected.norm()), rel=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny import CPU
 from tiny_encoders import BERT, make_model, scalar_loss
 
 from hpo.device import probe_device
+from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.training.progress import RECENT_STEPS, ThroughputMeter
 from hpo.trial.telemetry import training_flops
 
@@ -35,6 +37,7 @@ def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list
         "step_seconds_p50": pytest.approx(2.0),
         "step_seconds_p95": pytest.approx(4.0),
         "padding_share": pytest.approx(0.2),
+        "train_joules_per_example": None,
     }
     total = meter.totals()
     assert (total.seconds, total.tokens, total.windows) == (pytest.approx(35.0), 240, 24)
@@ -77,14 +80,24 @@ def test_a_gpu_s_steps_are_timed_by_its_events() -> None:
     assert meter.totals().seconds > 0
 
 
-@pytest.mark.parametrize(("freeze_layers", "within"), [(0, 0.03), (1, 0.09)])
+@pytest.mark.parametrize(
+    ("settings", "adapter", "within"),
+    [
+        ({}, None, 0.03),
+        ({"freeze_layers": 1}, None, 0.09),
+        ({}, AdapterSettings(adapter="lora", lora_rank=2), 0.09),
+    ],
+    ids=["all trained", "a frozen layer", "frozen weights under an adapter"],
+)
 def test_training_flops_agrees_with_torchs_count_of_matrix_products(
-    freeze_layers: int, within: float
+    settings: dict[str, Any], adapter: AdapterSettings | None, within: float
 ) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     wide = {**BERT, "hidden_size": 64, "intermediate_size": 256}
-    model = make_model(wide, attention="eager", freeze_layers=freeze_layers)
+    model = make_model(wide, attention="eager", **settings)
+    if adapter is not None:
+        add_adapter(model.encoder, adapter)
     with FlopCounterMode(display=False) as counter:
         scalar_loss(model, (16,) * 4).backward()
     # The count leaves out biases and norms, the estimate counts the products of the embedding's gradient.

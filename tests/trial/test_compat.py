@@ -85,6 +85,9 @@ def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch:
             replace(CPU, cpu_features=frozenset({"amx_bf16"})),
             replace(CPU, type="cuda", compute_capability=(9, 0)),
             replace(CPU, cuda_version="13.0"),
+            replace(CPU, rocm_version="7.1"),
+            replace(CPU, type="cuda", gcn_arch="gfx90a"),
+            replace(CPU, type="cuda", gcn_arch="gfx942"),
         )
     ]
     for target, value in (
@@ -99,6 +102,14 @@ def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setenv(name, setting)
             keys.append(key_of(executor))
+    matmul: Any = torch.backends.cuda.matmul
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        try:
+            for value in (False, (False, False)):
+                setattr(matmul, name, value)
+                keys.append(key_of(executor))
+        finally:
+            setattr(matmul, name, True)
     assert len(set(keys)) == len(keys)
 
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 from hpo.code import trusting, use_code
 from hpo.config.allowed import allowing, check_allowed, places
+from hpo.config.limits import check_energy
 from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
-from hpo.device import DeviceInfo, memory_limit, probe_device
+from hpo.device import DeviceInfo, EnergyCounter, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import release_free_memory
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
@@ -184,11 +185,16 @@ def _open_existing(url: str, stop: Stop | None) -> Storage | None:
 def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInfo, dict[str, str]]:
     """Return this machine's device and what `check_precisions` says of it.
 
+    Raises InputError if the study needs the device's energy and nothing counts it.
+
     Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
     """
     try:
         device = probe_device(config.device)
-        return device, check_precisions(config, device)
+        lacking = check_precisions(config, device)
+        counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=_num_ranks())
+        check_energy(config.named_metrics, counter)
+        return device, lacking
     except InputError as error:
         if trials_run != "elsewhere":
             raise
@@ -230,6 +236,12 @@ def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
 
     executor.study = fit_rungs(executor.study, executor.dataset)
     return fit_rungs(config, executor.dataset)
+
+
+def _num_ranks() -> int:
+    from hpo.training.distributed import world_size
+
+    return world_size()
 
 
 def _num_on_device() -> int:

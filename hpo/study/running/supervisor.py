@@ -32,10 +32,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpo.config.allowed import ALLOW
+from hpo.config.limits import check_energy
 from hpo.config.study_config import StudyConfig
 from hpo.device import (
     CUDA_CONTEXT_BYTES,
     DeviceInfo,
+    EnergyCounter,
     available_cores,
     cuda_devices,
     memory_share,
@@ -89,7 +91,8 @@ def share_devices(
         per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
             are processes.
 
-    Raises InputError where the workers of one GPU may take more than its memory.
+    Raises InputError where the workers of one GPU may take more than its memory, or share it although the
+    study needs its energy.
     """
     if per_device is None and workers in (None, 1):
         return []
@@ -97,7 +100,9 @@ def share_devices(
     num_devices = max(1, len(devices))
     count = workers or (per_device or 1) * num_devices
     if devices:
-        share_memory(config, probe_device(config.device), math.ceil(count / num_devices))
+        device = probe_device(config.device)
+        check_energy(config.named_metrics, EnergyCounter(device, shared=count > num_devices))
+        share_memory(config, device, math.ceil(count / num_devices))
     return [
         DeviceShare(
             workers_on_device=len(range(number % num_devices, count, num_devices)),

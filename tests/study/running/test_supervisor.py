@@ -8,20 +8,24 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_nvml import FakeNvml
 from postgres import PostgresServer
 from tiny import CPU, GPU
 from worker_process import study, wait_for
 
+from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, RunError
+from hpo.study.running import run as run_module
 from hpo.study.running import supervisor
-from hpo.study.running.stopping import Stop
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import (
     DeviceShare,
     WorkerProcesses,
@@ -288,3 +292,30 @@ def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
         share_devices(config, None, 2)
     monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ())  # on a CPU it says nothing
     assert len(share_devices(config, None, 2)) == 2
+
+
+def test_workers_do_not_share_a_gpu_whose_energy_the_study_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
+    monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
+    config = study(2, constraints={ENERGY: {"max": 1.0}})
+    assert len(share_devices(config, 2)) == 2
+    with pytest.raises(InputError, match=r"other workers share this GPU\. Run one worker on each GPU\."):
+        share_devices(config, 3)
+    assert len(share_devices(study(2), 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "uuid", "reason"),
+    [("1", "GPU-0", ""), ("2", "GPU-0", "other workers share this GPU"), ("1", "GPU-1", "Not Found")],
+)
+def test_a_worker_checks_its_gpu_s_energy_before_its_first_trial(
+    monkeypatch: pytest.MonkeyPatch, workers: str, uuid: str, reason: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
+    monkeypatch.setattr(run_module, "probe_device", lambda _: replace(GPU, uuid=uuid))
+    monkeypatch.setenv(WORKERS_ON_DEVICE, workers)
+    config = study(objective={"metric": ENERGY, "direction": "minimize"})
+    expected = pytest.raises(InputError, match=reason) if reason else nullcontext()
+    with expected:
+        run_module._check_device(config, "in this process")
