@@ -18,11 +18,11 @@ A worker that dies leaves its slot claimed. On the same machine the others see a
 gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat runs only inside
 `study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
 
-A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault), or makes it
-lose its GPU, would be taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
+A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
+taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
 as `crashed`, which samplers see as infeasible, only when `MAX_DEATHS` of its workers died in a row, none of
 them with a later checkpoint or evaluation than the one before. Who takes over the slot of a dead worker
-counts its death, in the same transaction; a worker that lost its GPU counts its own.
+counts its death, in the same transaction. A worker that lost its GPU counts its own death.
 
 Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
 FAIL, because samplers do not see FAIL and would return to the same broken precision.
