@@ -13,6 +13,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   └── StudyChangedError      the stored study has another search space than the study file
     ├── RunError                   the run cannot go on (exit code 1)
     │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
+    │   ├── DeviceLostError        this process cannot use its GPU any more; a new process may
     │   ├── LeaseLostError         another worker took this trial over; this one must stop
     │   ├── TrackerError           MLflow or W&B is away, or refuses what it is sent
     │   └── OutageError            the database is away; it may be back soon
@@ -80,6 +81,10 @@ class RunError(HpoError):
 
 class CheckpointError(RunError):
     """A checkpoint could not be written, or no intact one could be read."""
+
+
+class DeviceLostError(RunError):
+    """The CUDA context of this process is lost. A new process may use the GPU; no trial is at fault."""
 
 
 class LeaseLostError(RunError):

@@ -113,6 +113,9 @@ def check_losses(folder: Path) -> dict[str, Any]:
             executor, freeze_layers=1, gradient_checkpointing=True, loss_weighting="uncertainty"
         ),
         "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
+        "a first batch of one row": trained(
+            tiny_executor(folder / "few", CPU, data=few), batch_size=1, fp_precision="fp16"
+        ),
         "bf16-true": trained(executor, fp_precision="bf16-true"),
     }
     loop.collate = with_few_labels

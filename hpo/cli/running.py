@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -29,6 +29,7 @@ from hpo.outcome import Outcome
 if TYPE_CHECKING:
     from hpo.api.running import RunResult
     from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.running.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
 
@@ -60,7 +61,16 @@ def run(
             say_how_to_go_on(result)
     if result.ended == "finished" and not complete_trials(record):
         raise RunError(_why_no_result(record))
-    raise typer.Exit(result.exit_code)
+    end_with(result, record.name)
+
+
+def end_with(summary: RunSummary, study: str) -> NoReturn:
+    """End the command with the exit code of the run. Raises RunError where most trials failed."""
+    if summary.exit_code == 1:
+        failed, total = summary.outcomes[Outcome.FAILED], sum(summary.outcomes.values())
+        why = f"`hpo report {study}` shows why."
+        raise RunError(f"{failed} of the {total} trials that ended here failed. {why}")
+    raise typer.Exit(summary.exit_code)
 
 
 def run_told(result: RunResult) -> dict[str, Any]:

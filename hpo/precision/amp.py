@@ -4,7 +4,8 @@
 same order whatever the precision is; where a precision needs nothing, autocast and scaler are no-ops.
 
 Nothing here waits for the device between steps: whether a loss or a gradient was finite is counted in
-tensors on the device and read by `check`, every few steps on a GPU.
+tensors on the device and read by `check`, every few steps on a GPU. The longest run of bad steps is kept, so
+how often `check` is called does not decide how a trial ends.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ NONFINITE_PATIENCE = 3
 """Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
 
 _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
-_TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max")
-"""The counters that a checkpoint holds, on the host and on the device."""
+_TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max", "losses_in_a_row", "gradients_in_a_row")
+"""The counters that a checkpoint holds, on the host and on the device. It is written after a `check`, so it
+needs no longest runs."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
@@ -167,7 +169,9 @@ class MixedPrecision:
         )
         self._zero = torch.zeros((), device=device.torch_device)
         self._one = self._zero + 1
+        self.scale_value()  # the scaler makes its state now: a rank without rows never scales a loss
         self._losses_in_a_row = self._gradients_in_a_row = self._overflows_at_floor = self._zero
+        self._most_losses_in_a_row = self._most_gradients_in_a_row = self._zero
         self._skipped = self._scale_sum = self._scale_min = self._scale_max = self._zero
         self._epoch_fallbacks = 0
         self.step_fallbacks = 0
@@ -204,9 +208,10 @@ class MixedPrecision:
 
     @contextlib.contextmanager
     def float32(self, model: nn.Module) -> Iterator[Callable[..., Any]]:
-        """`model` computing with fp32 copies of its weights, without autocast and under fp32's flags.
+        """Yield `model` with fp32 copies of its weights, without autocast and under fp32's flags.
 
-        Gradients reach the weights themselves; the backward pass has the trial's flags.
+        The backward pass belongs in the block too: it needs the same flags. Gradients reach the weights
+        themselves.
         """
         weights = {
             name: parameter.float() if parameter.is_floating_point() else parameter
@@ -228,9 +233,11 @@ class MixedPrecision:
         bad_loss = ~torch.isfinite(loss.detach())
         bad_gradient = ~torch.isfinite(gradient_norm.detach())
         self._losses_in_a_row = (self._losses_in_a_row + 1) * bad_loss
+        self._most_losses_in_a_row = torch.maximum(self._most_losses_in_a_row, self._losses_in_a_row)
         self._skipped = self._skipped + bad_gradient
         if not self.precision.loss_scaling:
-            self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
+            in_a_row = self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
+            self._most_gradients_in_a_row = torch.maximum(self._most_gradients_in_a_row, in_a_row)
             return bad_gradient.float()
         scale = self.scale_value()
         at_floor = scale <= self.config.min_scale
@@ -244,7 +251,7 @@ class MixedPrecision:
 
     def check(self) -> None:
         """Raise Nonfinite if the training cannot recover. Waits for the device."""
-        counts = [self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor]
+        counts = [self._most_losses_in_a_row, self._most_gradients_in_a_row, self._overflows_at_floor]
         losses, gradients, floor = torch.stack(counts).tolist()
         if floor:
             raise Nonfinite(
@@ -252,9 +259,9 @@ class MixedPrecision:
                 "(amp.min_scale)."
             )
         if losses >= NONFINITE_PATIENCE:
-            raise Nonfinite(f"the loss was not finite in {int(losses)} steps in a row.")
+            raise Nonfinite(f"the loss was not finite in {NONFINITE_PATIENCE} steps in a row.")
         if gradients >= NONFINITE_PATIENCE:
-            raise Nonfinite(f"the gradients were not finite in {int(gradients)} steps in a row.")
+            raise Nonfinite(f"the gradients were not finite in {NONFINITE_PATIENCE} steps in a row.")
 
     def start_epoch(self) -> None:
         """Give the fp32 fallback its allowance anew."""

@@ -38,6 +38,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpo.errors import CheckpointError, Preempted
+from hpo.memory import is_out_of_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class CheckpointStore:
         try:
             self._writing = self._writer.submit(self._save, step, *_copied((weights, state, best)))
         except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._writing = Future()
             self._writing.set_exception(
                 CheckpointError(

@@ -261,27 +261,31 @@ def _accumulate(
         if number:
             on_micro_batch()
         share = len(part.windows_B) / len(batch.windows_B)
-        loss = compute_loss(learner, part.to(device), num_items, share)
-        mixed_precision.scaler.scale(loss).backward()
-        total += loss.detach()
+        total += forward_backward(learner, part.to(device), num_items, share)
         if number == 0 and len(parts) > 1:
             keep_gradients(model)
     return total
 
 
-def compute_loss(learner: Learner, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
-    """The loss of a micro-batch under the trial's precision, or in fp32 where that is not finite and the
-    config has a fallback; arguments as `MultitaskLoss` has them."""
+def forward_backward(learner: Learner, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
+    """Run a micro-batch forward and backward under the trial's precision; return its loss, detached.
+
+    If the loss is not finite and the config has a fallback, both passes run in fp32. The other arguments are
+    those of `MultitaskLoss`.
+    """
     model, loss_fn, mixed_precision = learner
     with mixed_precision.autocast():
-        logits = model(*batch.inputs)
-        loss = loss_fn(logits, batch, num_items, share)
-    if mixed_precision.falls_back(loss):
-        # A backward pass that computed activations again would do so after this block, in the trial's way.
-        kept = without_gradient_checkpointing(model)
-        with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
-            loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
-    return loss
+        loss = loss_fn(model(*batch.inputs), batch, num_items, share)
+    if not mixed_precision.falls_back(loss):
+        mixed_precision.scaler.scale(loss).backward()
+        return loss.detach()
+    # The fp32 weights are in the model for its forward pass alone, so the backward pass must compute no
+    # activations again.
+    kept = without_gradient_checkpointing(model)
+    with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
+        loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
+        mixed_precision.scaler.scale(loss).backward()
+    return loss.detach()
 
 
 def apply_gradients(

@@ -37,6 +37,7 @@ from hpo.errors import (
     did_you_mean,
 )
 from hpo.extensions import is_own, metrics_of
+from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
 from hpo.models.multitask import MultitaskModel
@@ -88,6 +89,7 @@ class Executor:
         self.cache = compatibility_cache
         self._num_started = 0
         self._has_compiled = False
+        raise_if_lost(device)  # before a trial is claimed
         check_metrics(study, self.tasks)
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
@@ -134,16 +136,12 @@ class Executor:
         `folder` holds its checkpoints (None: it keeps none); those of another `resume_key` are neither used
         nor touched. `mirror` has them for other workers. `shared_device` is recorded: others use it too.
 
-        Raises InputError and RunError for what concerns more than this trial.
+        Raises InputError and RunError for what concerns more than this trial, such as a lost GPU.
         """
-        self._check_ranks(params)
-        self._collect_garbage()
         recorder = TrialRecorder()
-        recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
         counter = EnergyCounter(self.device, shared=shared_device, num_ranks=world_size())
         check_energy(self.study.named_metrics, counter)
         recorder.follow(lambda: {"energy_missing": counter.missing})
-        reset_peak_memory(self.device)
 
         def train() -> tuple[float, ...]:
             parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
@@ -151,7 +149,12 @@ class Executor:
             trial = TrialRun(parts, recorder, callbacks, self.cache, counter)
             return trial.run(folder, resume_key, mirror)
 
-        return self._with_limits(recorder, self._end_of(train))
+        with lost_device_raised(self.device):  # the facts of a trial that has ended are read from it too
+            self._check_ranks(params)
+            self._collect_garbage()
+            recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
+            reset_peak_memory(self.device)
+            return self._with_limits(recorder, self._end_of(train))
 
     def _check_ranks(self, params: Mapping[str, Any]) -> None:
         """Tell the other ranks of the trial, and check that all have the same."""
@@ -168,7 +171,8 @@ class Executor:
     def _end_of(self, train: Callable[[], tuple[float, ...]]) -> _Ended:
         """Train, and say how that ended."""
         try:
-            return Outcome.COMPLETE, "", train(), None
+            with lost_device_raised(self.device):
+                return Outcome.COMPLETE, "", train(), None
         except TrialEnd as end:
             return end.outcome, str(end), None, None
         except ModelError as error:
@@ -213,8 +217,12 @@ class Executor:
         in fp32, forward and backward, and for each choice that the study's own code brings; other searched
         settings take their lowest value or first choice. Leaves nothing but the cache of tokens.
 
-        Raises InputError.
+        Raises InputError, and DeviceLostError where this process has lost its GPU.
         """
+        with lost_device_raised(self.device):
+            self._check_all_parts()
+
+    def _check_all_parts(self) -> None:
         space = self.study.search_space
         lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpo.data.batches import Batch
 from hpo.device import synchronize
+from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
@@ -269,6 +270,7 @@ def _attempt(
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
             if is_out_of_memory(error):
                 raise
+            raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()

@@ -310,7 +310,11 @@ class TrialRun:
         self.recorder.note(metrics=scored.evaluation.metrics)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
-        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either."""
+        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.
+
+        Raises Nonfinite if the training cannot recover: going on from the checkpoint must not forget that.
+        """
+        self.mixed_precision.check()
         state = {
             "progress": self.state.state_dict(),
             "optimizer": self.optimizer.state_dict(),

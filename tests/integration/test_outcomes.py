@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,7 @@ from hpo.data.batches import training_batches
 from hpo.errors import InputError, Pruned
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
+from hpo.training import loop
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.trial import trial_run
 from hpo.trial.callbacks import Callbacks
@@ -115,6 +118,24 @@ def test_incompatible(tmp_path: Path) -> None:
     assert "not finite under fp16; the first module that made them so is encoder" in result.reason
     assert result.telemetry["compatibility"]["verdict"] == "incompatible"
     assert run(executor, tmp_path).outcome == "complete"
+
+
+@pytest.mark.parametrize("check_every", [1, 20])
+def test_a_trial_that_is_stopped_between_two_checks_ends_as_nonfinite(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_every: int
+) -> None:
+    """A CPU checks every step, a GPU every 20th; a checkpoint must not lose what was counted since."""
+    norms = itertools.chain([1.0], itertools.repeat(math.inf, 3), itertools.repeat(1.0))
+    monkeypatch.setitem(loop.CHECK_EVERY, "cpu", check_every)
+    monkeypatch.setattr(loop, "gradient_norm", lambda *_: torch.tensor(next(norms)))
+    steps: list[Progress] = []
+    callbacks = Callbacks(should_stop=lambda: len(steps) >= 6, on_progress=steps.append)
+    params = {"fp_precision": "fp32", "max_steps": 20}
+    result = executor.run(params, tmp_path / "trial", "test", callbacks)
+    assert (result.outcome, result.reason) == (
+        "nonfinite",
+        "the gradients were not finite in 3 steps in a row.",
+    )
 
 
 def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:

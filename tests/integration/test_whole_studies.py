@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import sys
@@ -13,7 +14,10 @@ from command_line import hpo_command, ok, stored
 from tiny import write_study
 
 from hpo.report.tables import StudyTables
+from hpo.study.running import stopping
+from hpo.study.running.stopping import WORKERS_ON_DEVICE
 from hpo.study.running.worker import RunSummary
+from hpo.trial import trial_run
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -118,6 +122,33 @@ def test_a_study_without_any_complete_trial_has_failed(
     assert "has ended without a complete trial" in finished.err
     assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
     assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "num_failed", "supervised", "exit_code"),
+    [("run", 2, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],
+)
+def test_a_study_fails_if_more_than_half_of_its_trials_failed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    num_failed: int,
+    supervised: bool,
+    exit_code: int,
+) -> None:
+    """A supervisor counts the trials of all its workers, and must not start one again for this."""
+    write_study(tmp_path, n_trials=3, max_retries=0)
+    make, made = trial_run.MixedPrecision, itertools.count()
+    monkeypatch.setattr(
+        trial_run, "MixedPrecision", lambda *args: make(*args) if next(made) >= num_failed else 1 / 0
+    )
+    if supervised:
+        monkeypatch.setenv(WORKERS_ON_DEVICE, "1")
+        monkeypatch.setattr(stopping, "stop_at_end_of_input", lambda *_: None)
+    finished = hpo_command(tmp_path, command, "tiny.yaml")
+    assert finished.exit_code == exit_code
+    said = "Error: 2 of the 3 trials that ended here failed. `hpo report tiny` shows why.\n"
+    assert finished.err.endswith(said) == bool(exit_code)
 
 
 # What this device cannot run

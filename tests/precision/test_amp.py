@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -134,6 +135,61 @@ def test_a_loss_that_stays_infinite_ends_the_training_under_scaling_too() -> Non
         amp.record_step(INF, INF)
     with pytest.raises(Nonfinite, match="loss was not finite in 3 steps"):
         amp.check()
+
+
+def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: bool) -> str | None:
+    """Why the training ends that has these steps and is checked so often; None: it does not."""
+    amp = mixed(name)
+    try:
+        for number, is_bad in enumerate(bad_steps, start=1):
+            bad = INF if is_bad else FINITE
+            amp.record_step(bad if is_loss else FINITE, bad)
+            if number % check_every == 0:
+                amp.check()
+        amp.check()
+    except Nonfinite as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize(
+    ("name", "bad_steps", "ends"),
+    [
+        ("bf16", [True] * 17 + [False] * 3, True),
+        ("fp16", [True] * 17 + [False] * 3, True),
+        ("fp32", [False] * 18 + [True] * 3 + [False], True),
+        ("bf16", [True, True, False] * 20, False),
+    ],
+)
+def test_how_often_it_is_checked_does_not_decide_how_a_training_ends(
+    name: str, bad_steps: list[bool], ends: bool, is_loss: bool
+) -> None:
+    """A CPU checks every step, a GPU every 20th. Loss scaling skips steps with bad gradients and goes on."""
+    reasons = {end_of(name, bad_steps, check_every, is_loss=is_loss) for check_every in (1, 7, 20)}
+    assert len(reasons) == 1
+    assert (reasons != {None}) == (ends and (is_loss or name != "fp16"))
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_bad_steps_on_both_sides_of_a_checkpoint_are_in_a_row(is_loss: bool) -> None:
+    loss = INF if is_loss else FINITE
+    amp, resumed = mixed("bf16"), mixed("bf16")
+    for _ in range(NONFINITE_PATIENCE - 1):
+        amp.record_step(loss, INF)
+    resumed.load_state_dict(amp.state_dict())
+    resumed.check()
+    resumed.record_step(loss, INF)
+    with pytest.raises(Nonfinite, match="in 3 steps in a row"):
+        resumed.check()
+
+
+def test_a_scaler_has_its_scale_before_the_first_loss() -> None:
+    """A rank whose part of the first batch has no rows scales no loss, but gets gradients from the others."""
+    amp, weight = mixed("fp16", init_scale=8.0), nn.Parameter(torch.tensor(1.0))
+    weight.grad = torch.tensor(16.0)
+    amp.scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    assert weight.grad == 2.0
 
 
 def test_skips_are_counted_and_end_the_training_only_at_the_floor() -> None:

@@ -162,14 +162,26 @@ def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
     assert len(store.problems) == 1
 
 
-def test_no_memory_for_the_copy_is_a_problem_of_the_checkpoint(store: CheckpointStore) -> None:
-    class TooLarge(dict[str, torch.Tensor]):
-        def items(self) -> Any:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+class Uncopied(dict[str, torch.Tensor]):
+    """Weights that cannot be copied."""
 
-    store.save(1, TooLarge(a=torch.ones(1)), state={})
+    def __init__(self, error: str) -> None:
+        super().__init__(a=torch.ones(1))
+        self.error = error
+
+    def items(self) -> Any:
+        raise RuntimeError(self.error)
+
+
+def test_no_memory_for_the_copy_is_a_problem_of_the_checkpoint(store: CheckpointStore) -> None:
+    store.save(1, Uncopied("DefaultCPUAllocator: can't allocate memory"), state={})
     store.wait()
     assert "no memory for the copy" in store.problems[0]
+
+
+def test_a_device_that_fails_in_the_copy_is_no_problem_of_the_checkpoint(store: CheckpointStore) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        store.save(1, Uncopied("CUDA error: an illegal memory access was encountered"), state={})
 
 
 def test_newer_checkpoints_are_those_of_a_worker_that_took_over(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
-from tiny_loop import amp_of, config_of, train_for
+from tiny import CPU, CPU_PRECISIONS, EMULATED, ENCODER, tiny_executor, tiny_model, tiny_study
+from tiny_loop import accumulate, amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -26,6 +26,7 @@ from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.training import loop as loop_module
 from hpo.training.evaluate import Evaluation
@@ -42,6 +43,39 @@ def test_lengths_are_rounded_only_where_few_shapes_matter(
     executor: Executor, mode: str, multiple: int
 ) -> None:
     assert executor.loader.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
+
+
+def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
+    """And not those of the trial, which allow TF32."""
+    seen: list[tuple[str, bool]] = []
+
+    class Flags(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            del ctx
+            seen.append(("forward", tf32_is_on()))
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            del ctx
+            seen.append(("backward", tf32_is_on()))
+            return gradient
+
+    def overflow(_module: object, _inputs: object, logits: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value * (torch.inf if value.dtype != torch.float32 else 1) for name, value in logits.items()
+        }
+
+    model = tiny_model()
+    model.encoder.dense.register_forward_hook(lambda _module, _inputs, output: Flags.apply(output))
+    model.register_forward_hook(overflow)
+    config = EMULATED.model_copy(update={"fallback_to_fp32": True, "tf32": True})
+    amp = MixedPrecision(PRECISIONS["bf16"], config, CPU)
+    with backend_flags(amp.precision, config):
+        loss = accumulate(model, amp)
+    assert bool(loss.isfinite())
+    assert seen == [("forward", True), ("forward", False), ("backward", False)]
 
 
 # Against plain loops

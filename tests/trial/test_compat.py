@@ -22,7 +22,7 @@ from hpo.config.study_config import CompatConfig
 from hpo.device import DeviceInfo
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.training.loop import Learner, compute_loss
+from hpo.training.loop import Learner, forward_backward
 from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
@@ -187,10 +187,9 @@ def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
     mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
     batch = parts.batch(2)
     learner = Learner(parts.model, parts.loss_fn, mixed_precision)
-    loss = compute_loss(learner, batch, parts.loss_fn.count(batch), 1.0)
+    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
     assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (1, True)
     assert parts.model.encoder.config._attn_implementation == hpo.models.attention.FLASH
-    loss.backward()
     gradients = [weight.grad for weight in parts.model.parameters() if weight.grad is not None]
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert any(bool(gradient.any()) for gradient in gradients)

@@ -22,7 +22,7 @@ A configuration that kills its process (the kernel's out-of-memory killer, a seg
 taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
 as `crashed`, which samplers see as infeasible, only when `MAX_DEATHS` of its workers died in a row, none of
 them with a later checkpoint or evaluation than the one before. Who takes over the slot of a dead worker
-counts its death, in the same transaction.
+counts its death, in the same transaction. A worker that lost its GPU counts its own death.
 
 Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
 FAIL, because samplers do not see FAIL and would return to the same broken precision.
@@ -381,6 +381,22 @@ class WorkerLease(Membership):
     def release(self, lease: Lease, state: str = "open") -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
         self._storage.write(lambda connection: lease.hold(connection, state=state))
+        self._forget()
+
+    def record_death(self, lease: Lease) -> None:
+        """Open a claimed slot again, and count a death of its worker.
+
+        For a process that lost its GPU: the trial goes on in a new process. This one may stay alive, as in a
+        notebook, and then no other worker would count its death.
+        """
+
+        def write(connection: sa.Connection) -> None:
+            mine = (self._of_study, slots.c.slot == lease.slot)
+            if lease.update(connection, slots.c.state == "running"):  # else another worker has it
+                slot = connection.execute(sa.select(slots).where(*mine)).one()
+                lease.update(connection, state="open", **self._death(connection, slot))
+
+        self._storage.write(write)
         self._forget()
 
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.search_space import refusal
-from hpo.errors import HpoError, Preempted, RunError
+from hpo.errors import DeviceLostError, HpoError, Preempted, RunError
+from hpo.lost_device import lost_device_raised
 from hpo.memory import release_free_memory
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.reader import read_study
@@ -48,7 +49,8 @@ def evaluate_best(
         remote: where the checkpoints are uploaded to.
     """
     name = executor.study.name
-    with _logged(), _held(folder(0).parent / "evaluation.lock") as is_held:
+    lock = folder(0).parent / "evaluation.lock"
+    with _logged(), lost_device_raised(executor.device), _held(lock) as is_held:
         counts = storage.slot_counts(name)
         if not is_held or counts["done"] < sum(counts.values()):
             return
@@ -74,7 +76,8 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as error:
         reason = error if isinstance(error, HpoError) else f"{type(error).__name__}: {error}"
-        level = logging.INFO if isinstance(error, Preempted | RunError) else logging.WARNING
+        is_expected = isinstance(error, Preempted | RunError) and not isinstance(error, DeviceLostError)
+        level = logging.INFO if is_expected else logging.WARNING
         _logger.log(level, "The best trial is not evaluated in detail: %s", reason)
 
 

@@ -4,9 +4,10 @@ What a worker process ends with decides:
 
 - exit code 0: it has no more to do; 2: its input is wrong, as it would be again; 130: somebody told it alone
   to stop, or its job ends. It is not started again, and the others go on.
-- anything else, a signal or exit code 1: it died, and is started again, at most `MAX_RESTARTS` times within
-  an hour. When these are used up, the machine is broken: the other workers checkpoint and leave, and the
-  error shows the end of the log. Who takes over its trial counts the death (`hpo.study.claims.leases`).
+- anything else, a signal or exit code 1: it died, or lost its GPU, and is started again, at most
+  `MAX_RESTARTS` times within an hour. When these are used up, the machine is broken: the other workers
+  checkpoint and leave, and the error shows the end of the log. Who takes over its trial counts the death
+  (`hpo.study.claims.leases`).
 
 Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
 also when it is killed.

@@ -11,6 +11,7 @@ import optuna
 
 from hpo.config.search_space import suggest
 from hpo.errors import Paused, Pruned
+from hpo.lost_device import lost_device_raised
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
@@ -71,8 +72,9 @@ class TrialRunner:
         """Run the trial of a claimed slot to its outcome.
 
         Raises:
-            LeaseLostError: another worker has the slot; OutageError: the database stayed away; InputError and
-                RunError for what concerns more than this trial.
+            LeaseLostError: another worker has the slot; OutageError: the database stayed away;
+                DeviceLostError: this process has lost its GPU; InputError and RunError for what else concerns
+                more than this trial.
         """
         executor, storage = self._executor, self._storage
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -97,7 +99,8 @@ class TrialRunner:
                 if self._remote is None
                 else RemoteCheckpoints(self._remote, lease, folder, self._stop),
             )
-        result = self._measured(trial, lease, folder, result)
+        with lost_device_raised(executor.device):
+            result = self._measured(trial, lease, folder, result)
         if result.outcome == Outcome.PREEMPTED and not lease.study_closed.is_set():
             self._stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(device):  # it joined during the trial

@@ -27,7 +27,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import refusal
-from hpo.errors import HpoError, LeaseLostError
+from hpo.errors import DeviceLostError, HpoError, LeaseLostError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
@@ -66,9 +66,14 @@ class RunSummary:
     """What remains needs a device with this: precisions, or its name."""
 
     @property
+    def mostly_failed(self) -> bool:
+        """Whether more than half of these trials failed: then something other than the trials is wrong."""
+        return 2 * self.outcomes.get(Outcome.FAILED, 0) > sum(self.outcomes.values())
+
+    @property
     def exit_code(self) -> int:
-        """130 after a stop, else 0."""
-        return 130 if self.ended == "stopped" else 0
+        """130 after a stop, 1 if most trials failed, else 0."""
+        return 130 if self.ended == "stopped" else int(self.mostly_failed)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,11 @@ def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome 
             return None
         if trial is None:
             return None
-        result = _result_of(trial, lease, run_trial)
+        try:
+            result = _result_of(trial, lease, run_trial)
+        except DeviceLostError:
+            worker.record_death(lease)
+            raise
         worker.record_outcome(lease, trial, result)
         return result.outcome
     return None

@@ -138,6 +138,32 @@ def test_deaths_at_one_place_count_until_there_is_progress(
         assert peer.claim().crash, "known to whoever claims the slot next"
 
 
+def test_a_worker_counts_its_own_death_when_it_lost_its_gpu(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker:
+        for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
+            lease, trial = begin(worker)
+            assert trial.number == 0
+            lease.saved_step = step  # no heartbeat told the database yet
+            worker.record_death(lease)
+            assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+            lease, _ = begin(worker)
+            assert (lease.deaths, lease.death_step) == (num_deaths, step)
+            worker.release(lease)
+        assert lease.crash == "its process died 3 times after step 30, without progress."
+
+
+def test_a_worker_counts_no_death_in_a_slot_of_another_worker(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
+        lease, _ = begin(worker)
+        worker.release(lease)
+        taken, _ = begin(other)
+        assert taken.slot == lease.slot
+        worker.record_death(lease)
+        assert storage.slot_counts("tiny") == {"open": 1, "running": 1, "done": 0}
+        other.release(taken)
+        assert other.claim().deaths == 0
+
+
 def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
     with worker_on(storage, opened) as peer, ExitStack() as stack:
         for number, step in ((0, 500), (1, 100)):

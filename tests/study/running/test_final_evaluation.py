@@ -17,7 +17,7 @@ from detailed_documents import document, task_document
 from worker_process import result, run_trials, study
 
 from hpo.device import DeviceInfo
-from hpo.errors import CheckpointError, RunError
+from hpo.errors import CheckpointError, DeviceLostError, RunError
 from hpo.study.reading.reader import read_study
 from hpo.study.running import final_evaluation
 from hpo.study.running.final_evaluation import evaluate_best
@@ -140,6 +140,7 @@ def test_of_two_workers_one_evaluates(evaluating: Evaluating) -> None:
         (RunError("there is no intact checkpoint"), "INFO", "there is no intact checkpoint"),
         (MemoryError("no room"), "WARNING", "MemoryError: no room"),
         (ZeroDivisionError("of ours"), "WARNING", "ZeroDivisionError: of ours"),
+        (DeviceLostError("the GPU is lost."), "WARNING", "the GPU is lost."),
     ],
 )
 def test_what_goes_wrong_is_said(

@@ -1,0 +1,97 @@
+"""A process that lost its CUDA context: its trials go on in a new process, and none of them is blamed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command_line import ROOT
+from lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
+from tiny import tiny_executor, write_study
+
+import hpo
+from hpo.errors import DeviceLostError
+from hpo.study.running import supervisor
+from hpo.study.store.storage import open_storage
+
+
+def outcomes(study: hpo.Study) -> Counter[str]:
+    return Counter(trial.outcome or trial.state for trial in study.record.trials)
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hpo.Study:
+    monkeypatch.chdir(tmp_path)
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 32}
+    return hpo.Study(write_study(tmp_path, n_trials=3, training=training), quiet=True)
+
+
+def test_a_lost_context_ends_the_run_and_no_trial_fails(
+    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = LostGpu(monkeypatch.setattr, "step", at=3)  # in the second trial
+    with pytest.raises(DeviceLostError, match=r"illegal memory access.*Start a new process"):
+        study.run()
+    assert outcomes(study) == {"complete": 1, "preempted": 1}
+    gpu.start_new_process()
+    assert study.run().outcomes == {"complete": 2}
+    assert outcomes(study) == {"complete": 3}
+
+
+def test_a_process_whose_context_is_lost_claims_no_other_trial(
+    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where the process stays: the next trials would be blamed one after the other."""
+    gpu = LostGpu(monkeypatch.setattr, "step", at=3)
+    for _ in range(4):
+        with pytest.raises(DeviceLostError):
+            study.run()
+    gpu.start_new_process()
+    assert study.run().outcomes == {"complete": 2}
+
+
+def test_a_trial_that_loses_three_contexts_in_a_row_ends_as_crashed(
+    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        with monkeypatch.context() as patches:
+            LostGpu(patches.setattr, "step", at=1)
+            with pytest.raises(DeviceLostError):
+                study.run()
+    assert study.run().outcomes == {"crashed": 1, "complete": 2}
+    [crashed] = [trial for trial in study.record.trials if trial.outcome == "crashed"]
+    assert crashed.reason == "its process died 3 times before its first checkpoint, without progress."
+
+
+@pytest.mark.parametrize("place", WAIT_FOR_THE_DEVICE)
+def test_nothing_hides_a_lost_context(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Wherever it shows first; the compatibility check stores no verdict on the precision."""
+    gpu = LostGpu(monkeypatch.setattr, place, at=1)
+    with open_storage(sqlite_url) as storage:
+        executor = tiny_executor(tmp_path)
+        executor.cache = storage
+        with pytest.raises(DeviceLostError, match="illegal memory access"):
+            executor.run({"fp_precision": "bf16"}, tmp_path / "trial", "test")
+        gpu.start_new_process()
+        result = executor.run({"fp_precision": "bf16"}, tmp_path / "trial", "test")
+    assert result.outcome == "complete"
+
+
+@pytest.mark.slow
+def test_a_supervisor_starts_another_worker(
+    study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = str(ROOT / "tests" / "lost_gpu.py")
+    monkeypatch.setattr(
+        supervisor, "worker_command", lambda study, *_: [sys.executable, program, "worker", study]
+    )
+    result = study.run(workers_per_device=1)
+    assert (tmp_path / "lost").exists()
+    assert (result.ended, result.exit_code, result.outcomes) == ("finished", 0, {"complete": 3})
+    [log] = tmp_path.glob("runs/tiny/worker-*.log")
+    assert log.read_text().count("--- a worker starts") == 2
+    assert "Error: " in log.read_text()

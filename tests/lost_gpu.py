@@ -1,0 +1,66 @@
+"""A GPU that loses the context of its process, for the tests on a CPU.
+
+As a program, `hpo` whose process loses its context in the third step, but only the first time: it leaves a
+file `lost` in the working folder. Use: tests/lost_gpu.py COMMAND ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
+
+from hpo import lost_device
+from hpo.precision.amp import MixedPrecision
+from hpo.training import loop
+from hpo.training.progress import ThroughputMeter
+from hpo.trial.measure import Side
+
+MESSAGE = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`."
+WAIT_FOR_THE_DEVICE = {
+    "step": (loop, "accumulate_gradients"),
+    "compatibility check": (Side, "run"),
+    "throughput": (ThroughputMeter, "summary"),
+    "statistics": (MixedPrecision, "statistics"),
+}
+"""Functions that fail on a lost context, by a name for the test."""
+
+
+class LostGpu:
+    """From call number `at` of the function `place`, all functions above fail, until a new process starts."""
+
+    def __init__(self, replace: Callable[[Any, str, Any], None], place: str, at: int) -> None:
+        self.is_lost = False
+        self._left = at
+        for name, (owner, function) in WAIT_FOR_THE_DEVICE.items():
+            replace(owner, function, self._failing(getattr(owner, function), is_place=name == place))
+        replace(lost_device, "is_lost", lambda _: self.is_lost)
+
+    def start_new_process(self) -> None:
+        self.is_lost = False
+
+    def _failing(self, function: Callable[..., Any], *, is_place: bool) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self._left -= is_place
+            self.is_lost = self.is_lost or (is_place and self._left == 0)
+            if self.is_lost:
+                raise RuntimeError(MESSAGE)
+            return function(*args, **options)
+
+        return call
+
+
+def main() -> None:
+    from hpo.cli.commands import main
+
+    if not Path("lost").exists():
+        gpu = LostGpu(setattr, "step", at=3)
+        lost_device.is_lost = lambda _: gpu.is_lost and (Path("lost").touch() or True)  # type: ignore[func-returns-value]
+    main()
+
+
+if __name__ == "__main__":
+    main()
