@@ -8,7 +8,7 @@ rounds      bf16: all contenders in turn, after one round that is not counted
 products    the rate of a layer's matrix products alone, and the share of it that training reaches
 profile     where a step of short texts spends its time; only if hpo is slower than wanted, or with --profile
 precisions  fp16, tf32 and fp32: hpo alone
-workers     trials in an hour of a study with 1 and with 4 workers on the device
+workers     trials in an hour of a study, with 1 and with 4 workers on the device
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Benchmark:
                     self.show_share(workload, precision)
 
     def workers(self) -> None:
-        for count in (1, 2 if self.arguments.tiny else 4):
+        for count in self.arguments.workers:
             name = f"short bf16: trials, {count} at a time"
             if self.report.allows(name, self.arguments.scale * STUDY_SECONDS):
                 num_rows = 16 if self.arguments.tiny else 2048
@@ -272,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="a file to which figures are added as lines of JSON")
     parser.add_argument("--profile", action="store_true", help="profile short texts in any case")
     parser.add_argument("--compile", help="the mode of `compile` for hpo; to compile takes minutes")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="how many on the device")
     parser.add_argument("--tiny", action="store_true", help="a tiny encoder and few texts, to try it")
     given = parser.parse_args(arguments)
     if unknown := set(given.parts) - set(PARTS):

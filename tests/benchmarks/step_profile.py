@@ -20,7 +20,7 @@ NUM_KERNELS = 10
 
 def profile_steps(run: Callable[[Callbacks], object], device: DeviceInfo) -> tuple[Any, float]:
     """Profile some steps of the trial that `run` makes: the profiler's events, and the seconds of a step."""
-    profiler = torch.profiler.profile()
+    profiler = torch.profiler.profile(acc_events=True)
     seconds = 0.0
 
     def on_progress(progress: Progress) -> None:

