@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from step_profile import describe_profile, profile_steps
 from workload import Workload, spread, study_content, write_workload
 
 from hpo.device import DeviceInfo, probe_device
+from hpo.errors import InputError
 from hpo.precision.table import support
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
@@ -80,8 +82,8 @@ class Report:
 
     def record(self, facts: dict[str, Any]) -> None:
         if self._results:
-            with self._results.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(facts) + "\n")
+            with self._results.open("a") as lines:
+                print(json.dumps(facts), file=lines)
 
     def allows(self, name: str, seconds: float = 0.0) -> bool:
         """Whether there is time for something that takes `seconds`. If not, it is noted as left out."""
@@ -89,16 +91,6 @@ class Report:
             return True
         self.left_out.append(name)
         return False
-
-
-class MeasuredOnce(dict[str, Any]):
-    """Keeps the measurements of the compatibility check, as the database of a study does."""
-
-    def get_compat(self, key: str) -> Any:
-        return self.get(key)
-
-    def put_compat(self, key: str, result: Any) -> Any:
-        return self.setdefault(key, result)
 
 
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
@@ -140,7 +132,7 @@ class Benchmark:
         if key not in self._executors:
             work = self.folder / f"{workload}-{precision}"
             work.mkdir()
-            self._executors[key] = ours.build_executor(self.study(*key), work, MeasuredOnce())
+            self._executors[key] = ours.build_executor(self.study(*key), work, ours.MeasuredOnce())
         started = time.perf_counter()
         result = ours.run_trial(self._executors[key], callbacks)
         wall = time.perf_counter() - started
@@ -158,7 +150,8 @@ class Benchmark:
                 measured = PEERS[name](self.folder / workload, self.workloads[workload], precision)
         facts = ", ".join(f"{measure} {value:.4g}" for measure, value in measured.items())
         print(f"  round {number}, {workload} {precision} {name}: {facts}", flush=True)
-        self.report.record({"round": number, "workload": workload, "contender": name, **measured})
+        work = {"round": number, "workload": workload, "precision": precision, "contender": name}
+        self.report.record(work | measured)
         if number:
             values = self.measured.setdefault((workload, precision, name), defaultdict(list))
             for measure, value in measured.items():
@@ -174,16 +167,15 @@ class Benchmark:
         return [one / other for one, other in zip(of_hpo, of_peer, strict=True)]
 
     def rounds(self) -> None:
-        names, seconds = ("hpo", *PEERS), 0.0
+        names, needed = ("hpo", *PEERS), 0.0
         for number in range(self.arguments.rounds + 1):
-            needed = seconds + self.arguments.scale * RESERVED_SECONDS
             if number > 1 and not self.report.allows(f"round {number}", needed):
                 break
             started = time.monotonic()
             for workload in self.workloads:
                 for name in names:
                     self.run_contender(workload, "bf16", name, number)
-            seconds = time.monotonic() - started
+            needed = time.monotonic() - started + self.arguments.scale * RESERVED_SECONDS
         for workload, wanted in WANTED.items():
             for name in names:
                 self.show(workload, "bf16", name)
@@ -204,23 +196,22 @@ class Benchmark:
         if (workload, precision, "hpo") not in self.measured:
             self.run_contender(workload, precision, "hpo", 1)
         cost, batch_size = self._costs[workload], self.workloads[workload].batch_size
-        seconds = 0.5 * self.arguments.scale
-        rate = ours.product_rate(cost, batch_size, precision, self.device.type, seconds)
+        rate = ours.product_rate(cost, batch_size, precision, self.device.type, 0.5 * self.arguments.scale)
         self.report.figure(f"{workload} {precision}: products", [rate / 1e12], "TFLOP/s")
-        shares = [value * cost.flops / rate for value in self.measured[workload, precision, "hpo"]["train"]]
+        values = self.measured[workload, precision, "hpo"]["train"]
+        shares = [value * cost.flops / rate for value in values]
         self.report.figure(f"{workload} {precision} hpo: share of products", shares, "")
 
     def profile(self) -> None:
-        known = ("short", "bf16", "trainer") in self.measured
-        ratio = statistics.median(self.ratios("short", "trainer")) if known else 0.0
-        if ratio >= WANTED["short"] and not self.arguments.profile:
+        has_peer = ("short", "bf16", "trainer") in self.measured
+        is_fast = has_peer and statistics.median(self.ratios("short", "trainer")) >= WANTED["short"]
+        if is_fast and not self.arguments.profile:
             return
-        events, profiled = profile_steps(
-            lambda callbacks: self.run_hpo("short", "bf16", callbacks), self.device
-        )
+        run = partial(self.run_hpo, "short", "bf16")
+        events, profiled = profile_steps(run, self.device)
         unprofiled = None
-        if rates := self.measured.get(("short", "bf16", "hpo")):
-            unprofiled = self.workloads["short"].batch_size / statistics.median(rates["train"])
+        if known := self.measured.get(("short", "bf16", "hpo")):
+            unprofiled = self.workloads["short"].batch_size / statistics.median(known["train"])
         print("short bf16 hpo:", *describe_profile(events, profiled, unprofiled), sep="\n", flush=True)
 
     def precisions(self) -> None:
@@ -246,10 +237,9 @@ class Benchmark:
 def measures(result: TrialResult, wall: float) -> dict[str, float]:
     """What the record of a trial tells, and the seconds that were neither training nor evaluation."""
     telemetry = result.telemetry
-    throughput = telemetry["throughput"]
-    joules = throughput.get("train_joules_per_example")
+    joules = telemetry["throughput"].get("train_joules_per_example")
     return {
-        **ours.rates(throughput),
+        **ours.rates(telemetry["throughput"]),
         **({} if joules is None else {"joules": joules}),
         "setup": telemetry["setup_seconds"],
         "outside": wall - telemetry["train_seconds"] - telemetry["evaluation_seconds"],
@@ -259,8 +249,8 @@ def measures(result: TrialResult, wall: float) -> dict[str, float]:
 def driver(proc: Path = Path("/proc")) -> str:
     """The version of NVIDIA's driver, as the kernel tells it."""
     told = proc / "driver/nvidia/version"
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)*", told.read_text()) if told.exists() else None
-    return found.group() if found else "unknown"
+    found = re.findall(r"\b\d{3,}\.[.\d]+", told.read_text() if told.exists() else "")
+    return found[0] if found else "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -278,12 +268,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"a part must be one of {', '.join(PARTS)}, but got {', '.join(sorted(unknown))}")
     given.scale = 0.02 if given.tiny else 1.0  # of the times that are taken or expected
-    report, device = Report(given.seconds, given.results), probe_device(given.device)
+    report = Report(given.seconds, given.results)
+    try:
+        device = probe_device(given.device)
+    except InputError as error:
+        parser.error(str(error))
     header = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, driver {driver()}, torch "
-        f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
+        f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}, "
+        f"hpo with compile: {given.compile or 'none'}"
     )
-    print(header, "median (minimum to maximum)", sep="\n", flush=True)
+    print(f"{header}; median (minimum to maximum)", flush=True)
     report.record({"header": header})
     with tempfile.TemporaryDirectory() as folder:
         benchmark = Benchmark(report, Path(folder), device, given)

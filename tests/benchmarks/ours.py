@@ -33,6 +33,16 @@ NUM_TRIALS, NUM_ROWS = 50, 64
 """Of the study whose trials are looked at outside of training: many short ones."""
 
 
+class MeasuredOnce(dict[str, Any]):
+    """Keeps the measurements of the compatibility check, as the database of a study does."""
+
+    def get_compat(self, key: str) -> Any:
+        return self.get(key)
+
+    def put_compat(self, key: str, result: Any) -> Any:
+        return self.setdefault(key, result)
+
+
 def build_executor(
     content: Mapping[str, Any], work: Path, cache: CompatibilityCache | None = None
 ) -> Executor:

@@ -84,6 +84,15 @@ def test_a_part_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "a part must be one of rounds, products, profile" in capsys.readouterr().err
 
 
+def test_a_machine_without_a_gpu_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "PyTorch sees no CUDA device here. Use device: auto or cpu." in capsys.readouterr().err
+
+
 def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path) -> None:
     for name, texts in gpu.make_workloads(tmp_path, "cpu", tiny=False).items():
         rows = peers.read_split(tmp_path / name, "validation", texts.max_length, 200, texts.tokenizer)
