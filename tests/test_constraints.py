@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-CONSTRAINTS = Path(__file__).parents[1] / "docker" / "constraints.txt"
+ROOT = Path(__file__).parents[1]
+NAME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+CONSTRAINTS = ROOT / "docker" / "constraints.txt"
 PINS = {
     canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
     for line in CONSTRAINTS.read_text().splitlines()
@@ -36,7 +39,7 @@ def installed_with(name: str, extras: frozenset[str], seen: dict[str, str]) -> d
 
 
 def test_everything_that_is_installed_is_pinned() -> None:
-    installed = installed_with("hpo", frozenset({"dev", "bench"}), {})
+    installed = installed_with(NAME, frozenset({"dev", "bench"}), {})
     assert len(installed) > 50
-    del installed["hpo"]
+    del installed[NAME]
     assert installed == {name: PINS.get(name) for name in installed}

@@ -26,7 +26,7 @@ from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
 from hpo.models.export import EXPORT_FORMATS, export_metadata, new_folder, write_metadata
 from hpo.models.multitask import MultitaskModel
-from hpo.versions import installed_versions
+from hpo.versions import install_hint, installed_versions
 
 LARGEST_BYTES = 2**31 - 2**20
 """Of the weights in one file: protobuf's limit, less room for the graph."""
@@ -228,6 +228,5 @@ def require(*packages: str) -> None:
             importlib.import_module(package)
         except ImportError as error:
             raise ModelError(
-                f"writing ONNX needs {package}, which could not be imported. Install it: pip install "
-                "'hpo[onnx]'."
+                f"writing ONNX needs {package}, which could not be imported. {install_hint('onnx')}"
             ) from error

@@ -21,6 +21,7 @@ from hpo.data.tasks import Task
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, check_files, not_intact, read_metadata, read_settings
+from hpo.versions import install_hint
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """The graph's inputs, int64 [batch, tokens]; the last only of encoders that tell segments apart."""
@@ -170,9 +171,9 @@ def load_onnx(
 
 
 def missing_packages() -> str:
-    """Why no ONNX model can be made; empty: one can."""
+    """Return why this machine cannot make an ONNX model, or "" if it can."""
     missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
-    return f"needs the package {' and '.join(missing)}: pip install 'hpo[onnx]'." if missing else ""
+    return f"needs the package {' and '.join(missing)}. {install_hint('onnx')}" if missing else ""
 
 
 def has_cuda_provider() -> bool:
@@ -187,7 +188,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         raise ModelError(
             f"an ONNX export needs onnxruntime, which could not be imported ({shorten(str(error), 100)}). "
-            "Install it: pip install 'hpo[onnx]'."
+            f"{install_hint('onnx')}"
         ) from error
     return onnxruntime
 

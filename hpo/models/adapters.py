@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hpo.errors import InputError, ModelError, did_you_mean, shorten
 from hpo.precision.frozen import STORAGE_DTYPES, plain_linears, storage_facts
 from hpo.precision.table import Precision
+from hpo.versions import install_hint
 
 ALL_LINEAR = "all-linear"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -66,7 +67,7 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
 
 def _import_peft() -> None:
     if find_spec("peft") is None:
-        raise InputError("an adapter needs the package peft: pip install 'hpo[adapters]'.")
+        raise InputError(f"an adapter needs the package peft. {install_hint('adapters')}")
 
 
 def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:

@@ -20,6 +20,7 @@ from hpo.config.trackers import TrackerName
 from hpo.errors import InputError, TrackerError
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.runs import Run, is_over, runs_of
+from hpo.versions import install_hint
 
 LOOK_SECONDS = 5.0
 """Between two looks; 20 times what reading the study takes, where that is longer."""
@@ -132,5 +133,4 @@ def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Pat
 
         return WandbTracker(record.name, folder)
     except ImportError as error:
-        told = f"{name} must be installed, but: {error}. Install it: pip install 'hpo[{name}]'."
-        raise InputError(told) from None
+        raise InputError(f"{name} must be installed, but: {error}. {install_hint(name)}") from None

@@ -145,10 +145,10 @@ def test_ids_beyond_the_vocabulary(graph: TrainedModel) -> None:
 
 def test_without_onnxruntime(folder: Path, model: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ModelError, match=r"needs onnxruntime, .*pip install 'hpo\[onnx\]'"):
+    with pytest.raises(ModelError, match=r"needs onnxruntime, .*make install EXTRAS=onnx`"):
         hpo.load(folder / "onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ModelError, match=r"needs onnxscript, .*pip install 'hpo\[onnx\]'"):
+    with pytest.raises(ModelError, match=r"needs onnxscript, .*make install EXTRAS=onnx`"):
         export_onnx(model, folder / "other")
 
 

@@ -27,6 +27,7 @@ from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import TrialResult
 from hpo.trial.trial_parts import build_trial
+from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
@@ -244,10 +245,10 @@ def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = run(executor, tmp_path / "trial")
     assert (result.outcome, result.reason) == (
         Outcome.UNSUPPORTED,
-        "`base_precision: nf4` needs the package bitsandbytes: pip install 'hpo[adapters]'.",
+        f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}",
     )
     monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"an adapter needs the package peft: pip install 'hpo\[adapters\]'"):
+    with pytest.raises(InputError, match=r"an adapter needs the package peft. To install it, run `make"):
         executor_of(tmp_path, BERT).check_study()
 
 

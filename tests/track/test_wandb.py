@@ -127,4 +127,4 @@ def test_a_package_that_is_not_installed(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     finished = tracked.track(to)
     assert finished.exit_code == 2
-    assert f"pip install 'hpo[{to}]'" in finished.err
+    assert f"run `make install EXTRAS={to}`" in finished.err

@@ -36,8 +36,8 @@ def test_what_is_lacking_is_said_with_its_reason() -> None:
     config = study(4, search_space=SPACE)
     assert check_precisions(config, CPU) == {}
     assert check_precisions(config, WITHOUT) == {
-        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes: "
-        "pip install 'hpo[adapters]'."
+        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
+        "To install it, run `make install EXTRAS=adapters` in your clone of hpo."
     }
     fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
     with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
