@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from described_cpu import CPUS, describe_cpu
 
 from hpo.device import (
     DeviceInfo,
@@ -68,7 +72,7 @@ def machine(root: Path, own_cgroups: str, **limits: str) -> Path:
         ("", {}, 8, None),
     ],
 )
-def test_cores_and_memory_are_those_that_the_cgroups_leave(
+def test_cgroups_limit_cores_and_memory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     own_cgroups: str,
@@ -84,6 +88,37 @@ def test_cores_and_memory_are_those_that_the_cgroups_leave(
     assert device.total_memory_bytes == (memory or whole)
 
 
+FEATURES = {
+    "avx2": {"avx2"},
+    "avx512_bf16": {"avx2", "avx512", "avx512_bf16"},
+    "avx512_fp16": {"avx2", "avx512", "avx512_fp16"},
+    "amx": {"avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16"},
+    "arm": {"arm_bf16", "arm_fp16"},
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_instructions_of_each_cpu(tmp_path: Path, cpu: str) -> None:
+    file = machine(tmp_path, "") / "proc/cpuinfo"
+    file.write_text(describe_cpu(cpu, file.read_text()))
+    device = probe_device("cpu", tmp_path)
+    assert device.cpu_features == FEATURES[cpu]
+    assert device.name == (platform.machine() if cpu == "arm" else "Example CPU")
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_command_and_its_processes_see_the_described_cpu(cpu: str) -> None:
+    program = Path(__file__).with_name("described_cpu.py")
+    shown = "cat /proc/cpuinfo; sh -c 'grep ^processor /proc/cpuinfo'"
+    command = [sys.executable, str(program), cpu, "sh", "-c", shown]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if "Operation not permitted" in finished.stderr:
+        pytest.skip(f"no mount namespace may be made here: {finished.stderr}")
+    seen = finished.stdout
+    assert CPUS[cpu] in seen
+    assert seen.count("processor") == 2 * Path("/proc/cpuinfo").read_text().count("processor")
+
+
 def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     asked: list[int] = []
@@ -97,9 +132,7 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("probe", [probe_device, cuda_devices])
-def test_a_kind_that_is_not_there_is_refused(
-    probe: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_kind_is_refused(probe: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
@@ -145,7 +178,7 @@ def test_the_gpus_of_this_machine(
         ("MIG-a,MIG-b", "GPU-5ef"),  # which of them is not known
     ],
 )
-def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> None:
+def test_identity_of_a_device(visible: str | None, expected: str) -> None:
     assert device_uuid(visible, "GPU-5ef") == expected
 
 
@@ -165,7 +198,7 @@ def test_memory_for_each_of_several_workers() -> None:
         memory_share(gpu, 16)
 
 
-def test_memory_that_a_process_may_take() -> None:
+def test_memory_limit_of_a_process() -> None:
     gpu = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
     assert memory_limit(gpu, 0.25) == 4 * 2**30
     assert memory_limit(gpu, None) == 16 * 2**30
@@ -179,7 +212,7 @@ def test_memory_that_a_process_may_take() -> None:
     reason="Linux resets the peak only where /proc/self/clear_refs is writable",
 )
 @pytest.mark.parametrize("freed_is_kept", [False, True])
-def test_peak_memory_sees_what_was_held_and_can_be_reset(freed_is_kept: bool) -> None:
+def test_peak_memory_remembers_freed_memory_and_can_be_reset(freed_is_kept: bool) -> None:
     if freed_is_kept:
         disable_malloc_trim()
     device = probe_device("cpu")

@@ -48,14 +48,17 @@ DEVICES = {
     "A100": A100,
     "Ada": ADA,
     "H200": H200,
+    "AVX512-BF16": cpu("avx2", "avx512", "avx512_bf16"),
+    "AVX512-FP16": cpu("avx2", "avx512", "avx512_fp16"),
+    "Arm": cpu("arm_bf16", "arm_fp16"),
 }
 LEVELS = {  # n: native, e: emulated, u: unsupported; in the order of DEVICES
-    "fp32": "nnnnnnn",
-    "tf32": "uuuunnn",
-    "bf16": "eneennn",
-    "bf16-true": "eneennn",
-    "fp16": "enennnn",
-    "fp8": "uuuuunn",
+    "fp32": "nnnnnnnnnn",
+    "tf32": "uuuunnnuuu",
+    "bf16": "eneennnnen",
+    "bf16-true": "eneennnnen",
+    "fp16": "enennnnenn",
+    "fp8": "uuuuunnuuu",
 }
 
 
