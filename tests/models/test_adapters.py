@@ -81,7 +81,7 @@ def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_a_trial_goes_on_bit_by_bit_from_what_is_trained(tmp_path: Path, adapter: str, base: str) -> None:
+def test_a_trial_goes_on_bit_by_bit_from_its_trained_weights(tmp_path: Path, adapter: str, base: str) -> None:
     executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
     whole = run(executor, tmp_path / "whole")
     assert whole.outcome == Outcome.COMPLETE, whole.reason
@@ -191,7 +191,7 @@ def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
         hpo.load(folder)
 
 
-def test_what_is_frozen_is_recorded_as_it_is(tmp_path: Path) -> None:
+def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "nf4": 4.5}
     held, errors = [], []
     for base, expected in bits.items():
@@ -229,7 +229,7 @@ def test_only_named_layers(tmp_path: Path) -> None:
     assert names == [f"encoder.encoder.layer.{end}.lora_A.default.weight" for end in ends]
 
 
-def test_a_target_that_is_none_is_refused_before_the_study(tmp_path: Path) -> None:
+def test_an_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
     told = r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
     with pytest.raises(ModelError, match=rf"{told}, value\. Did you mean `query`\?"):
         executor_of(tmp_path, BERT, lora_targets=["value", "qeury"]).check_study()
