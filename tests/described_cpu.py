@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -32,11 +33,14 @@ def describe_cpu(cpu: str, cpuinfo: str) -> str:
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] not in CPUS:
         sys.exit(f"usage: described_cpu.py {{{','.join(CPUS)}}} COMMAND ...")
-    with tempfile.NamedTemporaryFile("w", delete=False) as file:
-        file.write(describe_cpu(sys.argv[1], Path("/proc/cpuinfo").read_text()))
     user = [] if os.geteuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
-    script = 'mount --bind "$0" /proc/cpuinfo && rm "$0" && exec "$@"'
-    os.execvp("unshare", ["unshare", *user, "--mount", "sh", "-c", script, file.name, *sys.argv[2:]])
+    script = 'mount --bind "$0" /proc/cpuinfo && exec "$@"'
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(describe_cpu(sys.argv[1], Path("/proc/cpuinfo").read_text()))
+        file.flush()
+        Path(file.name).chmod(0o444)
+        command = ["unshare", *user, "--mount", "sh", "-c", script, file.name, *sys.argv[2:]]
+        sys.exit(subprocess.call(command))
 
 
 if __name__ == "__main__":
