@@ -16,8 +16,9 @@ help:
 	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make install EXTRAS='onnx fp8'"
-	@echo "make test [CPU=avx2|avx512_bf16|avx512_fp16|amx|arm] | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
+	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
+	@echo "make test CPU=avx2 (or avx512_bf16, avx512_fp16, amx, arm: another CPU is described)"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 
