@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from described_cpu import CPUS, describe_cpu
 
 from hpo.device import (
     DeviceInfo,
@@ -86,37 +82,6 @@ def test_cgroups_limit_cores_and_memory(
     assert device.cpu_features == {"avx2", "amx_bf16"}
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert device.total_memory_bytes == (memory or whole)
-
-
-FEATURES = {
-    "avx2": {"avx2"},
-    "avx512_bf16": {"avx2", "avx512", "avx512_bf16"},
-    "avx512_fp16": {"avx2", "avx512", "avx512_fp16"},
-    "amx": {"avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16"},
-    "arm": {"arm_bf16", "arm_fp16"},
-}
-
-
-@pytest.mark.parametrize("cpu", CPUS)
-def test_instructions_of_each_cpu(tmp_path: Path, cpu: str) -> None:
-    file = machine(tmp_path, "") / "proc/cpuinfo"
-    file.write_text(describe_cpu(cpu, file.read_text()))
-    device = probe_device("cpu", tmp_path)
-    assert device.cpu_features == FEATURES[cpu]
-    assert device.name == (platform.machine() if cpu == "arm" else "Example CPU")
-
-
-@pytest.mark.parametrize("cpu", CPUS)
-def test_a_command_and_its_processes_see_the_described_cpu(cpu: str) -> None:
-    program = Path(__file__).with_name("described_cpu.py")
-    shown = "cat /proc/cpuinfo; sh -c 'grep ^processor /proc/cpuinfo'"
-    command = [sys.executable, str(program), cpu, "sh", "-c", shown]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    if "Operation not permitted" in finished.stderr:
-        pytest.skip(f"no mount namespace may be made here: {finished.stderr}")
-    seen = finished.stdout
-    assert CPUS[cpu] in seen
-    assert seen.count("processor") == 2 * Path("/proc/cpuinfo").read_text().count("processor")
 
 
 def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

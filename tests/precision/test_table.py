@@ -48,17 +48,14 @@ DEVICES = {
     "A100": A100,
     "Ada": ADA,
     "H200": H200,
-    "AVX512-BF16": cpu("avx2", "avx512", "avx512_bf16"),
-    "AVX512-FP16": cpu("avx2", "avx512", "avx512_fp16"),
-    "Arm": cpu("arm_bf16", "arm_fp16"),
 }
 LEVELS = {  # n: native, e: emulated, u: unsupported; in the order of DEVICES
-    "fp32": "nnnnnnnnnn",
-    "tf32": "uuuunnnuuu",
-    "bf16": "eneennnnen",
-    "bf16-true": "eneennnnen",
-    "fp16": "enennnnenn",
-    "fp8": "uuuuunnuuu",
+    "fp32": "nnnnnnn",
+    "tf32": "uuuunnn",
+    "bf16": "eneennn",
+    "bf16-true": "eneennn",
+    "fp16": "enennnn",
+    "fp8": "uuuuunn",
 }
 
 
@@ -97,6 +94,23 @@ def test_emulation_is_allowed_only_when_the_study_says_so() -> None:
     resolution = resolve("bf16", OLD_CPU, AmpConfig(allow_emulated=True))
     assert (resolution.effective, resolution.support) == ("bf16", "emulated")
     assert "AMX or AVX512-BF16" in resolution.reason
+
+
+@pytest.mark.parametrize(
+    ("features", "native"),
+    [
+        ({"avx2", "avx512"}, {"fp32"}),
+        ({"avx512", "avx512_bf16"}, {"fp32", "bf16", "bf16-true"}),
+        ({"avx512", "avx512_fp16"}, {"fp32", "fp16"}),
+        ({"amx_bf16", "amx_fp16"}, {"fp32", "bf16", "bf16-true", "fp16"}),
+        ({"arm_bf16"}, {"fp32", "bf16", "bf16-true"}),
+        ({"arm_fp16"}, {"fp32", "fp16"}),
+    ],
+    ids=lambda names: "-".join(sorted(names)),
+)
+def test_native_precisions_of_a_cpu(features: set[str], native: set[str]) -> None:
+    levels = {name: support(name, cpu(*features)).level for name in PRECISION_NAMES}
+    assert {name for name, level in levels.items() if level == "native"} == native
 
 
 @pytest.mark.parametrize(
