@@ -19,6 +19,7 @@ help:
 	@echo "make test | make test-all | make test-gpu | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
 	@echo "make bench BENCH=gpu [PAIRS=3] [RESULTS=runs/gpu.jsonl]"
+	@echo "make test CPU=avx2 (or avx512_bf16, avx512_fp16, amx, arm: another CPU is described)"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 
@@ -50,7 +51,9 @@ report: install
 # than cores: the tests of `faults/` and `cluster/` wait for much of their time.
 # Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
 # Many processes import the package, which would be compiled in each where no bytecode may be written.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 2)) \
+# CPU= runs the tests with another CPU described: the results must not depend on the instructions of this one.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(if $(CPU),$(BIN)/python tests/described_cpu.py $(CPU)) \
+	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 2)) \
 	--dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev

@@ -1,15 +1,27 @@
-"""Versions of the packages that a record is made with."""
+"""Versions of installed packages, and how to install a missing one."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+Extra = Literal["adapters", "fp8", "mlflow", "onnx", "tensorboard", "wandb"]
+"""An extra of pyproject.toml that a feature needs."""
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """By package; one that is missing, or has another name (onnxruntime-gpu), is left out."""
+    """Return {package: version}, without packages that are missing or have another name (onnxruntime-gpu)."""
     versions: dict[str, str] = {}
     for package in packages:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
+
+
+def install_hint(extra: Extra) -> str:
+    """Tell how to install an extra.
+
+    The hint must not name the package `hpo`: PyPI has another project of that name.
+    """
+    return f"To install it, run `make install EXTRAS={extra}` in your clone of hpo."

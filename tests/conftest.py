@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ from slurm import SlurmCluster, why_not
 from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError
+from hpo.study.running.stopping import STOP_SIGNALS
 
 logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures
+
+
+# A shell starts `nohup make test &` with SIGINT ignored, and processes inherit this.
+for number in STOP_SIGNALS:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

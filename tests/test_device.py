@@ -73,7 +73,7 @@ def machine(root: Path, own_cgroups: str, **limits: str) -> Path:
         ("", {}, 8, None),
     ],
 )
-def test_cores_and_memory_are_those_that_the_cgroups_leave(
+def test_cgroups_limit_cores_and_memory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     own_cgroups: str,
@@ -102,9 +102,7 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("probe", [probe_device, cuda_devices])
-def test_a_kind_that_is_not_there_is_refused(
-    probe: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_kind_is_refused(probe: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
@@ -150,7 +148,7 @@ def test_the_gpus_of_this_machine(
         ("MIG-a,MIG-b", "GPU-5ef"),  # which of them is not known
     ],
 )
-def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> None:
+def test_identity_of_a_device(visible: str | None, expected: str) -> None:
     assert device_uuid(visible, "GPU-5ef") == expected
 
 
@@ -335,7 +333,7 @@ def test_memory_for_each_of_several_workers() -> None:
         memory_share(gpu, 16)
 
 
-def test_memory_that_a_process_may_take() -> None:
+def test_memory_limit_of_a_process() -> None:
     gpu = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
     assert memory_limit(gpu, 0.25) == 4 * 2**30
     assert memory_limit(gpu, None) == 16 * 2**30
@@ -349,7 +347,7 @@ def test_memory_that_a_process_may_take() -> None:
     reason="Linux resets the peak only where /proc/self/clear_refs is writable",
 )
 @pytest.mark.parametrize("freed_is_kept", [False, True])
-def test_peak_memory_sees_what_was_held_and_can_be_reset(freed_is_kept: bool) -> None:
+def test_peak_memory_remembers_freed_memory_and_can_be_reset(freed_is_kept: bool) -> None:
     if freed_is_kept:
         disable_malloc_trim()
     device = probe_device("cpu")

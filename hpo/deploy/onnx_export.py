@@ -1,7 +1,7 @@
-"""A trained model as an ONNX graph, which onnxruntime runs without PyTorch.
+"""Export of a trained model to an ONNX graph. onnxruntime runs the graph without PyTorch.
 
-`torch.onnx`, which comes with PyTorch and follows its operators, writes the graph, and onnxruntime runs it:
-`optimum-onnx`, which wraps both, lags behind the versions of transformers that this package takes.
+`torch.onnx` writes the graph: it comes with PyTorch and follows its operators. `optimum-onnx` wraps it and
+onnxruntime, but lags behind the versions of transformers in pyproject.toml.
 
 It computes in fp32 what the model computes in evaluation.
 """
@@ -26,16 +26,16 @@ from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
 from hpo.models.export import EXPORT_FORMATS, export_metadata, new_folder, write_metadata
 from hpo.models.multitask import MultitaskModel
-from hpo.versions import installed_versions
+from hpo.versions import install_hint, installed_versions
 
 LARGEST_BYTES = 2**31 - 2**20
-"""Of the weights in one file: protobuf's limit, less room for the graph."""
+"""Limit of the weights in one file: protobuf's limit, less room for the graph."""
 
 LARGEST_DIFFERENCE = 1e-4
 """Between the logits of the graph and of PyTorch, of logits up to 1, or relative to larger ones."""
 
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
-"""Those that write and run graphs."""
+"""Packages to write and run graphs."""
 _CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
@@ -68,14 +68,14 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
 
 
 def write_onnx_metadata(folder: Path, content: dict[str, Any], onnx_settings: OnnxSettings) -> None:
-    """Write hpo.json, of which `content` has what is the same in any runtime."""
+    """Write hpo.json. `content` holds its entries for every runtime."""
     head = {"format": EXPORT_FORMATS["onnx"], "runtime": "onnx"}
     write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)})
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what exporters warn of, such as that torchvision is missing, from the user's terminal."""
+    """Keep warnings of exporters, for example of a missing torchvision, from the user's terminal."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ class _Positional(nn.Module):
 
 
 def _plain(model: TrainedModel) -> MultitaskModel:
-    """A copy of the model's network that computes in fp32 on the CPU, in evaluation mode."""
+    """Copy the model's network to the CPU, in fp32 and in evaluation mode."""
     network = model.network
     if not isinstance(network, MultitaskModel):
         raise ModelError("an ONNX export is made of a PyTorch export, but this model is ONNX already.")
@@ -164,7 +164,7 @@ def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
 
 
 def _products_of_matrices(graph: Any) -> None:
-    """Write each Gemm, which heads of pooled texts are, as the MatMul and Add that other layers are.
+    """Replace each Gemm (heads of pooled texts) by a MatMul and an Add, as in other layers.
 
     Quantisation does so too, with other names.
     """
@@ -194,7 +194,7 @@ def _products_of_matrices(graph: Any) -> None:
 
 
 def _without_paths(proto: Any) -> None:
-    """Drop what the exporter tells of this machine's files."""
+    """Drop the paths of this machine's files from the graph."""
     graph = proto.graph
     for node in graph.node:
         del node.metadata_props[:]
@@ -228,6 +228,5 @@ def require(*packages: str) -> None:
             importlib.import_module(package)
         except ImportError as error:
             raise ModelError(
-                f"writing ONNX needs {package}, which could not be imported. Install it: pip install "
-                "'hpo[onnx]'."
+                f"writing ONNX needs {package}, which could not be imported. {install_hint('onnx')}"
             ) from error

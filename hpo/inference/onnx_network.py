@@ -21,12 +21,13 @@ from hpo.data.tasks import Task
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, check_files, not_intact, read_metadata, read_settings
+from hpo.versions import install_hint
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-"""The graph's inputs, int64 [batch, tokens]; the last only of encoders that tell segments apart."""
+"""The graph's inputs, int64 [batch, tokens]. Only encoders with segments have the last one."""
 
 ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
-"""What the extra `onnx` brings."""
+"""Packages of the extra `onnx`."""
 _FILES = ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json")
 _FATAL = 4  # onnxruntime's log severity: errors are raised, too, and need no second telling
 
@@ -36,10 +37,10 @@ class OnnxSettings:
     """The key `onnx` of the hpo.json of an ONNX export."""
 
     precision: str = "fp32"
-    """What the products of the layers are computed in: `fp32`, or `int8` where there are quantised ones."""
+    """Precision of the products of the layers: `int8` if some are quantised, else `fp32`."""
     opset: int
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the libraries that wrote the graph."""
+    """Versions of the libraries at the time of the export."""
     quantization: Mapping[str, Any] | None = None
     """See `hpo.deploy.quantize`; None: not quantised."""
 
@@ -68,17 +69,17 @@ class OnnxNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the graph runs."""
+        """The device of the graph."""
         return self._place.device
 
     @property
     def input_names(self) -> frozenset[str]:
-        """Those of `INPUTS` that the graph takes."""
+        """The graph's own inputs, some or all of `INPUTS`."""
         return self._inputs
 
     @property
     def has_ranges_of_batch(self) -> bool:
-        """Whether activations become int8 with the range of each batch: logits depend on the batch."""
+        """Return True if activations become int8 with the range of each batch: logits depend on the batch."""
         how = self.settings.quantization
         return how is not None and not how["static"]
 
@@ -170,24 +171,24 @@ def load_onnx(
 
 
 def missing_packages() -> str:
-    """Why no ONNX model can be made; empty: one can."""
+    """Return why this machine cannot make an ONNX model, or "" if it can."""
     missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
-    return f"needs the package {' and '.join(missing)}: pip install 'hpo[onnx]'." if missing else ""
+    return f"needs the package {' and '.join(missing)}. {install_hint('onnx')}" if missing else ""
 
 
 def has_cuda_provider() -> bool:
-    """Whether the onnxruntime that is installed was built for CUDA. Raises ModelError where there is none."""
+    """Return whether the installed onnxruntime was built for CUDA. Raises ModelError if there is none."""
     return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 
 
 def import_onnxruntime() -> Any:
-    """The package. Raises ModelError where it is not installed."""
+    """Import the package. Raises ModelError if it is not installed."""
     try:
         import onnxruntime
     except ImportError as error:
         raise ModelError(
             f"an ONNX export needs onnxruntime, which could not be imported ({shorten(str(error), 100)}). "
-            "Install it: pip install 'hpo[onnx]'."
+            f"{install_hint('onnx')}"
         ) from error
     return onnxruntime
 

@@ -24,18 +24,19 @@ from torch import Tensor, nn
 from hpo.errors import InputError, ModelError, did_you_mean, shorten
 from hpo.precision.frozen import STORAGE_DTYPES, plain_linears, storage_facts
 from hpo.precision.table import Precision
+from hpo.versions import install_hint
 
 ALL_LINEAR = "all-linear"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Before the names in peft's files."""
 DIGEST_VALUES = 1024
-"""So many numbers of each tensor, evenly spread, tell whether it is another."""
+"""Numbers of each tensor, evenly spread, for its hash."""
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The settings of a study file that make an adapter, by the same names."""
+    """Settings of an adapter, by their names in the study file."""
 
     adapter: str = "none"
     lora_rank: int = 8
@@ -66,13 +67,13 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
 
 def _import_peft() -> None:
     if find_spec("peft") is None:
-        raise InputError("an adapter needs the package peft: pip install 'hpo[adapters]'.")
+        raise InputError(f"an adapter needs the package peft. {install_hint('adapters')}")
 
 
 def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:
-    """The full names of the linear layers that are meant; those of a pooler, which no head reads, never are.
+    """Return the full names of the linear layers to adapt. A name stands for each layer with this ending.
 
-    A name means each layer that ends with it.
+    Layers of a pooler are left out: no head reads them.
     """
     linears = [
         name
@@ -94,7 +95,7 @@ def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether the encoder of `model` has an adapter."""
+    """Return True if the encoder of `model` has an adapter."""
     return hasattr(model.encoder, "peft_config")
 
 
@@ -136,13 +137,13 @@ def base_facts(model: Any, precision: Precision) -> dict[str, Any]:
 
 
 def trained_state(model: Any) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: all of it, or with an adapter all but what is frozen."""
+    """Return the weights of a model for a checkpoint: all, or without the frozen ones of an adapter."""
     frozen = _frozen(model)
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
 
 def load_trained(model: Any, state: Mapping[str, Tensor]) -> None:
-    """Take over what `trained_state` returned. Raises RuntimeError where it is of another model."""
+    """Load the weights of `trained_state`. Raises RuntimeError if another model wrote them."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     if wrong := [*unexpected, *(name for name in missing if name not in _frozen(model))]:
         raise RuntimeError(f"the weights are of another model: {', '.join(wrong[:3])}")
@@ -158,7 +159,7 @@ def _frozen(model: Any) -> set[str]:
 def merge_adapter(model: Any) -> None:
     """Add the adapter to the weights, which become fp32 ones: the encoder is as `transformers` made it.
 
-    What was stored in fewer bits is decoded, so that the merged model computes as the adapted one.
+    Weights with fewer bits are decoded first: the merged model computes as the adapted one.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -27,6 +27,7 @@ from pydantic import Field
 from hpo.device import DeviceInfo
 from hpo.errors import Failed, InputError, Unsupported, did_you_mean
 from hpo.section import Count, Section, Switch, Whole
+from hpo.versions import install_hint
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
@@ -211,7 +212,7 @@ def support(name: str, device: DeviceInfo) -> Support:
             return Support("native")
         return Support(level, f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks.")
     if products == "float8" and not device.has_torchao:
-        return Support(level, "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
+        return Support(level, f"`fp8` needs the package torchao. {install_hint('fp8')}")
     native = (device.compute_capability or (0, 0)) >= _CAPABILITY[products]
     if products == "bfloat16" and device.cuda_bf16 is not None:
         native = device.cuda_bf16
@@ -302,7 +303,7 @@ def named_choices(params: Mapping[str, Any]) -> list[str]:
 
 
 def base_lacks(name: str, device: DeviceInfo) -> str:
-    """Why a `base_precision` cannot be had here; empty: it can."""
+    """Return why this device cannot run a `base_precision`, or "" if it can."""
     if name == "nf4" and not device.has_bitsandbytes:
-        return "`base_precision: nf4` needs the package bitsandbytes: pip install 'hpo[adapters]'."
+        return f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}"
     return ""

@@ -20,40 +20,40 @@ from hpo.config.trackers import TrackerName
 from hpo.errors import InputError, TrackerError
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.runs import Run, is_over, runs_of
+from hpo.versions import install_hint
 
 LOOK_SECONDS = 5.0
-"""Between two looks; 20 times what reading the study takes, where that is longer."""
+"""Time between two looks, or 20 times the time to read the study if this is longer."""
 IDLE_SECONDS = 600.0
-"""So long a study is followed in which no worker is: what is left of it may be for no device that there is,
-or its time is over."""
+"""How long a study without workers is followed: perhaps no device can run the rest, or its time is over."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Where runs are shown. All methods may raise TrackerError."""
+    """A place to show runs. All methods may raise TrackerError."""
 
     @property
     def where(self) -> str:
         """The place, for people."""
 
     def show(self, run: Run, /) -> bool:
-        """Bring what is shown of the trial to what `run` says; whether that changed anything."""
+        """Show the trial as in `run`, and return True if this changed anything."""
 
     def close(self) -> None:
-        """Finish what is open."""
+        """Finish open runs."""
 
 
 @dataclass
 class Shown:
-    """What a command has brought to a tracker."""
+    """The work of a command on a tracker."""
 
     runs: int = 0
-    """Of the study at the last look."""
+    """Runs of the study at the last look."""
     changed: int = 0
-    """Those that were made or changed."""
+    """Runs made or changed in the tracker."""
     is_over: bool = False
-    """Whether the study had ended."""
+    """True if the study has ended."""
     idle_seconds: float = math.inf
     """Since a worker was last seen in it; infinite: none ever was."""
 
@@ -115,9 +115,9 @@ class Follower:
 
 
 def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
-    """The tracker of that name for a study, which may write files into `folder`.
+    """Return the tracker of this name for a study. It may write files into `folder`.
 
-    Raises InputError where its package is not installed or nothing says where it is.
+    Raises InputError if its package is not installed or its address is unknown.
     """
     try:
         if name == "mlflow":
@@ -132,5 +132,4 @@ def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Pat
 
         return WandbTracker(record.name, folder)
     except ImportError as error:
-        told = f"{name} must be installed, but: {error}. Install it: pip install 'hpo[{name}]'."
-        raise InputError(told) from None
+        raise InputError(f"{name} must be installed, but: {error}. {install_hint(name)}") from None

@@ -34,7 +34,7 @@ def slow_modules_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
-def test_asking_for_help_imports_nothing_that_takes_long(arguments: list[str]) -> None:
+def test_help_imports_no_slow_module(arguments: list[str]) -> None:
     code = f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
     found = slow_modules_after(f"{code}try: hpo.cli.commands.main()\nexcept SystemExit: pass")
     assert found <= {"pydantic"}, "with which typer itself reads the options of a command"
@@ -116,7 +116,7 @@ def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
 # hpo train
 
 
-def test_train_prints_the_record_that_a_study_stores(ran: Path, tmp_path: Path) -> None:
+def test_train_prints_the_same_record_as_a_study_stores(ran: Path, tmp_path: Path) -> None:
     write_study(tmp_path)
     record = ok(hpo_command(tmp_path, "train", "tiny.yaml", "-p", "learning_rate=2e-4", "--json")).json
     with open_storage(f"sqlite:///{ran}/runs/hpo.db") as storage:
@@ -148,9 +148,7 @@ def test_train_shows_the_traceback_of_a_bug(tmp_path: Path, monkeypatch: pytest.
     assert "Traceback (most recent call last)" in finished.err
 
 
-def test_an_error_that_nobody_meant_to_raise_is_not_swallowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_study(tmp_path)
 
     def broken(*_: object) -> None:
@@ -213,7 +211,7 @@ def test_nonsense_options(tmp_path: Path, arguments: tuple[str, ...], message: s
 
 
 @pytest.mark.parametrize("command", ["status", "best", "report", "dashboard"])
-def test_commands_that_read_make_nothing(tmp_path: Path, command: str) -> None:
+def test_reading_commands_make_nothing(tmp_path: Path, command: str) -> None:
     write_study(tmp_path)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.exit_code == 2
@@ -223,7 +221,7 @@ def test_commands_that_read_make_nothing(tmp_path: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "worker", "init", "train", "verify"])
-def test_working_folder_that_cannot_be_written(tmp_path: Path, command: str) -> None:
+def test_working_folder_without_write_access(tmp_path: Path, command: str) -> None:
     write_study(tmp_path)
     (tmp_path / "runs").write_text("no folder")
     finished = hpo_command(tmp_path, command, "tiny.yaml")
@@ -236,7 +234,7 @@ def test_working_folder_that_cannot_be_written(tmp_path: Path, command: str) -> 
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
-def test_what_takes_long_is_told_on_stderr(
+def test_slow_steps_are_logged_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def slow(*_: object, **__: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from planted_int8 import MAX_DROP, ruin, write_mood_study
-from tiny import tiny_executor
+from tiny import CPU, tiny_executor
 
 import hpo
 from hpo.config.study_config import load_study
@@ -21,7 +21,7 @@ from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
 from hpo.deploy.making import Workshop
 from hpo.deploy.result import Deployment
 from hpo.deploy.timing import Effort
-from hpo.device import probe_device
+from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
 from hpo.training.metrics import primary_mean
@@ -42,17 +42,23 @@ def trained(executor: Executor, folder: Path, **params: Any) -> Candidate:
 
 
 def deployed(
-    executor: Executor, candidate: Candidate, folder: Path, *names: str, max_drop: float = MAX_DROP, **of: Any
+    executor: Executor,
+    candidate: Candidate,
+    folder: Path,
+    *names: str,
+    max_drop: float = MAX_DROP,
+    device: DeviceInfo = CPU,
+    **options: Any,
 ) -> Deployment:
-    request = DeploymentRequest(names, max_drop, effort=QUICK, **of)
-    place = Place(probe_device("cpu"), folder / "artifacts", folder / "tokens")
+    request = DeploymentRequest(names, max_drop, effort=QUICK, **options)
+    place = Place(device, folder / "artifacts", folder / "tokens")
     return deploy(executor.study, executor.dataset, candidate, request, place)
 
 
 @pytest.fixture(scope="module")
 def mood(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Candidate]:
     folder = tmp_path_factory.mktemp("mood")
-    executor = Executor(load_study(write_mood_study(folder)), probe_device("cpu"), folder / "runs")
+    executor = Executor(load_study(write_mood_study(folder)), CPU, folder / "runs")
     return executor, trained(executor, folder)
 
 
@@ -61,7 +67,7 @@ def ruined(mood: tuple[Executor, Candidate], tmp_path: Path) -> Candidate:
     return Candidate(0, ruin(Path(shutil.copytree(mood[1].exported, tmp_path / "ruined"))))
 
 
-def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> None:
+def test_forms_score_as_an_evaluation_and_as_a_loaded_model(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, search_space={}, amp={"preset": "basic"})
     candidate = trained(executor, tmp_path)
     names = ("onnx_fp32", "onnx_int8_dynamic", "onnx_int8_static")
@@ -98,20 +104,29 @@ def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> N
     assert stored["artifacts"][2]["timings"]["32"]["speed_up"].keys() == {"ratio", "low", "high"}
 
 
-def test_what_is_scored_is_chosen_from_when_the_time_is_over(
-    mood: tuple[Executor, Candidate], tmp_path: Path
+@pytest.mark.parametrize(
+    ("features", "scored"),
+    [({"avx2"}, ["fp32"]), ({"avx512_bf16"}, ["fp32", "bf16"])],
+    ids=["without bf16", "with bf16"],
+)
+def test_the_best_of_the_scored_forms_is_chosen_when_the_time_is_over(
+    mood: tuple[Executor, Candidate], tmp_path: Path, features: set[str], scored: list[str]
 ) -> None:
     made = tmp_path / "artifacts" / "onnx_fp32"
-    found = deployed(*mood, tmp_path, "onnx_fp32", "bf16", ends=lambda: "it is late" * made.exists())
-    assert [row.artifact for row in found.artifacts] == ["fp32"]
+    found = deployed(
+        *mood,
+        tmp_path,
+        *("onnx_fp32", "bf16"),
+        device=replace(CPU, cpu_features=frozenset(features)),
+        ends=lambda: "it is late" * made.exists(),
+    )
+    assert [row.artifact for row in found.artifacts] == scored
     assert found.left_out["onnx_fp32"] == "not scored, because it is late."
     assert found.best.timings.keys() == {1, 32}
     assert found.test is not None
 
 
-def test_few_rows_that_are_alike_do_not_make_a_form_as_good(
-    mood: tuple[Executor, Candidate], tmp_path: Path
-) -> None:
+def test_few_equal_rows_do_not_make_a_form_as_good(mood: tuple[Executor, Candidate], tmp_path: Path) -> None:
     found = deployed(*mood, tmp_path, "onnx_fp32", max_drop=1.0)
     assert (found.artifacts[1].judged.verdict, found.best.artifact) == ("undecided", "fp32")
     assert found.artifacts[1].judged.reason == (
@@ -139,7 +154,7 @@ def test_the_fastest_as_good_on_validation_is_confirmed_on_test(
     for number, word in enumerate((" good ", " bad ")):
         rows = [one for one in splits["validation"] if word in one.text]
         data = replace(executor.dataset, splits={**splits, "validation": rows}, fingerprint=f"class {number}")
-        place = Place(probe_device("cpu"), tmp_path / str(number), tmp_path / "tokens")
+        place = Place(CPU, tmp_path / str(number), tmp_path / "tokens")
         request = DeploymentRequest(("onnx_int8_static",), 30.0, effort=QUICK)
         of_class = deploy(executor.study, data, ruined, request, place)
         assert of_class.best.artifact == "fp32"
@@ -151,7 +166,7 @@ def test_the_fastest_as_good_on_validation_is_confirmed_on_test(
     assert untested.notes[-1].startswith("No test split has labels")
 
 
-def test_the_labels_of_a_loaded_form_are_those_that_are_scored(
+def test_a_loaded_form_predicts_the_scored_labels(
     mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path
 ) -> None:
     executor = mood[0]
@@ -182,7 +197,7 @@ def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(
     assert json.loads((workshop.make(REFERENCE) / "hpo.json").read_text())["attention"] == "sdpa"
 
 
-def test_what_cannot_be_made_or_timed_is_left_out_with_the_reason(
+def test_an_impossible_form_is_left_out_with_the_reason(
     mood: tuple[Executor, Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, candidate = mood
@@ -209,7 +224,7 @@ def test_what_cannot_be_made_or_timed_is_left_out_with_the_reason(
     assert found.best in found.artifacts
 
 
-def test_a_model_that_is_not_finite_in_fp32_ends_it(
+def test_a_model_with_nonfinite_logits_in_fp32_ends_it(
     mood: tuple[Executor, Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpo.deploy.deployment.answers", lambda *_, **__: None)

@@ -51,7 +51,7 @@ def copied(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     return out
 
 
-def test_predictions_are_those_of_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
+def test_predictions_equal_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
     assert graph.tasks == model.tasks
     assert graph.settings == model.settings
     assert graph.decisions == model.decisions
@@ -66,7 +66,7 @@ def test_predictions_are_those_of_pytorch(model: TrainedModel, graph: TrainedMod
                 assert found[name].label == one.label
 
 
-def test_forward_is_that_of_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
+def test_forward_equals_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
     batch = graph.tokenizer(list(TEXTS[:2]), padding=True, return_tensors="pt")
     output = graph(**batch)
     assert isinstance(output, inference.MultitaskOutput)
@@ -127,7 +127,7 @@ def test_auto_is_the_cpu_without_the_provider_of_cuda(
     assert moved == ["cuda:0", "cuda:0"]
 
 
-def test_threads_are_those_of_pytorch(graph: TrainedModel) -> None:
+def test_it_has_as_many_threads_as_pytorch(graph: TrainedModel) -> None:
     before = torch.get_num_threads()
     try:
         for wanted in (1, 2):
@@ -145,10 +145,10 @@ def test_ids_beyond_the_vocabulary(graph: TrainedModel) -> None:
 
 def test_without_onnxruntime(folder: Path, model: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ModelError, match=r"needs onnxruntime, .*pip install 'hpo\[onnx\]'"):
+    with pytest.raises(ModelError, match=r"needs onnxruntime, .*make install EXTRAS=onnx`"):
         hpo.load(folder / "onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ModelError, match=r"needs onnxscript, .*pip install 'hpo\[onnx\]'"):
+    with pytest.raises(ModelError, match=r"needs onnxscript, .*make install EXTRAS=onnx`"):
         export_onnx(model, folder / "other")
 
 

@@ -27,6 +27,7 @@ from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import TrialResult
 from hpo.trial.trial_parts import build_trial
+from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
@@ -80,7 +81,7 @@ def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_a_trial_goes_on_bit_by_bit_from_what_is_trained(tmp_path: Path, adapter: str, base: str) -> None:
+def test_a_trial_goes_on_bit_by_bit_from_its_trained_weights(tmp_path: Path, adapter: str, base: str) -> None:
     executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
     whole = run(executor, tmp_path / "whole")
     assert whole.outcome == Outcome.COMPLETE, whole.reason
@@ -190,7 +191,7 @@ def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
         hpo.load(folder)
 
 
-def test_what_is_frozen_is_recorded_as_it_is(tmp_path: Path) -> None:
+def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "nf4": 4.5}
     held, errors = [], []
     for base, expected in bits.items():
@@ -228,7 +229,7 @@ def test_only_named_layers(tmp_path: Path) -> None:
     assert names == [f"encoder.encoder.layer.{end}.lora_A.default.weight" for end in ends]
 
 
-def test_a_target_that_is_none_is_refused_before_the_study(tmp_path: Path) -> None:
+def test_an_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
     told = r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
     with pytest.raises(ModelError, match=rf"{told}, value\. Did you mean `query`\?"):
         executor_of(tmp_path, BERT, lora_targets=["value", "qeury"]).check_study()
@@ -244,10 +245,10 @@ def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = run(executor, tmp_path / "trial")
     assert (result.outcome, result.reason) == (
         Outcome.UNSUPPORTED,
-        "`base_precision: nf4` needs the package bitsandbytes: pip install 'hpo[adapters]'.",
+        f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}",
     )
     monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"an adapter needs the package peft: pip install 'hpo\[adapters\]'"):
+    with pytest.raises(InputError, match=r"an adapter needs the package peft. To install it, run `make"):
         executor_of(tmp_path, BERT).check_study()
 
 

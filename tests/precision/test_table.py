@@ -187,6 +187,23 @@ def test_emulation_is_allowed_only_when_the_study_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("features", "native"),
+    [
+        ({"avx2", "avx512"}, {"fp32"}),
+        ({"avx512", "avx512_bf16"}, {"fp32", "bf16", "bf16-true"}),
+        ({"avx512", "avx512_fp16"}, {"fp32", "fp16"}),
+        ({"amx_bf16", "amx_fp16"}, {"fp32", "bf16", "bf16-true", "fp16"}),
+        ({"arm_bf16"}, {"fp32", "bf16", "bf16-true"}),
+        ({"arm_fp16"}, {"fp32", "fp16"}),
+    ],
+    ids=lambda names: "-".join(sorted(names)),
+)
+def test_native_precisions_of_a_cpu(features: set[str], native: set[str]) -> None:
+    levels = {name: support(name, cpu(*features)).level for name in PRECISION_NAMES}
+    assert {name for name, level in levels.items() if level == "native"} == native
+
+
+@pytest.mark.parametrize(
     ("requested", "device", "effective"),
     [("bf16", T4, "fp16"), ("bf16", OLD_CPU, "fp32"), ("fp8", A100, "bf16"), ("tf32", T4, "fp32")],
 )

@@ -60,7 +60,7 @@ def run_of(folder: Path, number: int) -> dict[str, Any]:
     return found
 
 
-def test_each_trial_is_a_run_whose_id_is_its_own(tracked: TrackedStudy) -> None:
+def test_each_trial_is_a_run_with_its_own_id(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite", "pruned")
     tracked.leave_running()
     assert tracked.tracked("wandb")["changed"] == 4
@@ -89,7 +89,7 @@ def test_each_trial_is_a_run_whose_id_is_its_own(tracked: TrackedStudy) -> None:
     assert run_of(folder, 3)["exit"] == 0
 
 
-def test_a_run_that_is_written_anew_in_the_same_second(
+def test_a_run_is_written_again_in_the_same_second(
     tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb.sdk.wandb_settings as settings  # names a folder by the second
@@ -106,7 +106,7 @@ def test_a_run_that_is_written_anew_in_the_same_second(
     assert run["exit"] == 0
 
 
-def test_without_an_account_it_says_what_to_do(tracked: TrackedStudy) -> None:
+def test_the_error_without_an_account_names_the_remedy(tracked: TrackedStudy) -> None:
     tracked.run("complete")
     there = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
     there["NETRC"] = str(tracked.folder / "none")
@@ -117,9 +117,7 @@ def test_without_an_account_it_says_what_to_do(tracked: TrackedStudy) -> None:
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])
-def test_a_package_that_is_not_installed(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
+def test_a_missing_package(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     imported = [name for name in sys.modules if name.split(".")[0] == to or name.startswith("hpo.track.")]
     for name in [*imported, "torch.utils.tensorboard"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -127,4 +125,4 @@ def test_a_package_that_is_not_installed(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     finished = tracked.track(to)
     assert finished.exit_code == 2
-    assert f"pip install 'hpo[{to}]'" in finished.err
+    assert f"run `make install EXTRAS={to}`" in finished.err

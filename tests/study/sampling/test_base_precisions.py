@@ -32,12 +32,12 @@ RATES = {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": Tr
 STEPS = {"weight_decay": {"type": "float", "low": 0.0, "high": 0.2, "step": 0.1}}
 
 
-def test_what_is_lacking_is_said_with_its_reason() -> None:
+def test_a_missing_package_is_the_reason() -> None:
     config = study(4, search_space=SPACE)
     assert check_precisions(config, CPU) == {}
     assert check_precisions(config, WITHOUT) == {
-        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes: "
-        "pip install 'hpo[adapters]'."
+        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
+        "To install it, run `make install EXTRAS=adapters` in your clone of hpo."
     }
     fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
     with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
@@ -95,7 +95,7 @@ def test_a_grid_leaves_its_points_to_others(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["base_precision", "fp_precision"])
-def test_the_one_that_is_unsupported_is_blamed(lacks: str) -> None:
+def test_the_unsupported_choice_is_blamed(lacks: str) -> None:
     """Where all are drawn, as under `on_unsupported: prune`, the other is not avoided for it."""
     precision = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
     config = study(30, sampler={"name": "tpe", "seed": 1}, search_space={**precision, **BASES, **RATES})

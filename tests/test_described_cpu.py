@@ -1,0 +1,46 @@
+"""Each kind of CPU, described in /proc/cpuinfo: the probe finds its instructions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from described_cpu import CPUS, describe_cpu
+
+from hpo.device import probe_device
+
+FEATURES = {
+    "avx2": {"avx2"},
+    "avx512_bf16": {"avx2", "avx512", "avx512_bf16"},
+    "avx512_fp16": {"avx2", "avx512", "avx512_fp16"},
+    "amx": {"avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16"},
+    "arm": {"arm_bf16", "arm_fp16"},
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_instructions_of_each_cpu(tmp_path: Path, cpu: str) -> None:
+    file = tmp_path / "proc" / "cpuinfo"
+    file.parent.mkdir()
+    file.write_text(
+        describe_cpu(cpu, "processor : 0\nmodel name : Example CPU\nflags : fpu avx2 amx_bf16\n\n")
+    )
+    device = probe_device("cpu", tmp_path)
+    assert device.cpu_features == FEATURES[cpu]
+    assert device.name == (platform.machine() if cpu == "arm" else "Example CPU")
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_command_and_its_processes_see_the_described_cpu(cpu: str) -> None:
+    program = Path(__file__).with_name("described_cpu.py")
+    shown = "cat /proc/cpuinfo; sh -c 'grep ^processor /proc/cpuinfo'"
+    command = [sys.executable, str(program), cpu, "sh", "-c", shown]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if "Operation not permitted" in finished.stderr:
+        pytest.skip(f"no mount namespace may be made here: {finished.stderr}")
+    seen = finished.stdout
+    assert CPUS[cpu] in seen
+    assert seen.count("processor") == 2 * Path("/proc/cpuinfo").read_text().count("processor")
