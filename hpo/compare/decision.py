@@ -75,6 +75,11 @@ def decide(
     return Decision(mean, low, high, signs(low, high, margin))
 
 
+def next_look(num: int) -> int:
+    """Return the number of seeds of the next look. Any number would do, but each look costs a little."""
+    return max(num + 1, num * 3 // 2)
+
+
 def interval(differences: Array, rows: Array, step: float = 0.0, alpha: float = ALPHA) -> tuple[Array, Array]:
     """Bounds of the mean difference over new runs and new rows, without the floor."""
     mean, num_rows = differences.mean(axis=-1), rows.shape[-1]

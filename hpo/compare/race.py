@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from hpo.compare.decision import ALPHA, Array, half_width, interval
-from hpo.compare.price import next_look
+from hpo.compare.decision import ALPHA, Array, half_width, interval, next_look
 from hpo.compare.results import Result, stored_form
 from hpo.compare.runs import Runs, Scored
 from hpo.config.comparison import MOST_SEEDS

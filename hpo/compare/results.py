@@ -14,9 +14,8 @@ import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.decision import interval
+from hpo.compare.decision import interval, next_look
 from hpo.compare.planning import by_rank, precision_of
-from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
@@ -58,12 +57,11 @@ def stored_form(
     return Result(plan, {**about, **content}, next_plan)
 
 
-def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Result:
-    """What the trials say so far of each precision, in their sequence.
+def judge_precisions(runs: Runs, search: StudyRecord) -> Result:
+    """Return the verdicts on the precisions in their sequence, from the trials so far.
 
     Args:
-        search: the study whose configurations these are.
-        price: as it was said before the first trial.
+        search: the study whose configurations are compared.
     """
     plan = runs.plan
     answers: list[Answer] = []
@@ -77,7 +75,6 @@ def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Re
         "split": runs.split,
         "margin": plan.margin,
         "num_configurations": len(plan.configurations),
-        "price": price and price.as_json(),
         "verdicts": [_as_json(runs, answer) for answer in answers],
         "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
         "tuned": tuned,
@@ -132,7 +129,6 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "collapse_share": answer.collapse_share,
         "conditions": words.conditions(answer, runs) if answer.verdict == "as_good" else None,
         "reason": answer.reason,
-        "price": answer.price and answer.price.as_json(),
         "sentence": words.verdict(answer, runs),
         **_ratios_json(answer, kinds[0] if len(kinds) == 1 else ""),
         "devices": by_kind,

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
+}
 """What to do instead, as one or two sentences, by the key or the command."""
 
 

@@ -129,18 +129,20 @@ def test_a_loss() -> None:
     assert found.content["recommendation"] == "Use fp32: bf16 is worse (score within 0.5 points)."
 
 
-def test_more_seeds_are_asked_for_where_they_are_likely_to_decide() -> None:
+def test_an_undecided_comparison_says_how_to_add_seeds() -> None:
     score = planted(0.0, own_noise=0.6)
     config = search_config()
     found = told(config, score, Request(precisions=BF16, top=1, max_seeds=5)).content
     row = found["verdicts"][0]
     assert (row["verdict"], row["num_runs"]) == ("undecided", 5)
     assert found["recommendation"].startswith("Use fp32: 5 runs do not tell whether bf16 is as good")
-    num = row["price"]["seeds"]
-    assert found["recommendation"].endswith(f"if what was seen goes on: hpo compare tiny --max-seeds {num}")
-    assert 5 < num < 100
-    more = told(config, score, Request(precisions=BF16, top=1, max_seeds=num)).content["verdicts"][0]
+    assert found["recommendation"].endswith("More seeds may decide: hpo compare tiny --max-seeds 7")
+    assert row["sentence"].endswith("More seeds may decide: hpo compare tiny --max-seeds 7")
+    more = told(config, score, Request(precisions=BF16, top=1, max_seeds=40)).content["verdicts"][0]
     assert more["verdict"] == "as_good"
+    most = told(config, planted(0.5, own_noise=3.0), Request(precisions=BF16, top=1, max_seeds=200)).content
+    assert most["verdicts"][0]["verdict"] == "undecided"
+    assert "More seeds" not in most["recommendation"], "no comparison has more than 200"
 
 
 def test_runs_that_collapse_are_shown_one_by_one() -> None:
