@@ -339,8 +339,7 @@ class Study:
         was.
 
         Args:
-            question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32;
-                `configurations`: which of the best is.
+            question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32?
             workers: processes on this machine.
             until: when this job ends, as `hpo compare --until` takes it.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpo.compare.companion import caught_up, grown
-from hpo.compare.race import judge_race
-from hpo.compare.results import Result, judge_precisions
+from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
@@ -47,10 +46,3 @@ def run_looks(
         if result.next_plan.num_seeds == result.plan.num_seeds:
             raise RunError(f"The comparison `{companion.name}` has ended without all of its trials.")
         companion = grown(companion, result.next_plan)
-
-
-def judge(runs: Runs, search: StudyRecord) -> Result:
-    """What the trials of a comparison say so far."""
-    if runs.plan.is_race:
-        return judge_race(runs, runs.of_search(search))
-    return judge_precisions(runs, search)

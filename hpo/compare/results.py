@@ -35,29 +35,7 @@ class Result:
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
 
 
-def stored_form(
-    plan: ComparisonConfig, content: Mapping[str, Any], next_plan: ComparisonConfig | None
-) -> Result:
-    """The result with what every comparison stores of itself."""
-    about = {
-        "form": COMPARISON_FORM,
-        "study": plan.study,
-        "question": plan.question,
-        "num_seeds": plan.num_seeds,
-        "configurations": [
-            {
-                "trial": one.trial,
-                "precisions": list(one.precisions),
-                "params": {name: encode(value) for name, value in one.params.items()},
-            }
-            for one in plan.configurations
-        ],
-        "has_ended": next_plan is None,
-    }
-    return Result(plan, {**about, **content}, next_plan)
-
-
-def judge_precisions(runs: Runs, search: StudyRecord) -> Result:
+def judge(runs: Runs, search: StudyRecord) -> Result:
     """Return the verdicts on the precisions in their sequence, from the trials so far.
 
     Args:
@@ -69,7 +47,17 @@ def judge_precisions(runs: Runs, search: StudyRecord) -> Result:
         ahead = next((one.precision for one in answers if one.verdict != "as_good"), "")
         answers.append(answer_of(runs, precision, ahead))
     tuned = _tuned(search, plan.precisions) if plan.setting == PRECISION else []
+    next_plan = _next_plan(plan, answers)
     content = {
+        "form": COMPARISON_FORM,
+        "study": plan.study,
+        "question": plan.question,
+        "num_seeds": plan.num_seeds,
+        "configurations": [
+            {"trial": one.trial, "params": {name: encode(value) for name, value in one.params.items()}}
+            for one in plan.configurations
+        ],
+        "has_ended": next_plan is None,
         "metric": runs.metric,
         "unit": runs.unit,
         "split": runs.split,
@@ -81,7 +69,7 @@ def judge_precisions(runs: Runs, search: StudyRecord) -> Result:
         "tuned_sentence": words.tuned(tuned, runs.metric),
         "recommendation": words.recommendation(answers, runs),
     }
-    return stored_form(plan, content, _next_plan(plan, answers))
+    return Result(plan, content, next_plan)
 
 
 def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonConfig | None:
