@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
     "comparison.configurations.precisions": "Delete the study of this comparison, and compare anew.",
-    "hpo compare --configurations": "Its winner was often not the best. `hpo best` shows the best of the search.",
+    "hpo compare --configurations": "Its winner was often not the best trial. See `hpo best`.",
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
 }
 """What to do instead, as one or two sentences, by the key or the command."""
