@@ -17,7 +17,6 @@ import pandas as pd
 from hpo.errors import RunError
 from hpo.report.charts import all_charts
 from hpo.report.detailed_tables import csv_tables
-from hpo.report.numerics_chart import numerics_table
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
 from hpo.report.verdicts import verdict_table
@@ -53,7 +52,6 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "precision": tables.by_precision,
         "trials": tables.trials,
         "evaluations": tables.evaluations,
-        "numerics": numerics_table(tables),
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,

@@ -200,8 +200,8 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for row in connection.execute(query).mappings():
         fields = {name: row[name] for name in EvaluationRow.__dataclass_fields__}
-        documents = {name: json.loads(fields[name] or "null") for name in ("metrics", "numerics")}
-        evaluations[row["trial_number"]].append(EvaluationRow(**fields | documents))
+        fields["metrics"] = json.loads(fields["metrics"])
+        evaluations[row["trial_number"]].append(EvaluationRow(**fields))
     return evaluations
 
 

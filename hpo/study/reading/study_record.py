@@ -33,8 +33,6 @@ class EvaluationRow:
     """Task -> metric -> value, and the objectives by name."""
     train_examples_per_second: float | None = None
     train_tokens_per_second: float | None = None
-    numerics: Mapping[str, Any] | None = None
-    """As `hpo.training.numerics` measured them at the step before; None: they were not."""
 
 
 @dataclass(frozen=True)
