@@ -37,7 +37,7 @@ class Look:
     running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
     """Each with the fields of `hpo.trial.telemetry.Progress` as of its worker's last heartbeat, or none."""
     ended: Sequence[FrozenTrial] = ()
-    """Since the look before."""
+    """Trials that have ended since the look before, and whose slots say so: `num_done` counts them."""
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
@@ -73,13 +73,14 @@ class StudyWatch:
         running, ended, complete = [], [], []
         for trial in self._study.get_trials(deepcopy=False):
             slot = slot_of.get(trial.number)
+            held = slot if slot is not None and slot.state == "running" else None
             if trial.state == TrialState.COMPLETE and not violation(trial.constraints):
                 complete.append((trial.values[0], trial.number))
-            if not trial.state.is_finished() and slot is not None and slot.state == "running":
-                progress = json.loads(slot.progress or "{}")
+            if held is not None and not trial.state.is_finished():
+                progress = json.loads(held.progress or "{}")
                 is_of_trial = progress.get("trial") == trial.number  # and not of its worker's last one
                 running.append((trial, progress if is_of_trial else {}))
-            elif trial.state.is_finished() and trial.number not in self._ended:
+            elif trial.state.is_finished() and held is None and trial.number not in self._ended:
                 self._ended.add(trial.number)
                 if slot is not None or not self._own:
                     ended.append(trial)
