@@ -62,7 +62,6 @@ def judge(runs: Runs, search: StudyRecord) -> Result:
         "unit": runs.unit,
         "split": runs.split,
         "margin": plan.margin,
-        "num_configurations": len(plan.configurations),
         "verdicts": [_as_json(runs, answer) for answer in answers],
         "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
         "tuned": tuned,
