@@ -67,10 +67,11 @@ def conditions(answer: Answer, runs: Runs) -> str:
 def _what_would_decide(answer: Answer, runs: Runs) -> str:
     if answer.reason:
         return f" Not decided, since {answer.reason}."
-    more = next_look(runs.plan.max_seeds)
-    if runs.plan.num_seeds[answer.precision] < runs.plan.max_seeds or more > MOST_SEEDS:
+    plan = runs.plan
+    if plan.num_seeds[answer.precision] < plan.max_seeds or plan.max_seeds == MOST_SEEDS:
         return ""
-    return f" More seeds may decide: {runs.plan.command} --max-seeds {more}"
+    more = min(next_look(plan.max_seeds), MOST_SEEDS)
+    return f" More seeds may decide: {plan.command} --max-seeds {more}"
 
 
 def collapsed(run: CollapsedRun, runs: Runs) -> str:
