@@ -45,7 +45,6 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
         "decisions": {"threshold": parts.get("threshold") or 0.5, "null_offset": 0.0, "merge_gap": 0},
         "classes": [],
         "confusion": None,
-        "calibration": None,
         "worst": [],
         "warnings": [],
         **parts,
@@ -84,20 +83,8 @@ def single_label(names: Sequence[str], seed: int = 0, **parts: Any) -> dict[str,
         for at, name in enumerate(names)
     ]
     confusion = {"labels": list(names), "counts": [[*pair, count] for pair, count in sorted(counts.items())]}
-    given = {"classes": rows, "confusion": confusion, "calibration": calibration(seed), **parts}
+    given = {"classes": rows, "confusion": confusion, **parts}
     return task_document("single_label", {"f1_macro": 0.71, "f1_micro": 0.74, "accuracy": 0.74}, **given)
-
-
-def calibration(seed: int = 0) -> dict[str, Any]:
-    draw = random.Random(seed)
-    bins = []
-    for at in range(15):
-        low, high = at / 15, (at + 1) / 15
-        count = draw.randint(0, 90) if at > 2 else 0
-        middle = (low + high) / 2 if count else 0.0
-        frequency = 0.0 if not count else max(0.0, min(1.0, middle - draw.uniform(0, 0.15)))
-        bins.append({"low": low, "high": high, "confidence": middle, "frequency": frequency, "count": count})
-    return {"ece": 0.061, "bins": bins}
 
 
 TEXT = (
@@ -128,7 +115,6 @@ def every_kind() -> dict[str, Any]:
             "labels": ["late", "broken", "rude", "never seen"],
             "counts": [[0, 0, 40], [0, 1, 6], [1, 1, 22], [1, 0, 9], [2, 0, 5]],
         },
-        calibration=calibration(1),
         worst=[
             error("row-9", TEXT, ["late", "broken"], ["broken", "rude"], 5.2),
             error("row-10", TEXT, [], ["late"], 3.1),
@@ -169,11 +155,9 @@ def every_kind() -> dict[str, Any]:
 def nothing_known() -> dict[str, Any]:
     """None wherever a document may have it."""
     classes = [class_row("a", 0, 0, 0), class_row("b", 0, 0, 0)]
-    bins = [{"low": 0.0, "high": 1.0, "confidence": None, "frequency": None, "count": 0}]
     tasks = {
         "empty": task_document("multi_label", {"f1_macro": None}, classes=classes, num_rows=0,
-                               confusion={"labels": ["a", "b"], "counts": []},
-                               calibration={"ece": None, "bins": bins}),
+                               confusion={"labels": ["a", "b"], "counts": []}),
         "number": task_document("regression", {"r2": None},
                                 worst=[error("1", "", None, None, None)]),
     }  # fmt: skip

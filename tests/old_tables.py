@@ -30,7 +30,6 @@ _CHANGES = [
     "ALTER TABLE hpo_workers ADD COLUMN progress_at FLOAT",
     "ALTER TABLE hpo_workers DROP COLUMN progress",
     "ALTER TABLE hpo_workers DROP COLUMN job",
-    "ALTER TABLE hpo_evaluations DROP COLUMN numerics",
     "ALTER TABLE hpo_studies DROP COLUMN state",
     "ALTER TABLE hpo_studies DROP COLUMN priority",
     "CREATE TABLE hpo_artifacts (id TEXT PRIMARY KEY, study TEXT)",

@@ -14,9 +14,9 @@ import numpy as np
 from worker_process import result, study
 
 from hpo.compare.companion import comparison_study, open_comparison
-from hpo.compare.looks import judge, run_looks
+from hpo.compare.looks import run_looks
 from hpo.compare.planning import Request, plan_comparison
-from hpo.compare.results import Result
+from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
@@ -70,7 +70,7 @@ def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
         study="tiny",
         study_token="token",
         precisions=("fp32", "bf16"),
-        configurations=(ComparedConfiguration(trial=0, params={}, precisions=("fp32", "bf16")),),
+        configurations=(ComparedConfiguration(trial=0, params={}),),
         top=1,
         first_seed=100,
         seeds=seeds,
@@ -157,10 +157,9 @@ def told(
     """
     searched = record_of(config, grid_points(config.search_space, 0), search or score)
     asked = replace(request, precisions=request.precisions or ("fp32", "bf16"))
-    asked = request if request.question == "configurations" else asked
     plan = plan_comparison(searched, config, asked, "token")
     while True:
-        companion = comparison_study(config, plan, has_test=not plan.is_race)
+        companion = comparison_study(config, plan, has_test=True)
         place = {seed: k % len(devices) for k, seed in enumerate(sorted({p["seed"] for p in plan.points()}))}
         by_device = [
             [point for point in plan.points() if place[point["seed"]] == k] for k in range(len(devices))

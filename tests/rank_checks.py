@@ -43,7 +43,6 @@ def trained(executor: Executor, amp: Any = EMULATED, **params: Any) -> dict[str,
     return {
         "losses": found.losses,
         "metrics": evaluation.metrics,
-        "numerics": evaluation.numerics,
         "skipped": statistics.skipped_steps,
         "fallbacks": statistics.fp32_fallbacks,
         "scale": found.mixed_precision.scaler.get_scale(),

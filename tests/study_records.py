@@ -119,12 +119,6 @@ def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialR
     return dataclasses.replace(trial, values=values, params={**trial.params, **params})
 
 
-def fake_numerics(step: int, underflow: float, updates_lost: float | None) -> dict[str, Any]:
-    shares = {"overflow": 0.0, "update_ratio": 1e-3, "updates_lost": updates_lost}
-    every = {"underflow": underflow, **shares}
-    return {"step": step, "loss_scale": None, "skipped_steps": 0, "all": every}
-
-
 def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
     slots = {"open": 40, "running": 0, "done": 0}
     record = StudyRecord("fake", ("score",), ("maximize",), DEFINITION, trials, workers=[], slots=slots)
@@ -165,7 +159,6 @@ def _trial(
             seconds=3.0 + train_seconds * index / num_evaluations,
             metrics={"score": level - 0.05, **_metrics(level)},
             **speeds,
-            numerics=fake_numerics(40 * index, 1e-4 if precision == "fp16" else 0.0, 1e-5),
         )
         for index in range(1, num_evaluations + 1)
         for level in [peak * (1 - math.exp(-index))]

@@ -12,7 +12,7 @@ from hpo.errors import printable
 
 
 class _Stderr(logging.Handler):
-    """Writes to `sys.stderr` as it is now: a progress bar has its own."""
+    """Writes to `sys.stderr` as it is when a message is written: a test or a notebook may replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(printable(self.format(record)), err=True)

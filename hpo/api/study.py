@@ -24,6 +24,7 @@ from hpo.api.opening import (
     find_study,
     is_path,
     load_file,
+    make_runs_folder,
     study_of,
     to_run,
     trust,
@@ -44,7 +45,6 @@ from hpo.trial.callbacks import Callbacks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpo.api.comparing import Comparison
     from hpo.api.running import RunResult
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
@@ -327,25 +327,6 @@ class Study:
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
             return diagnose_checkpoint(database, record, self.config_of, trial)
 
-    def comparison(self, question: Question = "precisions", **options: Any) -> Comparison:
-        """The comparison that `compare` runs, with its price. Nothing is stored before its `run`."""
-        from hpo.api.comparing import plan_comparison
-        from hpo.compare.planning import Request
-
-        request = Request(question, **options)
-        if question not in get_args(Question):
-            raise InputError(
-                f"`question` must be one of {', '.join(get_args(Question))}, but got {question}."
-            )
-        check_positive(
-            top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin
-        )
-        with progress_shown(quiet=self._quiet), self.opened() as (database, record):
-            config = self.config_of(record)
-            return plan_comparison(
-                database, record, config, request, storage=self._storage, quiet=self._quiet
-            )
-
     def compare(
         self,
         question: Question = "precisions",
@@ -358,8 +339,7 @@ class Study:
         was.
 
         Args:
-            question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32;
-                `configurations`: which of the best is.
+            question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32?
             workers: processes on this machine.
             until: when this job ends, as `hpo compare --until` takes it.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
@@ -369,8 +349,34 @@ class Study:
         Raises:
             RunError: it was interrupted; what has ended is kept.
         """
-        with stop_on_signals(end_of_job(until)) as stop:
-            result = self.comparison(question, **options).run(stop, workers=workers)
+        from hpo.api.comparing import planned_comparison, run_look
+        from hpo.api.running import worker_processes
+        from hpo.compare.looks import run_looks
+        from hpo.compare.planning import Request
+
+        request, url, quiet = Request(question, **options), self._storage, self._quiet
+        if question not in get_args(Question):
+            raise InputError(
+                f"`question` must be one of {', '.join(get_args(Question))}, but got {question}."
+            )
+        check_positive(
+            top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin
+        )
+        with (
+            stop_on_signals(end_of_job(until)) as stop,
+            progress_shown(quiet=quiet),
+            self.opened() as (database, record),
+        ):
+            companion, data = planned_comparison(database, record, self.config_of(record), request)
+            processes = worker_processes(companion, url, workers)
+            make_runs_folder(companion.name)
+            result = run_looks(
+                database,
+                companion,
+                record,
+                data.tasks,
+                lambda look: run_look(look, processes, stop, url, quiet=quiet),
+            )
         content: Mapping[str, Any] = json_safe(result.content)
         return content
 

@@ -43,6 +43,7 @@ from hpo.cli.options import (
     app,
     print_json,
 )
+from hpo.config.removed import removed_command
 from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def main() -> None:
     # What a database holds, such as the host of a worker, is shown without escape sequences.
     text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
+        if removed := removed_command(sys.argv[1:]):
+            raise InputError(removed)
         app(prog_name="hpo")
     except HpoError as error:
         from rich.console import Console
@@ -223,9 +226,6 @@ def _described(record: StudyRecord) -> dict[str, Any]:
 @app.command()
 def report(
     study: StudyArgument,
-    others: Annotated[
-        list[str] | None, typer.Argument(metavar="[STUDY]...", help="More, side by side with it on one page.")
-    ] = None,
     storage: StorageOption = None,
     out: Annotated[
         Path | None,
@@ -233,30 +233,12 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML file and CSV tables; of several studies one page without tables."""
+    """Write one self-contained HTML file and CSV tables."""
     from hpo.api.study import Study
 
-    if others:
-        _side_by_side([study, *others], storage, out, as_json=as_json)
-        return
     opened = Study(study, storage=storage)
     path = str(opened.report(out))
     answer({"study": opened.name, "report": path}, path, as_json=as_json)
-
-
-def _side_by_side(names: list[str], storage: str | None, out: Path | None, *, as_json: bool) -> None:
-    from hpo.api.opening import RUNS
-    from hpo.api.study import Study
-    from hpo.report.side_by_side import write_side_by_side
-    from hpo.study.store import schema
-
-    records, data = [], {}
-    for study in names:
-        with Study(study, storage=storage).opened() as (database, record):
-            records.append(record)
-            data[record.name] = database.stored(record.name, schema.studies.c.data)
-    path = write_side_by_side(records, data, out or RUNS / records[0].name / "side-by-side")
-    answer({"studies": [record.name for record in records], "report": str(path)}, str(path), as_json=as_json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The command `compare`: which precision is as good as fp32, and which configuration is really the best."""
+"""The command `compare`: is a precision as good as fp32?"""
 
 from __future__ import annotations
 
@@ -15,21 +15,14 @@ from hpo.cli.options import (
     UntilOption,
     WorkersOption,
     app,
+    ended_at_once,
     print_json,
-    stop_signals,
     with_options,
 )
 from hpo.cli.running import run_told, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, question_of
-from hpo.errors import InputError
-from hpo.json_safe import json_safe
-from hpo.precision.table import PRECISION
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
-    "price": Annotated[
-        bool | None,
-        typer.Option("--price", help="Only say what it costs, and how probable it is that it decides."),
-    ],
     "precisions": Annotated[
         str | None,
         typer.Option(
@@ -78,12 +71,6 @@ def compare(
         Literal["fp_precision", "base_precision", "optimizer_state"],
         typer.Option(help="What is compared: of training, of the weights under an adapter, of the moments."),
     ] = "fp_precision",
-    configurations: Annotated[
-        bool,
-        typer.Option(
-            "--configurations", help="The best configurations with each other, each in its own precision."
-        ),
-    ] = False,
     workers: WorkersOption = None,
     until: UntilOption = None,
     _trust_code: TrustCodeOption = [],  # noqa: B006
@@ -95,23 +82,12 @@ def compare(
     from hpo.api.study import Study
     from hpo.cli.display import print_comparison
 
-    only_price = options.pop("price")
-    if configurations and over != PRECISION:
-        raise InputError(f"--configurations has no use for --over {over}: leave one of them out.")
     if options["precisions"]:
         options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
-    question = "configurations" if configurations else question_of(over)
-    with stop_signals(until) as stop:
-        comparison = Study(study, storage=storage, quiet=as_json).comparison(question, **options)
-        price, sentence = comparison.price, comparison.sentence
-        if only_price and as_json:
-            print_json({"price": price and price.as_json(), "sentence": sentence})
-        elif only_price or (comparison.is_new and not as_json):
-            typer.echo(sentence)
-        if only_price:
-            return
+    opened = Study(study, storage=storage, quiet=as_json)
+    with ended_at_once():
         try:
-            result = json_safe(comparison.run(stop, workers=workers).content)
+            result = opened.compare(question_of(over), workers=workers, until=until, **options)
         except ComparisonStopped as stopped:
             ended = stopped.result
             if as_json:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpo.compare.decision import Array, collapse_share, decide
-from hpo.compare.price import Price, expected_after, price_of
 from hpo.compare.runs import STORED_BYTES, Differences, Ratio, Runs
-from hpo.config.comparison import MOST_SEEDS, REFERENCE
+from hpo.config.comparison import REFERENCE
 from hpo.non_inferiority import VerdictName
 from hpo.non_inferiority import decide as verdict_of
 from hpo.study.reading.study_record import TrialRecord
@@ -41,8 +40,6 @@ class Answer:
     num_collapsed: int = 0
     reason: str = ""
     """Why it is not decided, where more seeds would not help."""
-    price: Price | None = None
-    """Of the seeds that would decide; None: decided, not asked, or nobody knows."""
 
     @property
     def num_runs(self) -> int:
@@ -88,12 +85,9 @@ def _decided(runs: Runs, answer: Answer, known: Array, lost: str) -> Answer:
     decision = decide(known, rows, runs.plan.margin, row_bound=row_bound, step=step)
     difference, low, high = (float(of) for of in (decision.difference, decision.low, decision.high))
     answer = replace(answer, difference=difference, low=low, high=high)
-    verdict, num_seeds = verdict_of(low, high, runs.plan.margin), runs.plan.num_seeds[answer.precision]
+    verdict = verdict_of(low, high, runs.plan.margin)
     if verdict == "as_good" and lost:
         return replace(answer, reason=lost)
-    if verdict == "undecided" and num_seeds >= runs.plan.max_seeds and len(known) > 1 and in_points:
-        further = runs.plan.model_copy(update={"max_seeds": MOST_SEEDS})
-        return replace(answer, price=price_of(further, expected_after(known, rows), above=num_seeds))
     return replace(answer, verdict=verdict)
 
 

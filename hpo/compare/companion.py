@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = {
     "precisions": "-compare",
-    "configurations": "-race",
     "base_precision": "-compare-base",
     "optimizer_state": "-compare-state",
 }
@@ -58,24 +57,17 @@ def open_comparison(
         has_test: whether the data have a test split with labels.
 
     Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values; an
-            option is not one of a race; the study is a comparison; `device` cannot run the trials that are
-            left.
+        InputError: the study has no complete trial; the stored comparison was begun with other values; the
+            study is a comparison; `device` cannot run the trials that are left.
     """
     if config.comparison is not None:
         of, command = config.comparison.study, config.comparison.command
         raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
-    if request.is_race and (request.precisions or request.margin is not None):
-        raise InputError(
-            "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
-            "own precision, and the best is found whatever its lead. Leave them out."
-        )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
         new = plan_comparison(record, config, request.checked(_runnable(request, device, config)), token)
         new = new.model_copy(update={"device": device.kind})
-        # a race chooses, and what is chosen on test has no test left
-        begun = comparison_study(config, new, has_test=has_test and not request.is_race)
+        begun = comparison_study(config, new, has_test=has_test)
         _refuse_device(begun, device, new, has_begun=False)
         return begun
     return _stored(storage, name, record.name, request, device)
@@ -119,7 +111,7 @@ def _refuse_device(
     else:
         compared = [name for name in plan.precisions if choice_name(plan.setting, name) in lacking]
         todo = "Compare on a device that does."
-        if not plan.is_race and len(compared) == len(lacking):
+        if len(compared) == len(lacking):
             todo = f"Leave {', '.join(compared)} out of --precisions, or compare on a device that does."
     reasons = " ".join(dict.fromkeys(lacking.values()))
     raise InputError(

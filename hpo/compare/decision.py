@@ -75,22 +75,27 @@ def decide(
     return Decision(mean, low, high, signs(low, high, margin))
 
 
-def interval(differences: Array, rows: Array, step: float = 0.0, alpha: float = ALPHA) -> tuple[Array, Array]:
+def next_look(num: int) -> int:
+    """Return the number of seeds of the next look. Any number would do, but each look costs a little."""
+    return max(num + 1, num * 3 // 2)
+
+
+def interval(differences: Array, rows: Array, step: float = 0.0) -> tuple[Array, Array]:
     """Bounds of the mean difference over new runs and new rows, without the floor."""
     mean, num_rows = differences.mean(axis=-1), rows.shape[-1]
     of_rows = Z * rows.std(axis=-1, ddof=1) / math.sqrt(num_rows) if num_rows > 1 else math.inf
-    width = np.hypot(half_width(differences, step, alpha), of_rows)
+    width = np.hypot(half_width(differences, step), of_rows)
     return np.asarray(mean - width), np.asarray(mean + width)
 
 
-def half_width(values: Array, step: float = 0.0, alpha: float = ALPHA) -> Array:
+def half_width(values: Array, step: float = 0.0) -> Array:
     """Of the confidence sequence for the mean over the last axis, after all its values."""
     num = values.shape[-1]
     infinite = np.full(values.shape[:-1], math.inf)
     if num < 2:
         return infinite
     mixed = 1 + num * PRIOR
-    odds = (1 / (2 * alpha)) ** (2 / num) * mixed ** (1 / num)
+    odds = (1 / (2 * ALPHA)) ** (2 / num) * mixed ** (1 / num)
     if odds >= mixed:  # so few values that any mean is possible
         return infinite
     t = math.sqrt((num - 1) * (odds - 1) / (1 - odds / mixed))

@@ -1,7 +1,7 @@
 """What of a study is compared.
 
 The best `top` configurations of the study, whatever their precision, each under every precision with the same
-seeds. In a race, each under its own precision.
+seeds.
 
 Precisions are asked about one after the other, in a fixed sequence: a precision gets no trial before the one
 ahead of it is as good. So each question has the whole error, and all `as good` together have it too (Westfall
@@ -59,18 +59,12 @@ class Request:
     margin: float | None = None
 
     @property
-    def is_race(self) -> bool:
-        return self.question == "configurations"
-
-    @property
     def setting(self) -> str:
         """Whose values are compared."""
         return SETTINGS[self.question]
 
     def checked(self, runnable: Sequence[str]) -> Request:
         """With the canonical names of the precisions, fp32 ahead; left out, those that are `runnable`."""
-        if self.is_race:
-            return self
         try:
             given = [checked_precision(self.setting, name) for name in self.precisions or runnable]
         except ValueError as error:
@@ -98,13 +92,12 @@ def plan_comparison(
         raise InputError(nearest_told(record) or none_yet)
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
-    is_race = request.is_race
-    if not is_race and request.margin is None and unit_of(decides) != "points":
+    if request.margin is None and unit_of(decides) != "points":
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
     asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
-    if not is_race and {REFERENCE} >= {*(request.precisions or ())}:
+    if {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
             "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
@@ -114,15 +107,9 @@ def plan_comparison(
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
     names = sorted((config.search_space.keys() | {PRECISION}) - {setting, SEED})
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
-    if is_race:
-        configurations = tuple(_race(best[: asked["top"]], settings))
-    else:
-        own = {name for name, searched in config.search_space.items() if setting in searched.when}
-        configurations = tuple(_compared(best, settings, own, request.precisions or (), asked["top"]))
-    precisions = tuple(
-        dict.fromkeys(name for configuration in configurations for name in configuration.precisions)
-    )
-    begins = [str(place) for place in range(len(configurations))] if is_race else precisions[:2]
+    own = {name for name, searched in config.search_space.items() if setting in searched.when}
+    configurations = tuple(_compared(best, settings, own, asked["top"]))
+    precisions = request.precisions or ()
     return ComparisonConfig(
         study=record.name,
         study_token=token,
@@ -133,7 +120,7 @@ def plan_comparison(
         first_seed=_first_seed(config),
         seeds=asked["seeds"],
         max_seeds=asked["max_seeds"],
-        num_seeds=dict.fromkeys(begins, asked["seeds"]),
+        num_seeds=dict.fromkeys(precisions[:2], asked["seeds"]),
         margin=asked["margin"],
     )
 
@@ -142,22 +129,10 @@ Settings = Mapping[int, dict[str, Any]]
 """What is searched but what is compared and the seed, by the number of the trial."""
 
 
-def _race(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedConfiguration]:
-    """The best configurations, each under its own precision."""
-    for trial in best:
-        yield ComparedConfiguration(
-            trial=trial.number, params=settings[trial.number], precisions=(precision_of(trial),)
-        )
-
-
 def _compared(
-    best: Sequence[TrialRecord],
-    settings: Settings,
-    own: Container[str],
-    precisions: tuple[str, ...],
-    top: int,
+    best: Sequence[TrialRecord], settings: Settings, own: Container[str], top: int
 ) -> Iterator[ComparedConfiguration]:
-    """The best configurations, each under all `precisions`.
+    """The best configurations, which are trained under every precision.
 
     Trials that differ in precision alone have one configuration, by the better of them. So have those that
     differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
@@ -171,7 +146,7 @@ def _compared(
         params = dict(settings[group[0].number])
         for trial in reversed(group):
             params |= {name: settings[trial.number][name] for name in params if name in trial.params}
-        yield ComparedConfiguration(trial=group[0].number, params=params, precisions=precisions)
+        yield ComparedConfiguration(trial=group[0].number, params=params)
 
 
 def by_rank(record: StudyRecord) -> list[TrialRecord]:

@@ -14,9 +14,8 @@ import numpy as np
 
 from hpo.compare import words
 from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
-from hpo.compare.decision import interval
+from hpo.compare.decision import interval, next_look
 from hpo.compare.planning import by_rank, precision_of
-from hpo.compare.price import Price, next_look
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
@@ -36,34 +35,11 @@ class Result:
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
 
 
-def stored_form(
-    plan: ComparisonConfig, content: Mapping[str, Any], next_plan: ComparisonConfig | None
-) -> Result:
-    """The result with what every comparison stores of itself."""
-    about = {
-        "form": COMPARISON_FORM,
-        "study": plan.study,
-        "question": plan.question,
-        "num_seeds": plan.num_seeds,
-        "configurations": [
-            {
-                "trial": one.trial,
-                "precisions": list(one.precisions),
-                "params": {name: encode(value) for name, value in one.params.items()},
-            }
-            for one in plan.configurations
-        ],
-        "has_ended": next_plan is None,
-    }
-    return Result(plan, {**about, **content}, next_plan)
-
-
-def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Result:
-    """What the trials say so far of each precision, in their sequence.
+def judge(runs: Runs, search: StudyRecord) -> Result:
+    """Return the verdicts on the precisions in their sequence, from the trials so far.
 
     Args:
-        search: the study whose configurations these are.
-        price: as it was said before the first trial.
+        search: the study whose configurations are compared.
     """
     plan = runs.plan
     answers: list[Answer] = []
@@ -71,20 +47,28 @@ def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Re
         ahead = next((one.precision for one in answers if one.verdict != "as_good"), "")
         answers.append(answer_of(runs, precision, ahead))
     tuned = _tuned(search, plan.precisions) if plan.setting == PRECISION else []
+    next_plan = _next_plan(plan, answers)
     content = {
+        "form": COMPARISON_FORM,
+        "study": plan.study,
+        "question": plan.question,
+        "num_seeds": plan.num_seeds,
+        "configurations": [
+            {"trial": one.trial, "params": {name: encode(value) for name, value in one.params.items()}}
+            for one in plan.configurations
+        ],
+        "has_ended": next_plan is None,
         "metric": runs.metric,
         "unit": runs.unit,
         "split": runs.split,
         "margin": plan.margin,
-        "num_configurations": len(plan.configurations),
-        "price": price and price.as_json(),
         "verdicts": [_as_json(runs, answer) for answer in answers],
         "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
         "tuned": tuned,
         "tuned_sentence": words.tuned(tuned, runs.metric),
         "recommendation": words.recommendation(answers, runs),
     }
-    return stored_form(plan, content, _next_plan(plan, answers))
+    return Result(plan, content, next_plan)
 
 
 def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonConfig | None:
@@ -132,7 +116,6 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "collapse_share": answer.collapse_share,
         "conditions": words.conditions(answer, runs) if answer.verdict == "as_good" else None,
         "reason": answer.reason,
-        "price": answer.price and answer.price.as_json(),
         "sentence": words.verdict(answer, runs),
         **_ratios_json(answer, kinds[0] if len(kinds) == 1 else ""),
         "devices": by_kind,

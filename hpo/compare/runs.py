@@ -29,9 +29,9 @@ from hpo.config.objective import smaller_is_better
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials, device_kinds
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, device_kinds
 from hpo.training.metrics import RowStatistics, primary_mean
-from hpo.trial.objectives import objective_value, quality_objective, unit_of
+from hpo.trial.objectives import quality_objective, unit_of
 
 Statistics = Mapping[str, RowStatistics]
 """Of one run, by task."""
@@ -143,24 +143,15 @@ class Runs:
         rows = num * float(whole) - (num - 1) * np.broadcast_to(without, (num,))
         return factor * float(whole), factor * np.where(np.isfinite(rows), rows, float(whole))
 
-    def of_search(self, search: StudyRecord) -> dict[int, float]:
-        """The scores of the search's trials on validation, by their numbers, as those of the runs."""
-        return {
-            trial.number: self._factor(self.metric)
-            * objective_value(self.metric, trial.telemetry["metrics"], self._tasks, {})
-            for trial in complete_trials(search)
-            if trial.telemetry.get("metrics")
-        }
-
     def _factor(self, metric: str) -> int:
         """Makes scores of values: in the metric's unit, higher is better."""
-        return (100 if unit_of(metric) == "points" else 1) * (-1 if self.is_minimized(metric) else 1)
+        return (100 if unit_of(metric) == "points" else 1) * (-1 if self._is_minimized(metric) else 1)
 
     def has_worst(self, metric: str) -> bool:
         """Whether no score is below 0, which a run without one then counts as."""
-        return unit_of(metric) == "points" and not self.is_minimized(metric)
+        return unit_of(metric) == "points" and not self._is_minimized(metric)
 
-    def is_minimized(self, metric: str) -> bool:
+    def _is_minimized(self, metric: str) -> bool:
         """Whether less of it is better: its scores are below 0."""
         return self._minimized if metric == self.metric else smaller_is_better(metric)
 

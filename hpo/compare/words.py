@@ -4,16 +4,14 @@ show what is made here and stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpo.compare.answer import Answer, CollapsedRun
-from hpo.compare.decision import collapse_share
-from hpo.compare.price import POWER, Price
+from hpo.compare.decision import collapse_share, next_look
 from hpo.compare.runs import Ratio, Runs
-from hpo.config.comparison import MOST_SEEDS, REFERENCE, ComparisonConfig
+from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import is_number
 
@@ -69,16 +67,11 @@ def conditions(answer: Answer, runs: Runs) -> str:
 def _what_would_decide(answer: Answer, runs: Runs) -> str:
     if answer.reason:
         return f" Not decided, since {answer.reason}."
-    price = answer.price
-    if price is None:
+    plan = runs.plan
+    if plan.num_seeds[answer.precision] < plan.max_seeds or plan.max_seeds == MOST_SEEDS:
         return ""
-    if price.decides:
-        command = f"{runs.plan.command} --max-seeds {price.seeds}"
-        return f" {price.seeds} seeds should decide, if what was seen goes on: {command}"
-    return (
-        f" No number of seeds up to {MOST_SEEDS} is likely to decide with {answer.num_rows:,} "
-        f"rows; {_least(price, runs.plan.margin)}."
-    )
+    more = min(next_look(plan.max_seeds), MOST_SEEDS)
+    return f" More seeds may decide: {plan.command} --max-seeds {more}"
 
 
 def collapsed(run: CollapsedRun, runs: Runs) -> str:
@@ -169,41 +162,3 @@ class Gain:
 
 FASTER = Gain("speed_ratio", "{:.2f} times as fast", "faster", 1)
 SMALLER = Gain("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1)
-
-
-def price(cost: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:
-    """What a comparison costs, before anything is trained."""
-    first, num = plan.named(plan.precisions[1]), len(plan.configurations)
-    if cost is None:
-        trials = 2 * num * plan.max_seeds
-        told = f"Price: at most {trials} trials for {first}. How probable it is that they decide is not known"
-        return f"{told}: the search has too few trials, or the metric is in the labels' units."
-    time = "" if cost.seconds is None else f", about {_time(cost.seconds)} of one worker"
-    arms = f"{_configurations(num)} in {REFERENCE} and {first}"
-    told = f"{cost.trials} trials ({cost.seeds} seeds of {arms}{time})"
-    rests = f"if runs differ as in the search, by {cost.spread:.2g} points, and {num_rows:,} rows of {split}"
-    if cost.decides:
-        more = f" Each further precision adds {cost.trials // 2} trials." if len(plan.precisions) > 2 else ""
-        return (
-            f"Price: {told}. They decide with a probability of {cost.probability:.0%}, {rests} do as is "
-            f"usual.{more}"
-        )
-    return (
-        f"Price: no plan of at most {cost.seeds} seeds decides in {POWER:.0%} of cases at the margin of "
-        f"{plan.margin:g}: {told} do so in {cost.probability:.0%}, {rests} do as is usual; "
-        f"{_least(cost, plan.margin)}. More labelled rows would show a smaller one."
-    )
-
-
-def _least(cost: Price, margin: float) -> str:
-    """The smallest margin that can be shown, rounded up."""
-    if not math.isfinite(cost.least_margin):
-        return f"{cost.seeds} seeds show none"
-    least = max(math.ceil(10 * cost.least_margin) / 10, margin)
-    return f"the smallest margin that {cost.seeds} seeds are likely to show is {least:g}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

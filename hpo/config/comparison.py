@@ -37,10 +37,9 @@ REFERENCE = "fp32"
 SEED = "seed"
 MOST_SEEDS = 200
 """No comparison has more of a configuration."""
-Question = Literal["precisions", "configurations", "base_precision", "optimizer_state"]
+Question = Literal["precisions", "base_precision", "optimizer_state"]
 SETTINGS: Mapping[Question, str] = {
     "precisions": PRECISION,
-    "configurations": PRECISION,
     "base_precision": BASE_PRECISION,
     "optimizer_state": OPTIMIZER_STATE,
 }
@@ -76,8 +75,6 @@ class ComparedConfiguration(Section):
     """The number of its trial there."""
     params: dict[str, Any]
     """Settings as that trial had them, but for what is compared and the seed."""
-    precisions: Annotated[tuple[str, ...], Field(strict=False)]
-    """What it is trained in: all that are compared, or in a race its own."""
 
 
 class ComparisonConfig(Section):
@@ -88,7 +85,7 @@ class ComparisonConfig(Section):
     study_token: str
     """What tells that study from a later one of its name."""
     question: Question = "precisions"
-    """Whether each configuration runs under several precisions, or each under its own, as a race."""
+    """What the precisions are of: training, the weights under an adapter, or the moments."""
     precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """What is compared, fp32 first, then in the order in which they are asked about."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
@@ -101,7 +98,7 @@ class ComparisonConfig(Section):
     max_seeds: Annotated[Count, Field(le=MOST_SEEDS)]
     """No more are added."""
     num_seeds: dict[str, Count]
-    """Seeds so far: of each precision, or in a race of each configuration by its place in the list."""
+    """Seeds so far, of each precision."""
     margin: Positive
     """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
     device: str = ""
@@ -115,13 +112,8 @@ class ComparisonConfig(Section):
     @property
     def command(self) -> str:
         """What goes on with it."""
-        of_precision = f" --over {self.setting}" if self.setting != PRECISION else ""
-        return f"hpo compare {self.study}{' --configurations' if self.is_race else of_precision}"
-
-    @property
-    def is_race(self) -> bool:
-        """Whether each configuration runs under its own precision alone."""
-        return self.question == "configurations"
+        over = f" --over {self.setting}" if self.setting != PRECISION else ""
+        return f"hpo compare {self.study}{over}"
 
     def named(self, precision: str) -> str:
         """A precision as sentences name it."""
@@ -164,12 +156,10 @@ class ComparisonConfig(Section):
         }
 
     def seed(self, configuration: int, index: int) -> int:
-        """The seed with an index; no two configurations have one in common, but for a race.
+        """The seed with an index; no two configurations have one in common.
 
         It depends on no number of seeds, so that a comparison may get more of them.
         """
-        if self.is_race:
-            return self.first_seed + index
         return self.first_seed + index * len(self.configurations) + configuration
 
     @property
@@ -180,18 +170,9 @@ class ComparisonConfig(Section):
     def _arms_with_seed(self, index: int) -> Iterator[Arm]:
         """Every second block runs in the opposite order: a device that slows down slows no arm alone."""
         for arm in self.arms()[:: -1 if index % 2 else 1]:
-            if index < self.seeds_of(arm):
+            if index < self.num_seeds.get(arm[1], 0):
                 yield arm
 
     def arms(self) -> list[Arm]:
         """All arms, those of a configuration together."""
-        return [
-            (place, precision)
-            for place, configuration in enumerate(self.configurations)
-            for precision in configuration.precisions
-        ]
-
-    def seeds_of(self, arm: Arm) -> int:
-        """How many seeds an arm has so far."""
-        configuration, precision = arm
-        return self.num_seeds.get(str(configuration) if self.is_race else precision, 0)
+        return [(place, name) for place in range(len(self.configurations)) for name in self.precisions]

@@ -1,1 +1,1 @@
-"""What a model's predictions on a split tell: intervals, classes, calibration, errors, warnings."""
+"""What a model's predictions on a split tell: intervals, classes, errors, warnings."""

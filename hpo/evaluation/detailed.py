@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.evaluation.calibration import calibration
 from hpo.evaluation.cautions import cover_warnings, task_warnings
 from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
@@ -107,7 +106,6 @@ def _task_evaluation(
         decisions,
         classes,
         confusion(statistics),
-        None if probabilities_NC is None else calibration(task, probabilities_NC, examples),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
         (*task_warnings(statistics, classes, decisions), *cover_warnings(task, of_rows, examples, decisions)),
     )

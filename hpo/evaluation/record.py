@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpo.errors import DataError
-from hpo.evaluation.calibration import Calibration
 from hpo.evaluation.classes import ClassFigures, Confusion
 from hpo.evaluation.intervals import Interval
 from hpo.evaluation.mistakes import Mistake
@@ -41,7 +40,6 @@ class TaskEvaluation:
     """All that predictions were made with; a kind uses what it needs."""
     classes: tuple[ClassFigures, ...]
     confusion: Confusion | None
-    calibration: Calibration | None
     worst: tuple[Mistake, ...]
     warnings: tuple[str, ...]
 

@@ -10,7 +10,6 @@ import pandas as pd
 from hpo.outcome import Outcome
 from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
-from hpo.report.numerics_chart import numerics
 from hpo.report.tables import (
     ON,
     OUTCOMES,
@@ -52,7 +51,7 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     charts.append(importances(tables))
     for index in range(len(metrics)):
         charts += [*learning_curves(tables, index, "epochs"), *learning_curves(tables, index, "seconds")]
-    charts += [numerics(tables), timeline(tables, max_timeline_rows)]
+    charts.append(timeline(tables, max_timeline_rows))
     return [chart for chart in charts if not chart.absent]
 
 

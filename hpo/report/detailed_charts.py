@@ -1,4 +1,4 @@
-"""The charts of a detailed evaluation: intervals of metrics, classes, confusions, calibration."""
+"""The charts of a detailed evaluation: intervals of metrics, classes, confusions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def task_charts(one: Detailed, task: str) -> list[Chart]:
     charts = (
         classes_chart(of_task, f"classes_{place}", task),
         confusion_chart(of_task, f"confusion_{place}", task),
-        calibration_chart(of_task, f"calibration_{place}", task),
     )
     return [chart for chart in charts if chart is not None]
 
@@ -194,43 +193,3 @@ def _supports(of_task: Mapping[str, Any]) -> Mapping[str, int]:
     for true, _, count in of_task["confusion"]["counts"]:
         counted[labels[true]] += count
     return counted | known
-
-
-def calibration_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart | None:
-    """For each bin of probability, what the model said and how often it was true."""
-    calibration = of_task["calibration"]
-    bins = [one for one in (calibration or {}).get("bins", ()) if one["count"]][::-1]
-    if not bins:
-        return None
-    places = list(range(len(bins)))
-    hover = [
-        f"probability {one['low']:.2f} to {one['high']:.2f}: {format_number(one['count'])}\n"
-        f"mean probability {format_number(one['confidence'])}, true {format_number(one['frequency'])}"
-        for one in bins
-    ]
-
-    def known(name: str) -> tuple[list[float], list[int], list[str]]:
-        at = [place for place in places if is_number(bins[place][name])]
-        return [bins[place][name] for place in at], at, [hover[place] for place in at]
-
-    frequencies, rows, told = known("frequency")
-    confidences, marks, marked = known("confidence")
-    of = (
-        "every class of every row against its being true"
-        if known_kind(of_task["kind"]).is_list
-        else "the predicted class against its being right"
-    )
-    ece = f"Expected calibration error {format_number(calibration['ece'])}. "
-    return Chart(
-        key,
-        f"{task}: reliability",
-        x_label="share",
-        series=[
-            Series("how often true", "#9CC7E3", frequencies, rows, "bars", hover=told),
-            Series("mean probability", ORANGE, confidences, marks, markers="diamond", hover=marked),
-        ],
-        y_ticks=[f"{one['low']:.2f}–{one['high']:.2f}, n = {format_number(one['count'])}" for one in bins],
-        caption=f"{ece if is_number(calibration['ece']) else ''}Probability of {of}, by its size (n: how "
-        "many). A bar that ends before its mark: the model is surer than it is right.",
-        height=130 + 28 * len(bins),
-    )

@@ -157,12 +157,11 @@ def off_diagonal(of_task: Mapping[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
-    """`classes`, `confusions`, `calibration`, `worst_errors` and `best_task_metrics`, by name."""
+    """`classes`, `confusions`, `worst_errors` and `best_task_metrics`, by name."""
     every = detailed_evaluations(tables)
     return {
         "classes": _table(every, _classes, _CLASS),
         "confusions": _table(every, _confusions, ("true", "predicted", "count")),
-        "calibration": _table(every, _calibration, ("low", "high", "confidence", "frequency", "count")),
         "worst_errors": worst_errors(every),
         "best_task_metrics": _metrics(tables, every),
     }
@@ -195,11 +194,6 @@ def _confusions(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
         labels = confusion["labels"]
         for true, predicted, count in confusion["counts"]:
             yield labels[true], labels[predicted], count
-
-
-def _calibration(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for one in (of_task["calibration"] or {}).get("bins", ()):
-        yield tuple(one[name] for name in ("low", "high", "confidence", "frequency", "count"))
 
 
 def _worst(of_task: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -28,20 +28,6 @@ PRECISION_STYLES = {
 
 OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 
-KIND_MARKERS = ("star", "hexagon", "cross", "x")
-"""Of the second and further kinds of device, where a precision's are kept apart."""
-
-
-def style_of(group: str, groups: Sequence[str] = ()) -> tuple[str, str]:
-    """Colour and markers of a precision, or of one of its kinds of device in `groups`: `bf16 on Tesla T4`."""
-    precision = group.partition(" on ")[0]
-    color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
-    place = (
-        [other for other in groups if other.partition(" on ")[0] == precision].index(group) if groups else 0
-    )
-    return color, KIND_MARKERS[(place - 1) % len(KIND_MARKERS)] if place else markers
-
-
 OUTCOME_COLORS = {
     Outcome.COMPLETE: "#009E73",
     Outcome.PRUNED: "#B8B8B8",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _FIRST = ("objectives", "history", "metric_throughput")
 """What the keys of the charts on the first screen begin with; then those of precision."""
-_OF_PRECISION = ("precision_metric", "numerics")
+_OF_PRECISION = "precision_metric"
 
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
@@ -92,7 +92,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
         precision_charts=[drawn for drawn in plots if drawn[0].key.startswith(_OF_PRECISION)],
         search_charts=[
-            drawn for drawn in plots if not drawn[0].key.startswith(("verdicts", *_FIRST, *_OF_PRECISION))
+            drawn for drawn in plots if not drawn[0].key.startswith(("verdicts", *_FIRST, _OF_PRECISION))
         ],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),

@@ -9,7 +9,6 @@ Each file is written under a temporary name and renamed, so a reader never sees 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ import pandas as pd
 from hpo.errors import RunError
 from hpo.report.charts import all_charts
 from hpo.report.detailed_tables import csv_tables
-from hpo.report.numerics_chart import numerics_table
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
 from hpo.report.verdicts import verdict_table
@@ -35,15 +33,7 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     """
     tables = StudyTables(record)
     csv = {f"tables/{name}.csv": table.to_csv(index=False) for name, table in _csv_tables(tables).items()}
-    write_pages(out_dir, {**csv, "report.html": report_html(tables, all_charts(tables), study_file)})
-    return out_dir / "report.html"
-
-
-def write_pages(out_dir: Path, pages: Mapping[str, str]) -> None:
-    """Write texts into files of a folder, by their paths in it.
-
-    Raises RunError where one cannot be written; files that were there are then still whole.
-    """
+    pages = {**csv, "report.html": report_html(tables, all_charts(tables), study_file)}
     try:
         for name, text in pages.items():
             (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +43,7 @@ def write_pages(out_dir: Path, pages: Mapping[str, str]) -> None:
             f"the report could not be written to {out_dir}: {error.strerror or error}. "
             "Free some space or name another folder."
         ) from error
+    return out_dir / "report.html"
 
 
 def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
@@ -61,7 +52,6 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "precision": tables.by_precision,
         "trials": tables.trials,
         "evaluations": tables.evaluations,
-        "numerics": numerics_table(tables),
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,

@@ -248,7 +248,7 @@ class StudyTables:
         """
         rows = [
             {"number": trial.number, "precision": precision}
-            | {name: value for name, value in vars(row).items() if name not in ("metrics", "numerics")}
+            | {name: value for name, value in vars(row).items() if name != "metrics"}
             | dict(row.metrics)
             for trial, precision in zip(self.record.trials, self.trials["precision"], strict=True)
             for row in trial.evaluations

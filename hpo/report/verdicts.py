@@ -56,7 +56,7 @@ def chosen_on_test(record: StudyRecord) -> list[str]:
 
 def comparison_tables(comparison: Comparison) -> list[pd.DataFrame]:
     """Those of one comparison that have something in them."""
-    made = (verdict_table, standings_table, device_table, configuration_table)
+    made = (verdict_table, device_table, configuration_table)
     return [table for table in (make(comparison) for make in made) if not table.empty]
 
 
@@ -84,32 +84,14 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
     return table if table["stored"].str.contains(r"\d").any() else table.drop(columns="stored")
 
 
-def standings_table(comparison: Comparison) -> pd.DataFrame:
-    """The standings of a race, the best first."""
-    return pd.DataFrame(
-        {
-            "trial": str(row["configuration"]),
-            "mean": "–" if row["mean"] is None else f"{row['mean']:.2f}",
-            "seeds": str(row["num_seeds"]),
-            "without a score": str(row["num_failed"]),
-            "in the race": "beaten" if row["is_beaten"] else "yes",
-            "overstated by the search": format_interval(
-                row["overstated"], row["overstated_low"], row["overstated_high"], sign="+"
-            ),
-        }
-        for row in comparison.get("standings", ())
-    )
-
-
 def configuration_table(comparison: Comparison) -> pd.DataFrame:
-    """A row for each configuration: its trial, its precisions, and the settings that differ; of one, all."""
+    """A row for each configuration: its trial, and the settings that differ; of one, all."""
     rows = comparison.get("configurations", ())
     names = dict.fromkeys(name for row in rows for name in row["params"])
     differing = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
     return pd.DataFrame(
         {
             "trial": str(row["trial"]),
-            "compared in": ", ".join(row["precisions"]),
             **{name: _cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)},
         }
         for row in rows

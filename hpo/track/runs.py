@@ -130,8 +130,7 @@ def _facts(trial: TrialRecord) -> dict[str, str]:
 
 def _point(row: EvaluationRow, started: float) -> Point:
     rates = {name: getattr(row, name) for name in ("train_examples_per_second", "train_tokens_per_second")}
-    numerics = {name: value for name, value in (row.numerics or {}).items() if name != "step"}
-    known = {**row.metrics, **rates, "numerics": numerics, "epoch": row.epoch}
+    known = {**row.metrics, **rates, "epoch": row.epoch}
     return Point(row.step, started + row.seconds, dict(named(_numbers(known))))
 
 

@@ -37,8 +37,6 @@ class Evaluation:
     """1 for the first evaluation of a trial."""
     rates: dict[str, float | None]
     """Throughput of training so far."""
-    numerics: dict[str, Any] | None = None
-    """What `hpo.training.numerics` measured at the step before it; None: nothing."""
 
 
 def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:

@@ -45,7 +45,6 @@ from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
-from hpo.training.numerics import StepProbe
 from hpo.training.optim import (
     gradient_norm,
     is_fused,
@@ -133,7 +132,6 @@ def train(
     state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
-    probe = StepProbe(model, mixed_precision)
     batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
     first_step = state.step
 
@@ -157,13 +155,8 @@ def train(
         batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
         loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)
         sum_gradients()
-        measures = rank() == 0 and budget.is_measured(state, args.evaluate_at)
-        if measures:
-            probe.start()
         with memory_agreed(NO_HALVING):
             apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
-        if measures:
-            state.numerics = probe.result(state.step + 1)
         num_examples = float(data.train.example_share_W[windows].sum())
         state.count_step(loss, num_examples, batch.num_tokens)
         clock.step(num_examples, batch)
@@ -218,7 +211,6 @@ def _evaluate(
         train_loss=state.take_mean_loss(),
         index=index,
         rates=clock.meter.summary(),
-        numerics=state.take_numerics(mixed_precision.statistics().skipped_steps),
     )
 
 

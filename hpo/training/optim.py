@@ -14,7 +14,7 @@ accumulated and clipped in the dtype of their weights, by a norm in fp32.
 
 A bf16 weight w has neighbours w / 256 to w / 128 away, so rounding to nearest loses an update of less than
 w / 512, in every step anew, and weight decay too. Fine-tuning at a rate of 2e-5 moves a weight of 0.05 by
-less than that: `updates_lost` of `hpo.training.numerics` says how many.
+less than that.
 """
 
 from __future__ import annotations

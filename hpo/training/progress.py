@@ -78,17 +78,6 @@ class Budget:
             used = Fraction(state.step, self.max_steps)
         return bisect_right(evaluate_at, used)
 
-    def is_measured(self, state: TrainState, evaluate_at: Sequence[Fraction]) -> bool:
-        """Whether the next step is the one between two evaluations whose numerics are measured.
-
-        It lies in their middle: at the end of the budget the schedule's rate is almost 0, and even fp32 loses
-        updates. In seconds the step may take up to twice as long as the last.
-        """
-        seconds = state.train_seconds + 2 * state.step_seconds
-        used = self._share(state.step + 1, seconds)
-        before, after = (Fraction(0), *evaluate_at)[state.num_evaluations :][:2]
-        return state.numerics is None and used >= (before + after) / 2
-
 
 @dataclass
 class TrainState:
@@ -111,10 +100,6 @@ class TrainState:
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0
-    numerics: dict[str, Any] | None = None
-    """What `StepProbe` saw since the last evaluation; rank 0's."""
-    skipped_steps: int | None = 0
-    """Until the numbers of an evaluation were last taken."""
 
     def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
         """Count a step that was made."""
@@ -130,13 +115,6 @@ class TrainState:
         mean = float(self.loss_sum) / self.num_losses
         self.loss_sum, self.num_losses = 0.0, 0
         return mean
-
-    def take_numerics(self, skipped_steps: int | None) -> dict[str, Any] | None:
-        """What was measured since the last call, with the steps skipped since; of `skipped_steps` in all."""
-        if (numerics := self.numerics) is None:
-            return None
-        before, self.skipped_steps, self.numerics = self.skipped_steps, skipped_steps, None
-        return {**numerics, "skipped_steps": None if skipped_steps is None else skipped_steps - (before or 0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint. Waits for the device."""

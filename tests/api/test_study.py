@@ -203,10 +203,6 @@ def test_other_values_that_cannot_be(
         getattr(study, method)(**options)
 
 
-def test_what_a_notebook_shows_of_a_result_is_short(study: hpo.Study) -> None:
-    assert len(repr(study.comparison(top=1, precisions=("fp32", "bf16")))) < 500
-
-
 def test_two_studies_of_which_one_has_code_of_its_own(folder: Path) -> None:
     """Loading the other one takes the names of the first away."""
     (folder / "own").mkdir()

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from hpo.compare.decision import decide
-from hpo.compare.price import next_look
+from hpo.compare.decision import decide, next_look
 
 MARGIN = 0.5
 SPREAD = 0.2

@@ -58,7 +58,11 @@ def test_run_for_people(folder: Path) -> None:
     text = ok(hpo_command(folder, "run", "tiny.yaml", "--n-trials", "3")).out
     place = f"sqlite:///runs/hpo.db ({folder}/runs/hpo.db)"
     assert f"Study tiny (resumed): 2 of 3 trials done, in {place}." in text
-    assert re.search(r"^trial   2  complete +0\.\d+  learning_rate=\S+$", text, re.MULTILINE)
+    assert re.search(
+        r"^trial   2  complete +0\.\d+  learning_rate=\S+  3/3 trials(  best score so far)?$",
+        text,
+        re.MULTILINE,
+    )
     assert "tiny: by requested precision" in text
     assert re.search(r"^best trial \d: score 0\.\d+$", text, re.MULTILINE)
     assert "requested fp32, effective fp32 (native), observed: 17 linear layers multiplied in float32" in text

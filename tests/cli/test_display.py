@@ -62,19 +62,6 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     return made
 
 
-def rendered(shown: StudyDisplay, width: int = 80) -> str:
-    """What the live part looks like now."""
-    console = Console(file=io.StringIO(), width=width, record=True, color_system=None)
-    console.print(shown.get_renderable())
-    return console.export_text()
-
-
-def new_display(tmp_path: Path, screen: Screen) -> StudyDisplay:
-    """The display of a study of two trials, of which none is done."""
-    config = tiny_study(tmp_path, n_trials=2)
-    return StudyDisplay(config, 0, console=screen.console)
-
-
 def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
     """A trial with this outcome, or one that runs, with these reports."""
     trial = create_trial(
@@ -99,19 +86,6 @@ def test_params_are_short_or_exact() -> None:
     assert "learning_rate=0.000314159" in describe_params(PARAMS, in_full=True)
 
 
-def test_the_bar_of_the_study_has_the_best_and_the_time_left(tmp_path: Path, screen: Screen) -> None:
-    shown, clock = new_display(tmp_path, screen), [0.0]
-    shown.get_time = lambda: clock[0]
-    assert re.search(r"tiny .* 0/2 trials .* best so far: none yet", rendered(shown))
-    for used in (0.2, 0.3, 0.4):
-        clock[0] += 10
-        shown.show(running(progress={**STEP, "budget_used": used}))
-    assert re.search(r"tiny .* 0/2 trials 02:40 left", rendered(shown))
-    shown.show(Look([], [watched(0, "complete", "", 0.625)], (0.625, 0), 1))
-    assert re.search(r"1/2 trials .* best so far: score 0\.625 \(trial 0\)", rendered(shown))
-    assert all(len(line) <= 80 for line in rendered(shown).splitlines())
-
-
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
@@ -121,7 +95,7 @@ def test_a_line_now_and_then_and_one_for_each_end(
 ) -> None:
     screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    shown = new_display(tmp_path, screen)
+    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen.console)
     for second in range(50):
         clock[0] = float(second)
         here = {**STEP, "step": second, "budget_used": second / 100}
@@ -130,15 +104,22 @@ def test_a_line_now_and_then_and_one_for_each_end(
     shown.show(running(number=9))
     clock[0] = 92.0
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
-    shown.show(Look([], [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]))
+    ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
+    shown.show(Look([], ended, best=(0.625, 7), num_done=2))
     assert screen.lines == [
-        "trial   8    0%  score 0.5  step 0  loss 1.25  209 ex/s",
-        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s  1 min 10 s left",
+        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
         "trial   9   40%  step 30",
-        f"trial   7  complete      0.625  {describe_params(PARAMS)}",
-        f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
+        f"trial   7  complete      0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
+        f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",
     ]
+
+
+def test_a_study_with_a_budget_has_no_fixed_number_of_trials(tmp_path: Path) -> None:
+    screen = Screen(250)
+    config = tiny_study(tmp_path, budget={"hours": 2})
+    StudyDisplay(config, console=screen.console).show(Look([], [watched(7, "pruned")], num_done=3))
+    assert screen.lines == [f"trial   7  pruned        {describe_params(PARAMS)}  3 trials"]
 
 
 # Summaries

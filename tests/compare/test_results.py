@@ -18,7 +18,6 @@ from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import read_row_statistics
-from hpo.study.reading.study_record import best_trials, complete_trials
 from hpo.study.sampling.grid_sampler import grid_points
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
@@ -129,18 +128,22 @@ def test_a_loss() -> None:
     assert found.content["recommendation"] == "Use fp32: bf16 is worse (score within 0.5 points)."
 
 
-def test_more_seeds_are_asked_for_where_they_are_likely_to_decide() -> None:
+def test_an_undecided_comparison_says_how_to_add_seeds() -> None:
     score = planted(0.0, own_noise=0.6)
     config = search_config()
     found = told(config, score, Request(precisions=BF16, top=1, max_seeds=5)).content
     row = found["verdicts"][0]
     assert (row["verdict"], row["num_runs"]) == ("undecided", 5)
     assert found["recommendation"].startswith("Use fp32: 5 runs do not tell whether bf16 is as good")
-    num = row["price"]["seeds"]
-    assert found["recommendation"].endswith(f"if what was seen goes on: hpo compare tiny --max-seeds {num}")
-    assert 5 < num < 100
-    more = told(config, score, Request(precisions=BF16, top=1, max_seeds=num)).content["verdicts"][0]
+    assert found["recommendation"].endswith("More seeds may decide: hpo compare tiny --max-seeds 7")
+    assert row["sentence"].endswith("More seeds may decide: hpo compare tiny --max-seeds 7")
+    more = told(config, score, Request(precisions=BF16, top=1, max_seeds=40)).content["verdicts"][0]
     assert more["verdict"] == "as_good"
+    for num, said in ((150, "--max-seeds 200"), (200, "(score within 0.5 points).")):
+        request = Request(precisions=BF16, top=1, seeds=num, max_seeds=num)
+        most = told(config, planted(0.5, own_noise=3.0), request).content
+        assert most["verdicts"][0]["verdict"] == "undecided"
+        assert most["recommendation"].endswith(said), "no comparison has more than 200"
 
 
 def test_runs_that_collapse_are_shown_one_by_one() -> None:
@@ -257,67 +260,6 @@ def test_a_comparison_that_was_stopped_says_the_same(storage: Storage, tmp_path:
     assert again == whole
 
 
-def test_a_race() -> None:
-    """The lucky winner of the search is beaten on new seeds, and it is said how lucky it was."""
-
-    def score(params: dict[str, Any]) -> float:
-        lucky = "seed" not in params and params["learning_rate"] == 1e-5
-        return BASE[params["learning_rate"]] + (15.0 if lucky else 0.0) + noise(params, 0.2, *params)
-
-    found = told(search_config(), score, Request("configurations")).content
-    assert found["split"] == "validation", "a race chooses"
-    rates = {row["trial"]: row["params"] for row in found["configurations"]}
-    assert rates[found["best"]]["learning_rate"] != 1e-5
-    lucky = [row for row in found["standings"] if rates[row["configuration"]]["learning_rate"] == 1e-5]
-    assert lucky
-    assert all(row["is_beaten"] and row["overstated"] == pytest.approx(15, abs=1) for row in lucky)
-    assert f"Trial {found['best']} is the best: " in found["recommendation"] or found["too_close"]
-
-
-def test_a_race_of_errors_drops_what_does_not_train() -> None:
-    """Of a metric of which less is better, 0 would be the best score; it is told as the metric has it."""
-
-    def score(params: dict[str, Any]) -> float | None:
-        fails = "seed" in params and params["learning_rate"] == 3e-5
-        return None if fails else BASE[params["learning_rate"]] - 100 - (params["fp_precision"] == "bf16")
-
-    config = search_config(objective={"metric": "topic/mae", "direction": "minimize"})
-    found = told(config, score, Request("configurations", top=6)).content
-    rates = {row["trial"]: row["params"]["learning_rate"] for row in found["configurations"]}
-    assert rates[found["best"]] == 1e-4
-    assert all(row["is_beaten"] for row in found["standings"] if row["num_failed"])
-    assert "the best: 25.00 label units of topic/mae on " in found["recommendation"]
-
-
-def test_a_race_of_one() -> None:
-    """It is the best of nothing."""
-    score = planted(0.0)
-    found = told(search_config(), score, Request("configurations", top=1)).content
-    only = found["standings"][0]
-    assert found["recommendation"].startswith(
-        f"Trial {only['configuration']} has {only['mean']:.2f} points of "
-    )
-    assert found["recommendation"].endswith("No other configuration was compared with it.")
-
-
-def test_a_race_that_is_too_close_to_call_confirms_no_other(storage: Storage) -> None:
-    """The leader on new seeds is not shown to be better than the best of the search, unless it is beaten."""
-    score = planted(0.0)
-    config = searched(storage, score)
-    found = compared(storage, config, score, Request("configurations", top=3, max_seeds=3)).content
-    ranked = [row["configuration"] for row in found["standings"]]
-    search = read_study(storage, "tiny")
-    best = max(complete_trials(search), key=lambda trial: (trial.values, -trial.number)).number
-    others = [number for number in ranked if number != best]
-    for too_close, expected in (([others[0], best], best), (others, None), ([], others[0])):
-        race = {**found, "best": others[0], "too_close": too_close, "has_ended": True}
-        storage.store_comparison("tiny", "configurations", race)
-        (trial,) = best_trials(read_study(storage, "tiny"))
-        of_search = {number: search.trials[number].values for number in others}
-        best_of_others = max(of_search, key=lambda one: of_search[one])
-        assert trial.number == (best_of_others if expected is None else expected)
-
-
 KINDS = ("Example CPU 2", "slow CPU")
 
 
@@ -339,9 +281,14 @@ def test_speed_is_each_kind_of_device_s_own() -> None:
     )
 
 
-def test_what_an_earlier_version_found_is_left_out_with_a_sentence(storage: Storage) -> None:
+@pytest.mark.parametrize(
+    "earlier", [{"form": 1, "verdicts": [{"precision": "bf16"}]}, {"form": 2, "standings": [{"mean": 80.0}]}]
+)
+def test_the_result_of_an_earlier_version_is_left_out_with_a_sentence(
+    storage: Storage, earlier: dict[str, Any]
+) -> None:
     config = searched(storage, planted(0.0))
-    earlier = {"recommendation": "Use bf16", "has_ended": True, "verdicts": [{"precision": "bf16"}]}
+    earlier = {"recommendation": "Use bf16", "has_ended": True, **earlier}
     storage.store_comparison(config.name, "precisions", earlier)
     found = read_study(storage, config.name).comparisons["precisions"]
     assert found["recommendation"].startswith("What an earlier hpo has compared is left out")

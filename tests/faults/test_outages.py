@@ -81,7 +81,7 @@ class Train:
 def _evaluation(step: int) -> Any:
     index = EVALUATED.index(step) + 1
     shares: Any = {"index": index, "budget_used": step / STEPS, "seconds": float(step), "epoch": 1.0}
-    measured = SimpleNamespace(step=step, metrics={}, rates={}, numerics=None, **shares)
+    measured = SimpleNamespace(step=step, metrics={}, rates={}, **shares)
     return SimpleNamespace(evaluation=measured, values=(step / STEPS,), broken="")
 
 

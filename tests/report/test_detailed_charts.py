@@ -13,7 +13,6 @@ from detailed_documents import (
 )
 
 from hpo.report.detailed_charts import (
-    calibration_chart,
     classes_chart,
     confusion_chart,
     intervals_chart,
@@ -89,20 +88,6 @@ def test_of_many_classes_the_most_frequent_confusions_are_bars() -> None:
     assert "the 20 most frequent of 150 pairs of 150 classes" in chart.caption
 
 
-def test_reliability_has_a_bar_and_a_mark_for_each_bin_that_holds_anything() -> None:
-    bins = [
-        {"low": 0.0, "high": 0.5, "confidence": None, "frequency": None, "count": 0},
-        {"low": 0.5, "high": 0.75, "confidence": 0.7, "frequency": 0.4, "count": 10},
-        {"low": 0.75, "high": 1.0, "confidence": 0.9, "frequency": 0.95, "count": 1200},
-    ]
-    found = task_document("single_label", {}, calibration={"ece": 0.0521, "bins": bins})
-    chart = drawn(calibration_chart(found, "k", "t"))
-    assert chart.y_ticks == ["0.75–1.00, n = 1\u202f200", "0.50–0.75, n = 10"]
-    bars, marks = chart.series
-    assert (list(bars.x), list(marks.x)) == ([0.95, 0.4], [0.9, 0.7])
-    assert chart.caption.startswith("Expected calibration error 0.0521. ")
-
-
 def charts_of(one: Detailed) -> list[Chart]:
     """All that the page shows."""
     first = intervals_chart(one)
@@ -114,7 +99,7 @@ def test_every_chart_can_be_drawn_under_a_key_of_its_own() -> None:
     found = document({**every_kind()["tasks"], "many": single_label(classes)})
     charts = charts_of(detailed(found))
     keys = [chart.key for chart in charts]
-    assert len(set(keys)) == len(keys) == 1 + 3 + 3 + 1 + 1 + 3
+    assert len(set(keys)) == len(keys) == 1 + 2 + 2 + 1 + 1 + 2
     for chart in charts:
         assert "<class>" not in plotly_figure(chart, standalone=False).to_json()
 

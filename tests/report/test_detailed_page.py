@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from browser import page_that_fits, without_plotly
 from detailed_documents import (
-    calibration,
     class_row,
     document,
     error,
@@ -124,9 +123,9 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
 def test_tasks_of_every_kind_and_150_classes_fit(chromium: Any, tmp_path: Path) -> None:
     long = "word " * 180 + "a-word-without-a-place-to-break-" * 3
     worst = [error(f"row-{at}", long, BANK[0], BANK[1]) for at in range(20)]
-    intent = single_label(BANK, worst=worst, calibration=calibration(3))
+    intent = single_label(BANK, worst=worst)
     path = write(tmp_path, document({"intent": intent, **every_kind()["tasks"]}))
-    with page_that_fits(chromium, path, width=400, num_plots=12) as page:
+    with page_that_fits(chromium, path, width=400, num_plots=9) as page:
         page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
         mark = page.locator("mark.missed", has_text="delay").first
         style = mark.evaluate("e => [getComputedStyle(e).borderBottomStyle, e.innerText[0]]")

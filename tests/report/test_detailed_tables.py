@@ -50,7 +50,6 @@ def test_csv_tables_hold_the_document() -> None:
     confusions = found["confusions"]
     tags = confusions[confusions["task"].eq("tags")][["true", "predicted", "count"]]
     assert ["broken", "late", 9] in tags.to_numpy().tolist()
-    assert found["calibration"].groupby("task").size().to_dict() == {"tags": 15, "topic": 15}
     worst = found["worst_errors"].set_index("id")
     assert json.loads(worst.loc["row-6", "predicted"]) == [["damage", 130, 142]]
     assert worst.loc["row-6", "text_start"] == 800

@@ -39,12 +39,12 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     assert full_report.name == "report.html"
     drawn = set(re.findall(r'<div id="([a-z_]+)"', without_plotly(full_report)))
     curves = {"learning_curves_epochs", "learning_curves_seconds"}
-    charts = {"history", "precision_metric", "metric_throughput", "importances", "numerics", "timeline"}
+    charts = {"history", "precision_metric", "metric_throughput", "importances", "timeline"}
     assert drawn >= charts | curves
     assert {file.name for file in full_report.parent.iterdir()} == {"report.html", "tables"}
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
-    names = {"best_task_metrics", "evaluations", "importances", "not_complete", "numerics", "precision"}
-    of_detailed = {"classes", "confusions", "calibration", "worst_errors"}
+    names = {"best_task_metrics", "evaluations", "importances", "not_complete", "precision"}
+    of_detailed = {"classes", "confusions", "worst_errors"}
     assert tables.keys() == names | of_detailed | {"trials", "verdicts"}
     by_precision = StudyTables(fake_record()).by_precision
     pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
@@ -127,7 +127,7 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
         (
             ["complete"],
             "under fp32. No other precision has a complete trial",
-            {"history", "precision_metric", "metric_throughput", "numerics", "timeline"}
+            {"history", "precision_metric", "metric_throughput", "timeline"}
             | {"learning_curves_epochs", "learning_curves_seconds"},
         ),
     ],

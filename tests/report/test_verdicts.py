@@ -23,7 +23,6 @@ from hpo.report.verdicts import (
     forest,
     sentences,
     speed_and_quality,
-    standings_table,
     verdict_table,
 )
 
@@ -65,17 +64,12 @@ def test_a_row_for_each_precision_with_what_it_rests_on() -> None:
 
 def test_configurations_are_named_with_what_differs() -> None:
     table = configuration_table(FOUND)
-    assert list(table) == ["trial", "compared in", "learning_rate"]
-    assert set(table["compared in"]) == {", ".join(PRECISIONS)}
+    assert list(table) == ["trial", "learning_rate"]
     one, _ = compared(Request(top=1))
     assert "learning_rate" in configuration_table(one), "of one, all settings"
 
 
-def test_a_race_and_several_kinds_of_device() -> None:
-    race, tables = compared(Request("configurations", top=3))
-    table = standings_table(race)
-    assert len(table) == 3
-    assert "beaten" in report_html(tables, all_charts(tables))
+def test_speed_on_several_kinds_of_device() -> None:
     several, tables = compared(Request(top=2, seeds=4), devices=("Example CPU 2", "slow CPU"))
     assert list(device_table(several)["device"]) == ["Example CPU 2", "slow CPU"]
     assert verdict_table(several)["speed"][0] == "by device"

@@ -53,8 +53,7 @@ class TrackedStudy:
         for index in indices:
             scores = {"score": index / 100, "criteria": {"f1_macro": index / 10}} | metrics
             rates = {"train_examples_per_second": 10.0 + index, "train_tokens_per_second": 100.0}
-            numerics = {"step": 10 * index - 5, "all": {"underflow": 1e-3}, "skipped_steps": 0}
-            row = {"metrics": scores, "seconds": float(index), "epoch": index / 2, "numerics": numerics}
+            row = {"metrics": scores, "seconds": float(index), "epoch": index / 2}
             evaluate(self.storage, trial, index, index / 100, step=10 * index, **row, **rates)
 
     def run(self, *outcomes: str, evaluations: int = 3, **changes: Any) -> None:

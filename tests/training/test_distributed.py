@@ -83,9 +83,6 @@ def test_two_ranks_have_the_losses_of_one_process(found: Found, case: str, toler
         assert alone["fallbacks"] == 4
     if tolerance == 1e-5:
         assert first["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
-        for name, share in alone["numerics"]["all"].items():
-            assert first["numerics"]["all"][name] == pytest.approx(share, rel=0.05, abs=1e-3)
-    assert second["numerics"] is None
 
 
 def test_a_weight_without_a_gradient_on_any_rank_has_none(found: Found) -> None:

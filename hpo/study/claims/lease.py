@@ -179,8 +179,7 @@ class Lease:
         with self.storage.engine.begin() as connection:
             self.hold(connection)
             connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
-            numerics = None if row["numerics"] is None else json.dumps(row["numerics"])
-            values = {**row, **key, "metrics": json.dumps(row["metrics"]), "numerics": numerics}
+            values = {**row, **key, "metrics": json.dumps(row["metrics"])}
             connection.execute(sa.insert(evaluations).values(values))
         study, trial_id, optunas = trial.study, trial_id_of(trial), self.storage.optuna
         if len(study.directions) > 1:

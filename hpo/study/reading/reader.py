@@ -100,13 +100,13 @@ COMPARISON_FORM = 2
 
 def _comparison(content: dict[str, Any]) -> dict[str, Any]:
     """What is stored of a comparison; of one in the form of an earlier version nothing but that."""
-    if content.get("form") == COMPARISON_FORM:
+    if content.get("form") == COMPARISON_FORM and "verdicts" in content:
         return content
     told = (
         "What an earlier hpo has compared is left out, since it decided in another way: delete the study of "
         "the comparison, and compare anew."
     )
-    return {"recommendation": told, "has_ended": True, "verdicts": [], "configurations": [], "standings": []}
+    return {"recommendation": told, "has_ended": True, "verdicts": [], "configurations": []}
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for row in connection.execute(query).mappings():
         fields = {name: row[name] for name in EvaluationRow.__dataclass_fields__}
-        documents = {name: json.loads(fields[name] or "null") for name in ("metrics", "numerics")}
-        evaluations[row["trial_number"]].append(EvaluationRow(**fields | documents))
+        fields["metrics"] = json.loads(fields["metrics"])
+        evaluations[row["trial_number"]].append(EvaluationRow(**fields))
     return evaluations
 
 

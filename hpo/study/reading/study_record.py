@@ -33,8 +33,6 @@ class EvaluationRow:
     """Task -> metric -> value, and the objectives by name."""
     train_examples_per_second: float | None = None
     train_tokens_per_second: float | None = None
-    numerics: Mapping[str, Any] | None = None
-    """As `hpo.training.numerics` measured them at the step before; None: they were not."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +186,6 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
 
     Maybe none. Only trials that meet the limits of the study count; where none does, it is the nearest.
-
-    Where `hpo compare --configurations` has found another one to be the best on new seeds, that one, unless a
-    trial that was not compared is better than all that were. Of several that it could not tell apart, the one
-    that was best in the search.
     """
     complete = choosable_trials(record)
     if not complete:
@@ -200,14 +194,7 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     values = np.array([trial.values for trial in complete], dtype=float)
     losses = values * loss_signs(record.directions)
     if len(record.metric_names) == 1:
-        best = complete[int(losses.argmin())]
-        race = record.comparisons.get("configurations", {})
-        compared = [standing["configuration"] for standing in race.get("standings", ())]
-        if best.number not in compared or not race["has_ended"]:
-            return [best]
-        left = race["too_close"] or [race["best"]]
-        confirmed = [index for index, trial in enumerate(complete) if trial.number in left]
-        return [complete[min(confirmed, key=lambda index: losses[index, 0])] if confirmed else best]
+        return [complete[int(losses.argmin())]]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 

@@ -22,9 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.process import this_machine
-from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.schema import slots, workers
 
 if TYPE_CHECKING:
@@ -39,14 +37,11 @@ class Look:
     running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
     """Each with the fields of `hpo.trial.telemetry.Progress` as of its worker's last heartbeat, or none."""
     ended: Sequence[FrozenTrial] = ()
-    """Since the look before."""
+    """Trials that have ended since the look before, and whose slots say so: `num_done` counts them."""
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
     """Of the study's slots."""
-    work: tuple[float, float] | None = None
-    """How much is done and how much there is: in device-hours where the study has a budget, else in whole
-    trials where they pause (`Promotion.work`)."""
 
 
 class StudyWatch:
@@ -60,9 +55,6 @@ class StudyWatch:
         self._own = own
         self._storage = storage
         self._study = storage.load_study(config.name)
-        self._num_trials = config.num_slots
-        self._budget = StudyBudget(config.name) if config.budget else None
-        self._promotion = promotion_of(config.pruner, config.directions, config.num_slots)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
         self._ended = {trial.number for trial in trials if trial.state.is_finished()}
@@ -78,30 +70,22 @@ class StudyWatch:
 
     def _read(self) -> Look:
         slot_of, num_done = self._read_slots()
-        running, ended, complete, work = [], [], [], None
-        trials = self._study.get_trials(deepcopy=False)
-        if self._budget is not None:
-            with self._storage.engine.connect() as connection:
-                spent = sum(self._budget.spent(connection).values())
-                work = spent / 3600, self._budget.seconds(connection) / 3600
-        elif self._promotion is not None:
-            finished = (trial.user_attrs for trial in trials if trial.state.is_finished())
-            begins = [attrs.get(RESUMED_ATTR, 0.0) for attrs in finished]
-            work = self._promotion.work(begins)
-        for trial in trials:
+        running, ended, complete = [], [], []
+        for trial in self._study.get_trials(deepcopy=False):
             slot = slot_of.get(trial.number)
+            held = slot if slot is not None and slot.state == "running" else None
             if trial.state == TrialState.COMPLETE and not violation(trial.constraints):
                 complete.append((trial.values[0], trial.number))
-            if not trial.state.is_finished() and slot is not None and slot.state == "running":
-                progress = json.loads(slot.progress or "{}")
+            if held is not None and not trial.state.is_finished():
+                progress = json.loads(held.progress or "{}")
                 is_of_trial = progress.get("trial") == trial.number  # and not of its worker's last one
                 running.append((trial, progress if is_of_trial else {}))
-            elif trial.state.is_finished() and trial.number not in self._ended:
+            elif trial.state.is_finished() and held is None and trial.number not in self._ended:
                 self._ended.add(trial.number)
                 if slot is not None or not self._own:
                     ended.append(trial)
         best = self._better(complete, key=lambda each: each[0], default=None)
-        return Look(running, ended, best, num_done, work)
+        return Look(running, ended, best, num_done)
 
     def _read_slots(self) -> tuple[dict[int | None, sa.Row[*tuple[Any, ...]]], int]:
         """The slots that are looked at by the number of their trial, and how many of all are done."""

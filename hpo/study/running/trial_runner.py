@@ -118,7 +118,6 @@ class TrialRunner:
             metrics={**dict(zip(self._metrics, scored.values, strict=True)), **evaluation.metrics},
             train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
             train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
-            numerics=evaluation.numerics,
         )
         lease.check()
         with self.pace.reporting():

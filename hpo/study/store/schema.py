@@ -72,7 +72,6 @@ evaluations = sa.Table(
     sa.Column("metrics", sa.Text, nullable=False),  # JSON
     sa.Column("train_examples_per_second", sa.Float),
     sa.Column("train_tokens_per_second", sa.Float),
-    sa.Column("numerics", sa.Text),  # JSON
 )
 
 detailed_evaluations = sa.Table(

@@ -9,12 +9,15 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 import worker_process
+from optuna.trial import TrialState
 from worker_process import evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.lease import Lease
+from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.watch import Look, StudyWatch, watching
 from hpo.study.running.worker import run_worker
+from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
@@ -46,6 +49,23 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
     assert told(look) == ([], [1])
     assert (look.best, look.num_done) == ((0.75, 0), 2)
     assert told(watch.look()) == ([], [])
+
+
+def test_a_trial_has_ended_when_its_slot_is_done(storage: Storage) -> None:
+    """Before that it is not counted, and the line of its end has the count."""
+    config = study(1)
+    opened = create_or_resume_study(storage, config)
+    watch = StudyWatch(storage, config)
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        trial.set_user_attr("outcome", "complete")
+        storage.optuna.set_trial_state_values(trial_id_of(trial), TrialState.COMPLETE, (0.5,))
+        look = watch.look()
+        assert (told(look), look.num_done) == (([], []), 0)
+        lease.record(result("complete", values=(0.5,)), "done")
+    look = watch.look()
+    assert (told(look), look.num_done) == (([], [0]), 1)
 
 
 def test_progress_is_told_every_few_seconds_and_is_that_of_the_workers_trial_alone(storage: Storage) -> None:

@@ -25,7 +25,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
     facts = {"budget_used": budget_used, "seconds": 1.0, "epoch": 1.0, "metrics": {}, "rates": {}}
-    evaluation = SimpleNamespace(step=index, index=index, numerics=None, **facts)
+    evaluation = SimpleNamespace(step=index, index=index, **facts)
     return SimpleNamespace(evaluation=evaluation, values=values, broken=broken)
 
 

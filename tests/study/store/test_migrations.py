@@ -42,7 +42,7 @@ def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(storage
     with open_storage(storage_url, create=False) as storage:
         (trial,) = read_study(storage, "tiny").trials
         (evaluation,) = trial.evaluations
-        assert (evaluation.step, evaluation.metrics, evaluation.numerics) == (40, {"score": 0.5}, None)
+        assert (evaluation.step, evaluation.metrics) == (40, {"score": 0.5})
         assert trial.detailed == {}
         store_detailed_evaluation(storage, "tiny", storage.study_token("tiny"), 0, document({}))
         assert read_study(storage, "tiny").trials[0].detailed == {"test": document({})}

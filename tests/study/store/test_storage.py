@@ -236,17 +236,13 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
-        parts = {"heads": {"underflow": 0.1, "updates_lost": None, "update_ratio": float("inf")}}
-        numerics = {"step": 40, "loss_scale": 1024.0, "parts": parts}
-        more = {"metrics": metrics, "numerics": numerics, **rates}
-        assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, **more) is False
+        more = {"epoch": 0.5, "seconds": 3.0, "metrics": metrics, **rates}
+        assert evaluate(storage, trial, 1, 0.5, 40, **more) is False
         evaluate(storage, trial, 2, float("nan"), 80, metrics=metrics)
     stored, without = read_study(storage, "tiny").trials[0].evaluations
-    parts["heads"]["update_ratio"] = None
-    assert stored == EvaluationRow(
-        40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0, numerics
-    )
-    assert without.numerics is None
+    metrics = {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}
+    assert stored == EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
+    assert without.train_tokens_per_second is None
     assert opened.trials[0].intermediate_values == {1: 0.5}
 
 
