@@ -197,7 +197,6 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "first": (),
             "learn_from": None,
             "budget": None,
-            "stop_when_unlikely": None,
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},

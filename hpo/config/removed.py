@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
+}
 """What to do instead, as one or two sentences, by the key or the command."""
 
 

@@ -127,10 +127,6 @@ class StudyConfig(CheckedSection):
     )
     """Trials of the study, over all workers; a grid ends when each combination was tried. Left out, 20, or
     with a `budget` as many as it is enough for, at most 1000."""
-    stop_when_unlikely: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """No other trial begins when the chance that one is better is at most this; better by more than 5 % of
-    what the best is better than the median. With a higher `n_trials` or `budget` it is asked again. On hard
-    tables 0.05 was wrong in 9 % of the searches."""
     priority: Annotated[Whole, Field(ge=-1000, le=1000)] = 0
     """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None
@@ -310,8 +306,6 @@ class StudyConfig(CheckedSection):
             yield Problem(("data", "stride"), message)
         if self.learn_from == self.name:
             yield Problem(("learn_from",), "must be another study.")
-        if self.stop_when_unlikely is not None and len(self.objective) > 1:
-            yield Problem(("stop_when_unlikely",), "must be left out with several objectives.")
         if self.learn_from is not None and (
             self.sampler.name not in ("tpe", "gp") or len(self.objective) > 1
         ):

@@ -24,7 +24,7 @@ TABLE = {
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in REMOVED:
+    for key in list(REMOVED):
         monkeypatch.delitem(REMOVED, key)
     for key, instead in TABLE.items():
         monkeypatch.setitem(REMOVED, key, instead)

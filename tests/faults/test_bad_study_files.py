@@ -195,13 +195,6 @@ training: {encoder: b}
 objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
   => 4: pruner.name: must be `promote` or `none` with several objectives.
-objective: [{metric: score}, {metric: train_examples_per_second}]
-stop_when_unlikely: 0.05
-  => 4: stop_when_unlikely: must be left out with several objectives.
-stop_when_unlikely: 0
-  => 3: stop_when_unlikely: must be > 0, but got `0`.
-stop_when_unlikely: 5 %
-  => 3: stop_when_unlikely: must be a number, but got `5 %`.
 sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}

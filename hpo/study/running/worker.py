@@ -116,7 +116,6 @@ def run_worker(
         refusal=partial(refusal, {} if plan else config.search_space),
         promotion=promotion,
         budget=StudyBudget(config.name, promotion) if config.budget else None,
-        stop_when_unlikely=config.stop_when_unlikely,
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(

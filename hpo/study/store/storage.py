@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: what tells it from a deleted one of the same name."""
-ENDED_EARLY_ATTR = "hpo:ended_early"
-"""System attribute of a study that ended as a better result had become improbable: how probable it was."""
 COMPARISON_ATTR = "comparison:"
 """What the user attributes of a study begin with that hold what `hpo compare` has found."""
 
