@@ -45,7 +45,7 @@ def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
 
 
 def test_the_keys_that_may_change_are_listed() -> None:
-    """`hpo compare` alone changes the `comparison` keys, in studies of its own; removed keys are not listed."""
+    """Not listed: the keys that only `hpo compare` changes, in studies of its own, and removed keys."""
     sentence = re.search(
         r"A study is resumed by its name\.(.*?)may\s+change\.", CLUSTER.read_text(), re.DOTALL
     )

@@ -195,7 +195,6 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "objective": config.objective,
             "constraints": {},  # what is compared meets them, and its other precisions are to be told too
             "first": (),
-            "learn_from": None,
             "budget": None,
             "search_space": space,
             "sampler": {"name": "grid"},

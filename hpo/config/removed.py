@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
+    "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",
     "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
 }
 """What to do instead, as one or two sentences, by the key or the command."""

@@ -160,9 +160,6 @@ class StudyConfig(CheckedSection):
     portfolio: Switch = True
     """Try configurations of published fine-tuning too, at most a tenth of the trials: where `tpe`, `gp` or
     `nsga2` searches the learning rate of pretrained encoders."""
-    learn_from: str | None = None
-    """`tpe`, `gp`: an earlier study of the database whose results guide at most every second trial, the less
-    often the less alike data, encoder, metric and device are, until they prove to mislead."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
     """When a trial stops early. Left out: `promote`; `none` where no objective is a metric of the model,
     or the trials' budget is searched."""
@@ -304,13 +301,6 @@ class StudyConfig(CheckedSection):
         if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
             message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
             yield Problem(("data", "stride"), message)
-        if self.learn_from == self.name:
-            yield Problem(("learn_from",), "must be another study.")
-        if self.learn_from is not None and (
-            self.sampler.name not in ("tpe", "gp") or len(self.objective) > 1
-        ):
-            message = "must be left out but with one objective and the sampler `tpe` or `gp`, which learn."
-            yield Problem(("learn_from",), message)
 
 
 def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> Iterator[Problem]:

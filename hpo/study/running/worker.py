@@ -35,9 +35,8 @@ from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
-from hpo.study.sampling.learn_from import learn_from
 from hpo.study.sampling.promotion import promotion_of
-from hpo.study.sampling.samplers import build_pruner, build_sampler, drawn_space
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -127,9 +126,6 @@ def run_worker(
                 lock=storage.exclusive,
                 explores=promotion is not None,
             )
-            if config.learn_from is not None:
-                drawn = drawn_space(config.search_space, skipped)
-                learn_from(study.sampler, storage, config, drawn, device.kind)
         else:
             study.sampler = PlannedPoints(partial(read_plan, storage, config.name), storage.exclusive)
         if summary := _run_slots(worker, storage, runnable, run_trial, options, outcomes):
