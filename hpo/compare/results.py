@@ -21,7 +21,6 @@ from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.precision.table import PRECISION
-from hpo.study.reading.reader import COMPARISON_FORM
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 
@@ -41,7 +40,6 @@ def stored_form(
 ) -> Result:
     """The result with what every comparison stores of itself."""
     about = {
-        "form": COMPARISON_FORM,
         "study": plan.study,
         "question": plan.question,
         "num_seeds": plan.num_seeds,

@@ -223,9 +223,7 @@ class StudyConfig(CheckedSection):
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
-        # Early versions stored all keys sorted: of them, the file's order is that of the data and the heads.
-        ordered = now if list(stored) == sorted(stored) else ordered_like(stored, now)
-        return StudyConfig.model_validate({**ordered, "path": self.path})
+        return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
     def _starting_as(self, stored: Mapping[str, Any]) -> StudyConfig:
         pruner, before = self.pruner, stored.get("pruner", {})

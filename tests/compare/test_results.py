@@ -339,15 +339,6 @@ def test_speed_is_each_kind_of_device_s_own() -> None:
     )
 
 
-def test_what_an_earlier_version_found_is_left_out_with_a_sentence(storage: Storage) -> None:
-    config = searched(storage, planted(0.0))
-    earlier = {"recommendation": "Use bf16", "has_ended": True, "verdicts": [{"precision": "bf16"}]}
-    storage.store_comparison(config.name, "precisions", earlier)
-    found = read_study(storage, config.name).comparisons["precisions"]
-    assert found["recommendation"].startswith("What an earlier hpo has compared is left out")
-    assert found["verdicts"] == []
-
-
 def test_rows_that_are_damaged(storage: Storage) -> None:
     score = planted(0.0)
     compared(storage, searched(storage, score), score, Request(top=1))

@@ -84,26 +84,11 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
     )
 
 
-COMPARISON_FORM = 2
-"""Of what is stored of a comparison, as its `form`."""
-
-
-def _comparison(content: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of a comparison; of one in the form of an earlier version nothing but that."""
-    if content.get("form") == COMPARISON_FORM:
-        return content
-    told = (
-        "What an earlier hpo has compared is left out, since it decided in another way: delete the study of "
-        "the comparison, and compare anew."
-    )
-    return {"recommendation": told, "has_ended": True, "verdicts": [], "configurations": [], "standings": []}
-
-
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
     table = optuna_internals.study_user_attributes
     of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
     rows = connection.execute(of_study)
-    return {row.key.removeprefix(COMPARISON_ATTR): _comparison(json.loads(row.value_json)) for row in rows}
+    return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
 
 
 def _read_trials(

@@ -1,8 +1,14 @@
-"""Our tables in the study's database. Times are seconds since 1970 by the database's clock."""
+"""Our tables in the study's database. Times are seconds since 1970 by the database's clock.
+
+A database holds the version of its tables. A change of the tables needs a new `VERSION`: a database of
+another version is refused (`opening`).
+"""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
+
+VERSION = "v11"
 
 metadata = sa.MetaData()
 _NAME = sa.String(512)  # the length that Optuna allows
@@ -109,6 +115,26 @@ compat = sa.Table(
     sa.Column("result", sa.Text, nullable=False),  # JSON
     sa.Column("created", sa.Float, nullable=False),
 )
+
+version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+
+
+def make_tables(connection: sa.Connection) -> None:
+    """Make our tables and note their version, in the connection's transaction."""
+    if connection.dialect.name == "sqlite":  # sqlite3 begins a transaction only before a change of rows
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    metadata.create_all(connection)
+    version.create(connection)
+    connection.execute(sa.insert(version).values(version_num=VERSION))
+
+
+def stored_version(connection: sa.Connection) -> str | None:
+    """The version of our tables in a database; None: it has none of them."""
+    names = set(sa.inspect(connection).get_table_names())
+    if not names & {version.name, studies.name}:
+        return None
+    stored = version.name in names and connection.execute(sa.select(version.c.version_num)).scalar()
+    return stored or "an unknown version"
 
 
 def copy_evaluations(connection: sa.Connection, study: str, from_number: int, to_number: int) -> None:
