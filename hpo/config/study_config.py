@@ -127,8 +127,6 @@ class StudyConfig(CheckedSection):
     )
     """Trials of the study, over all workers; a grid ends when each combination was tried. Left out, 20, or
     with a `budget` as many as it is enough for, at most 1000."""
-    priority: Annotated[Whole, Field(ge=-1000, le=1000)] = 0
-    """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None
     """Seconds after which a worker starts no further trial."""
     stall_seconds: Positive = 3600.0

@@ -49,7 +49,7 @@ RunTrial = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
 
-Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed", "yielded"]
+Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunSummary:
 
     ended: Ended
     """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
-    cancelled or deleted; another study comes first."""
+    cancelled or deleted."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -76,8 +76,6 @@ class WorkerOptions:
 
     deadline: float = math.inf
     """No trial begins after this, by the monotonic clock; nor after the study's `timeout`."""
-    goes_on: Callable[[], bool] = lambda: True
-    """Asked after each trial, and while others run the last ones: False where another study comes first."""
     after_trial: Callable[[], None] = lambda: None
     """Called when a trial has ended, here or with a worker that this one waited for; again if the database
     went away meanwhile."""
@@ -164,8 +162,6 @@ def _run_slots(
                 return RunSummary(ended, outcomes, runnable.left_to_others(unfinished))
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(options.poll_seconds, max(0.0, options.deadline - time.monotonic())))
-        if not (stop.is_set() or closed.is_set() or options.goes_on()):
-            return RunSummary("yielded", outcomes)
     return None
 
 

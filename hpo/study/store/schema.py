@@ -22,7 +22,6 @@ studies = sa.Table(
     sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
     sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
-    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),  # the highest is served first
     sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
     sa.Column("created", sa.Float, nullable=False),
 )

@@ -100,8 +100,7 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
     definition = json.dumps(config.definition())
-    columns = {"space_hash": config.space_hash, "n_trials": config.num_slots, "priority": config.priority}
-    return columns | {"definition": definition}
+    return {"space_hash": config.space_hash, "n_trials": config.num_slots, "definition": definition}
 
 
 def _resize(
