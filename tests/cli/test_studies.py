@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import sqlalchemy as sa
 from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
@@ -232,29 +233,32 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_delete_takes_what_was_uploaded(tmp_path: Path) -> None:
-    path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
+def test_delete_removes_uploaded_checkpoints(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPO_ALLOW", s3)
+    path = write_study(tmp_path, checkpoint={"location": s3, "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))
+    filesystem, root = fsspec.url_to_fs(s3, use_listings_cache=False)
 
-    def uploaded() -> list[Path]:
-        return sorted((tmp_path / "store").glob("checkpoints-*/trial-*/*-*/model.safetensors"))
+    def uploaded() -> list[str]:
+        return [name for name in filesystem.find(root) if name.endswith("/model.safetensors")]
 
     before = uploaded()
     assert before
     (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
-    location = f"artifacts:{tmp_path / 'store'}"
-    change_definition(tmp_path, checkpoint={"location": location, "top_k": 1, "every_seconds": 30})
+    change_definition(tmp_path, checkpoint={"location": s3, "top_k": 1, "every_seconds": 30})
     found = ok(hpo_command(tmp_path, "doctor", "--fix"))
-    assert f"Study tiny: {location} has checkpoints of trials that keep none." in found.out
+    assert f"Study tiny: {s3} has checkpoints of trials that keep none." in found.out
     left = uploaded()
     assert 0 < len(left) < len(before)
     note.unlink()
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
-    assert f"Its checkpoints stay in {location}: nothing on this machine says" in deleted.out
+    assert f"Its checkpoints stay in {s3}: nothing on this machine says" in deleted.out
     assert uploaded() == left
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
-    assert f"Its checkpoints in {location} are removed" in deleted.out
+    assert f"Its checkpoints in {s3} are removed" in deleted.out
     assert not uploaded()
 
 
