@@ -11,7 +11,6 @@ from command_line import COMMANDS
 from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
 
 from hpo.config.definition import CHANGEABLE
-from hpo.config.removed import REMOVED
 from hpo.config.study_config import load_study
 
 TEXT = README.read_text()
@@ -45,12 +44,12 @@ def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
 
 
 def test_the_keys_that_may_change_are_listed() -> None:
-    """Not listed: the keys that only `hpo compare` changes, in studies of its own, and removed keys."""
+    """Without those that `hpo compare` alone changes, in studies of its own."""
     sentence = re.search(
         r"A study is resumed by its name\.(.*?)may\s+change\.", CLUSTER.read_text(), re.DOTALL
     )
     assert sentence
-    keys = {key for key in CHANGEABLE if not key.startswith("comparison.") and key not in REMOVED}
+    keys = {key for key in CHANGEABLE if not key.startswith("comparison.")}
     assert set(re.findall(r"`([a-z_.]+)`", sentence[1])) == keys
 
 

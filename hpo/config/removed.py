@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
+    "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",
+    "budget.cost_per_hour": "Use `budget.hours`: the cost divided by the price of an hour.",
     "priority": "Start workers for each study: `hpo worker STUDY`.",
     "hpo worker --idle-timeout": "Start `hpo worker STUDY` when the study has trials to run.",
     "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",

@@ -120,7 +120,7 @@ class StudyConfig(CheckedSection):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     """Which configuration is tried next."""
     budget: BudgetConfig | None = None
-    """What the study may spend: `{hours: 4}`, or `{cost: 20, cost_per_hour: 2.5}`."""
+    """The device time that the study may spend: `{hours: 4}`."""
     # The database holds a row for each from the start.
     n_trials: Annotated[Count, Field(le=100_000)] = Field(
         default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20

@@ -175,6 +175,11 @@ search_space:
   head_type: {type: categorical, choices: [mlp, linear], when: {pooling: cls}}
   => 6: search_space.head_type.when.pooling: must name categorical settings without `when`, but `pooling` is
      none.
+# budget
+budget: {}
+  => 3: budget.hours: must be given.
+budget: {hours: 0}
+  => 3: budget.hours: must be > 0, but got `0`.
 # twice
 training: {learning_rate: 1e-4}
 search_space: {learning_rate: {type: float, low: 1e-5, high: 1e-3}}
