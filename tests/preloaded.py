@@ -17,7 +17,7 @@ import hpo.api.comparing
 import hpo.api.running
 import hpo.api.study
 import hpo.cli.display
-import hpo.study.running.serving
+import hpo.study.running.run
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
 

@@ -197,7 +197,6 @@ def _print_studies(overviews: list[StudyOverview]) -> None:
         {
             "study": study.name,
             "state": study.state,
-            "priority": study.priority,
             "done": f"{study.trials['done']}/{study.trials['total']}",
             "workers": study.workers,
             "age": format_seconds(study.now - study.created),

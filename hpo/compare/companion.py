@@ -187,9 +187,7 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "objective": config.objective,
             "constraints": {},  # what is compared meets them, and its other precisions are to be told too
             "first": (),
-            "learn_from": None,
             "budget": None,
-            "stop_when_unlikely": None,
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},

@@ -20,7 +20,6 @@ from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.precision.table import PRECISION
-from hpo.study.reading.reader import COMPARISON_FORM
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 
@@ -49,7 +48,6 @@ def judge(runs: Runs, search: StudyRecord) -> Result:
     tuned = _tuned(search, plan.precisions) if plan.setting == PRECISION else []
     next_plan = _next_plan(plan, answers)
     content = {
-        "form": COMPARISON_FORM,
         "study": plan.study,
         "question": plan.question,
         "num_seeds": plan.num_seeds,

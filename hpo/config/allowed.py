@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpo.config.checkpoint_config import ARTIFACTS, CheckpointConfig
+from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.study_file import show
 from hpo.config.trial_config import encoders_of
 from hpo.errors import InputError
@@ -51,7 +51,7 @@ def places(config: StudyConfig) -> dict[str, str]:
 
 
 def checkpoint_place(config: CheckpointConfig) -> dict[str, str]:
-    return {"checkpoint.location": config.location.removeprefix(ARTIFACTS)} if config.location else {}
+    return {"checkpoint.location": config.location} if config.location else {}
 
 
 def check_allowed(study: str, named: Mapping[str, str], of_file: Mapping[str, str] = {}) -> None:

@@ -12,15 +12,19 @@ from hpo.config.study_file import show
 from hpo.config.trial_settings import Positive
 from hpo.section import Section, Whole
 
-ARTIFACTS, BUCKETS = "artifacts:", ("s3://", "gs://")
-"""What a `checkpoint.location` begins with that checkpoints are uploaded to."""
+BUCKETS = ("s3://", "gs://")
+"""The beginnings of a `checkpoint.location` to which checkpoints are uploaded."""
 
 
 def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(
-            f"must be a folder, `{ARTIFACTS}FOLDER`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, but got "
-            f"{show(value)}."
+            f"must be a folder, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, but got {show(value)}."
+        )
+    if value.startswith("artifacts:"):
+        raise ValueError(
+            f"must be a folder that the workers share, or `s3://BUCKET/PREFIX`, but got {show(value)}. "
+            "`artifacts:` was removed."
         )
     if re.match(r"\w+://", value):
         if not re.fullmatch(r"(s3|gs)://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](/[\w.-]+)*/?", value):
@@ -30,9 +34,8 @@ def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
                 "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)."
             )
         return value
-    scheme = ARTIFACTS if value.startswith(ARTIFACTS) else ""
     folder = (info.context or {}).get("folder", Path())
-    return scheme + str(Path(folder, Path(value.removeprefix(scheme)).expanduser()).absolute())
+    return str(Path(folder, Path(value).expanduser()).absolute())
 
 
 class CheckpointConfig(Section):
@@ -40,9 +43,9 @@ class CheckpointConfig(Section):
 
     location: Annotated[str, BeforeValidator(_checkpoint_location)] | None = None
     """Where checkpoints are kept, so that any worker that reads them goes on with a trial. Left out: under
-    `runs/`. A folder that the workers share; or one that they are uploaded to: `artifacts:FOLDER`,
-    `s3://BUCKET/PREFIX` on S3 or what speaks its protocol (extra `s3`), `gs://BUCKET/PREFIX` on Google Cloud
-    Storage (package gcsfs). The server and its keys come from AWS's or Google's environment variables."""
+    `runs/`. A folder that the workers share; or a bucket to which they upload: `s3://BUCKET/PREFIX` on S3 or
+    a server with its protocol (extra `s3`), `gs://BUCKET/PREFIX` on Google Cloud Storage (package gcsfs). The
+    server and its keys come from AWS's or Google's environment variables."""
     top_k: Annotated[Whole, Field(ge=0)] = 3
     """Best trials of a study that keep their weights; unless 0, the last two that were not finite keep theirs
     too, for `hpo diagnose`."""
@@ -52,12 +55,7 @@ class CheckpointConfig(Section):
     @property
     def is_remote(self) -> bool:
         """Whether checkpoints are uploaded from `runs/`."""
-        return self.location is not None and self.location.startswith((ARTIFACTS, *BUCKETS))
-
-    @property
-    def url(self) -> str:
-        """The location for fsspec."""
-        return str(self.location).removeprefix(ARTIFACTS)
+        return self.location is not None and self.location.startswith(BUCKETS)
 
     def folder_of(self, study: str, token: str, runs_dir: Path) -> Path:
         """Where the trials of a study have their checkpoints; the token tells it from others of its name."""

@@ -22,13 +22,10 @@ from hpo.errors import StudyChangedError
 CHANGEABLE = (
     "n_trials",
     "budget",
-    "stop_when_unlikely",
-    "priority",
     "timeout",
     "stall_seconds",
     "max_retries",
     "sampler",
-    "learn_from",
     "pruner",
     "tracker",
     "device",

@@ -17,6 +17,12 @@ REMOVED: dict[str, str] = {
     "comparison.configurations.precisions": "Delete the study of this comparison, and compare anew.",
     "hpo compare --configurations": "Its winner was often not the best trial. See `hpo best`.",
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
+    "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",
+    "budget.cost_per_hour": "Use `budget.hours`: the cost divided by the price of an hour.",
+    "priority": "Start workers for each study: `hpo worker STUDY`.",
+    "hpo worker --idle-timeout": "Start `hpo worker STUDY` when the study has trials to run.",
+    "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",
+    "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
 }
 """What to do instead, as one or two sentences, by the key or the command."""
 

@@ -6,8 +6,6 @@ device is refused here, all of it at once.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -120,19 +118,13 @@ class StudyConfig(CheckedSection):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     """Which configuration is tried next."""
     budget: BudgetConfig | None = None
-    """What the study may spend: `{hours: 4}`, or `{cost: 20, cost_per_hour: 2.5}`."""
+    """The device time that the study may spend: `{hours: 4}`."""
     # The database holds a row for each from the start.
     n_trials: Annotated[Count, Field(le=100_000)] = Field(
         default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
     )
     """Trials of the study, over all workers; a grid ends when each combination was tried. Left out, 20, or
     with a `budget` as many as it is enough for, at most 1000."""
-    stop_when_unlikely: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """No other trial begins when the chance that one is better is at most this; better by more than 5 % of
-    what the best is better than the median. With a higher `n_trials` or `budget` it is asked again. On hard
-    tables 0.05 was wrong in 9 % of the searches."""
-    priority: Annotated[Whole, Field(ge=-1000, le=1000)] = 0
-    """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None
     """Seconds after which a worker starts no further trial."""
     stall_seconds: Positive = 3600.0
@@ -164,9 +156,6 @@ class StudyConfig(CheckedSection):
     portfolio: Switch = True
     """Try configurations of published fine-tuning too, at most a tenth of the trials: where `tpe`, `gp` or
     `nsga2` searches the learning rate of pretrained encoders."""
-    learn_from: str | None = None
-    """`tpe`, `gp`: an earlier study of the database whose results guide at most every second trial, the less
-    often the less alike data, encoder, metric and device are, until they prove to mislead."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
     """When a trial stops early. Left out: `promote`; `none` where no objective is a metric of the model,
     or the trials' budget is searched."""
@@ -180,12 +169,6 @@ class StudyConfig(CheckedSection):
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
         """Of the objectives."""
         return tuple(objective.direction for objective in self.objective)
-
-    @property
-    def space_hash(self) -> str:
-        """A name for what is searched: the same in every process, whatever the order of the settings."""
-        space = json.dumps(self.definition()["search_space"], sort_keys=True)
-        return hashlib.sha256(space.encode()).hexdigest()[:16]
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -235,9 +218,7 @@ class StudyConfig(CheckedSection):
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
-        # Early versions stored all keys sorted: of them, the file's order is that of the data and the heads.
-        ordered = now if list(stored) == sorted(stored) else ordered_like(stored, now)
-        return StudyConfig.model_validate({**ordered, "path": self.path})
+        return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
     def _starting_as(self, stored: Mapping[str, Any]) -> StudyConfig:
         pruner, before = self.pruner, stored.get("pruner", {})
@@ -313,15 +294,6 @@ class StudyConfig(CheckedSection):
         if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
             message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
             yield Problem(("data", "stride"), message)
-        if self.learn_from == self.name:
-            yield Problem(("learn_from",), "must be another study.")
-        if self.stop_when_unlikely is not None and len(self.objective) > 1:
-            yield Problem(("stop_when_unlikely",), "must be left out with several objectives.")
-        if self.learn_from is not None and (
-            self.sampler.name not in ("tpe", "gp") or len(self.objective) > 1
-        ):
-            message = "must be left out but with one objective and the sampler `tpe` or `gp`, which learn."
-            yield Problem(("learn_from",), message)
 
 
 def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> Iterator[Problem]:

@@ -86,7 +86,7 @@ def make_plan(
         _whole_trials(stages) * seconds / 3600,
         spent / 3600,
         num_workers,
-        config.budget.seconds / 3600 if config.budget else None,
+        config.budget.hours if config.budget else None,
     )
 
 

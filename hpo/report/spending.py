@@ -1,4 +1,4 @@
-"""What a study with a budget has spent, and on what; and why one has not gone on to its end."""
+"""What a study with a budget has spent, and on what."""
 
 from __future__ import annotations
 
@@ -24,29 +24,22 @@ def spending(record: StudyRecord) -> dict[str, Any] | None:
             by_outcome[trial.outcome] += seconds / 3600
             asked = trial.telemetry.get("precision", {}).get("requested") or trial.params.get(PRECISION)
             by_precision[asked or "not known yet"] += seconds / 3600
-    spent, hours = sum(record.spent.values()) / 3600, budget.seconds / 3600
-    costs = {}
-    if budget.cost_per_hour is not None:
-        costs = {"cost": hours * budget.cost_per_hour, "spent_cost": spent * budget.cost_per_hour}
+    spent, hours = sum(record.spent.values()) / 3600, budget.hours
     return {
         "hours": hours,
         "spent_hours": spent,
         "left_hours": max(0.0, hours - spent),
-        **costs,
         "by_precision": dict(by_precision),
         "by_outcome": dict(by_outcome),
     }
 
 
 def spending_told(record: StudyRecord) -> list[str]:
-    """The same in a sentence, and one more where the study has ended early."""
-    early = record.ended_early
-    told = [] if early is None else [f"Ended early: a better result had become improbable (p = {early:.2g})."]
+    """The same in a sentence; [] without a budget."""
     if (spent := spending(record)) is None:
-        return told
+        return []
     share = spent["spent_hours"] / spent["hours"]
-    cost = f" ({spent['spent_cost']:.3g} of {spent['cost']:.3g})" if "cost" in spent else ""
     parts = ("by_precision", "by_outcome")
     by = "; ".join(", ".join(f"{name} {hours:.3g}" for name, hours in spent[part].items()) for part in parts)
-    of = f"{spent['spent_hours']:.3g} of {spent['hours']:.3g} device-hours{cost}, {share:.0%}"
-    return [*told, f"Spent {of}{f': {by}' if record.spent else ''}."]
+    of = f"{spent['spent_hours']:.3g} of {spent['hours']:.3g} device-hours, {share:.0%}"
+    return [f"Spent {of}{f': {by}' if record.spent else ''}."]

@@ -54,7 +54,6 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         ],
         "limits": limit_counts(record),
         "budget": budget,
-        "ended_early": record.ended_early,
         "workers": [
             {
                 "id": worker.id,

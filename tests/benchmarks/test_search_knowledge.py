@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import search_knowledge
 from curves import Curves, load
-from search_knowledge import PRIOR, KnowingSearch, earlier_of, portfolio_of
+from search_knowledge import KnowingSearch, portfolio_of
 from search_tables import POLICIES
 
 NUM_ROWS = 30
@@ -37,21 +37,9 @@ def test_what_other_tables_know_is_tried_first(tables: list[Curves]) -> None:
         assert not search.first
 
 
-def test_an_earlier_search_is_a_prior_of_another(tables: list[Curves]) -> None:
-    earlier = earlier_of(tables[1], tables[0], seed=0)
-    assert len(earlier) == NUM_ROWS - 1, "all but the one that breaks"
-    assert earlier[0].params["rate"] == pytest.approx(tables[1].params[28]["rate"])
-    search = KnowingSearch(POLICIES["no pruner"], tables[0], 0, earlier=earlier)
-    search.run(10)
-    drawn = [trial.user_attrs.get("source") for trial in search.study.trials if trial.number in search.row_of]
-    assert drawn[:3] == [PRIOR, None, PRIOR]
-    assert 3 <= drawn.count(PRIOR) <= 5
-
-
 def test_the_program_prints_every_variant(tables: list[Curves], tmp_path: Path) -> None:
     del tables
     command = [sys.executable, search_knowledge.__file__, str(tmp_path), "--seeds", "2", "--compute", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()[1:]
     assert [line[:15].strip() for line in lines] == [*search_knowledge.VARIANTS]
-    assert [line.endswith(" 0%") for line in lines] == [True, True, True, False, False]

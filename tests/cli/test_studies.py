@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import sqlalchemy as sa
 from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
@@ -88,12 +89,8 @@ def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
         refused = hpo_command(made, "worker", study)
         assert refused.exit_code == 2
         assert message in refused.err
-    nameless = ok(hpo_command(made, "worker", "--json"))
-    assert nameless.json["outcomes"] == {}
-    assert "--trust-remote-code" in nameless.json["left_out"]["tiny"]
-    assert nameless.err.count("The study `tiny` is left to other workers") == 1
-    trusted = ok(hpo_command(made, "worker", "--trust-remote-code", "--json"))
-    assert trusted.json["outcomes"] == {"tiny": {"complete": 2}}
+    trusted = ok(hpo_command(made, "worker", "tiny", "--trust-remote-code", "--json"))
+    assert trusted.json["outcomes"] == {"complete": 2}
     scored = hpo_command(
         made / "studies", "best", "tiny", "--evaluate", "test", "--storage", f"sqlite:///{made}/runs/hpo.db"
     )
@@ -101,36 +98,31 @@ def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
     assert "give the option --trust-remote-code" in scored.err
 
 
-def test_a_worker_without_a_name_serves_what_it_can(made: Path) -> None:
+def test_a_worker_on_a_machine_without_the_data_leaves_the_study_as_it_is(made: Path) -> None:
     data = write_set(made / "mine", TOPIC, train=rows("t"), validation=rows("v"))
-    path = write_study(made, name="absent", priority=3, data={"source": "jsonl", "path": "mine"})
+    path = write_study(made, name="absent", data={"source": "jsonl", "path": "mine"})
     ok(hpo_command(made, "init", str(path)))
     data.rename(made / "gone")
     path.unlink()
-    ended = ok(hpo_command(made, "worker"))
-    assert ended.err.count("The study `absent` is left to other workers:") == 1
-    assert "There is no folder" in ended.err
-    assert "Nothing is left to do here. Trials of this worker: tiny 2." in ended.out
+    refused = hpo_command(made, "worker", "absent")
+    assert (refused.exit_code, "There is no folder" in refused.err) == (2, True)
+    ok(hpo_command(made, "worker", "tiny"))
     listed = ok(hpo_command(made, "studies", "--json")).json
-    assert [(one["name"], one["state"], one["priority"], one["workers"]) for one in listed] == [
-        ("tiny", "done", 0, 0),
-        ("absent", "open", 3, 0),
+    assert [(one["name"], one["state"], one["workers"]) for one in listed] == [
+        ("tiny", "done", 0),
+        ("absent", "open", 0),
     ]
     assert listed[0]["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
     shown = ok(hpo_command(made, "studies", width=120)).out
-    assert "absent  open   3         0/2" in shown
+    assert "absent  open   0/2" in shown
 
 
-def test_a_worker_without_a_name_and_without_work(tmp_path: Path) -> None:
+def test_a_worker_needs_a_study(tmp_path: Path) -> None:
     refused = hpo_command(tmp_path, "worker")
-    assert refused.exit_code == 2
-    assert "There is no study database" in refused.err
-    assert ok(hpo_command(tmp_path, "worker", "--idle-timeout", "0.1", "--json")).json["ended"] == "idle"
-    refused = hpo_command(tmp_path, "worker", "./tiny.yaml", "--idle-timeout", "3")
-    assert refused.exit_code == 2
-    assert "STUDY must be the name of one in the database, but got `./tiny.yaml`" in refused.err
-    refused = hpo_command(tmp_path, "worker", "--workers", "2")
-    assert (refused.exit_code, "a worker is one process: leave --workers" in refused.err) == (2, True)
+    assert (refused.exit_code, "Missing argument 'STUDY'" in refused.err) == (2, True)
+    refused = hpo_command(tmp_path, "worker", "--idle-timeout", "3")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert refused.err.startswith("Error: `hpo worker --idle-timeout` was removed. ")
 
 
 @pytest.mark.parametrize("command", ["pause", "cancel"])
@@ -241,29 +233,32 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_delete_takes_what_was_uploaded(tmp_path: Path) -> None:
-    path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
+def test_delete_removes_uploaded_checkpoints(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPO_ALLOW", s3)
+    path = write_study(tmp_path, checkpoint={"location": s3, "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))
+    filesystem, root = fsspec.url_to_fs(s3, use_listings_cache=False)
 
-    def uploaded() -> list[Path]:
-        return sorted((tmp_path / "store").glob("checkpoints-*/trial-*/*-*/model.safetensors"))
+    def uploaded() -> list[str]:
+        return [name for name in filesystem.find(root) if name.endswith("/model.safetensors")]
 
     before = uploaded()
     assert before
     (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
-    location = f"artifacts:{tmp_path / 'store'}"
-    change_definition(tmp_path, checkpoint={"location": location, "top_k": 1, "every_seconds": 30})
+    change_definition(tmp_path, checkpoint={"location": s3, "top_k": 1, "every_seconds": 30})
     found = ok(hpo_command(tmp_path, "doctor", "--fix"))
-    assert f"Study tiny: {location} has checkpoints of trials that keep none." in found.out
+    assert f"Study tiny: {s3} has checkpoints of trials that keep none." in found.out
     left = uploaded()
     assert 0 < len(left) < len(before)
     note.unlink()
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
-    assert f"Its checkpoints stay in {location}: nothing on this machine says" in deleted.out
+    assert f"Its checkpoints stay in {s3}: nothing on this machine says" in deleted.out
     assert uploaded() == left
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
-    assert f"Its checkpoints in {location} are removed" in deleted.out
+    assert f"Its checkpoints in {s3} are removed" in deleted.out
     assert not uploaded()
 
 

@@ -80,10 +80,10 @@ def test_no_trial_of_it_falls_back(empty: Storage) -> None:
 
 def test_what_the_search_knew_beforehand_is_no_part_of_it(empty: Storage) -> None:
     create_or_resume_study(empty, study(1, name="earlier"))
-    known = {"first": [{"learning_rate": 1e-5}], "learn_from": "earlier", "sampler": {"name": "tpe"}}
+    known = {"first": [{"learning_rate": 1e-5}], "sampler": {"name": "tpe"}}
     config = searched(empty, by_rate, **known)
     comparison = begun(empty, config, REQUEST)
-    assert (comparison.first, comparison.learn_from) == ((), None)
+    assert comparison.first == ()
     run(empty, comparison, by_rate)
     assert not any("source" in trial.attributes for trial in read_study(empty, comparison.name).trials)
 

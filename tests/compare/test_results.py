@@ -16,7 +16,6 @@ from hpo.cli.display import print_comparison
 from hpo.compare.planning import Request
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
-from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import read_row_statistics
 from hpo.study.sampling.grid_sampler import grid_points
 from hpo.study.store.schema import row_statistics
@@ -279,20 +278,6 @@ def test_speed_is_each_kind_of_device_s_own() -> None:
     assert found["recommendation"].endswith(
         "Use fp32 on slow CPU: nothing as good is shown to be faster there."
     )
-
-
-@pytest.mark.parametrize(
-    "earlier", [{"form": 1, "verdicts": [{"precision": "bf16"}]}, {"form": 2, "standings": [{"mean": 80.0}]}]
-)
-def test_the_result_of_an_earlier_version_is_left_out_with_a_sentence(
-    storage: Storage, earlier: dict[str, Any]
-) -> None:
-    config = searched(storage, planted(0.0))
-    earlier = {"recommendation": "Use bf16", "has_ended": True, **earlier}
-    storage.store_comparison(config.name, "precisions", earlier)
-    found = read_study(storage, config.name).comparisons["precisions"]
-    assert found["recommendation"].startswith("What an earlier hpo has compared is left out")
-    assert found["verdicts"] == []
 
 
 def test_rows_that_are_damaged(storage: Storage) -> None:

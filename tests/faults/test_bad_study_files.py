@@ -175,6 +175,11 @@ search_space:
   head_type: {type: categorical, choices: [mlp, linear], when: {pooling: cls}}
   => 6: search_space.head_type.when.pooling: must name categorical settings without `when`, but `pooling` is
      none.
+# budget
+budget: {}
+  => 3: budget.hours: must be given.
+budget: {hours: 0}
+  => 3: budget.hours: must be > 0, but got `0`.
 # twice
 training: {learning_rate: 1e-4}
 search_space: {learning_rate: {type: float, low: 1e-5, high: 1e-3}}
@@ -195,13 +200,6 @@ training: {encoder: b}
 objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
   => 4: pruner.name: must be `promote` or `none` with several objectives.
-objective: [{metric: score}, {metric: train_examples_per_second}]
-stop_when_unlikely: 0.05
-  => 4: stop_when_unlikely: must be left out with several objectives.
-stop_when_unlikely: 0
-  => 3: stop_when_unlikely: must be > 0, but got `0`.
-stop_when_unlikely: 5 %
-  => 3: stop_when_unlikely: must be a number, but got `5 %`.
 sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from command_line import ROOT, finish, ok, start_hpo, wait_until
@@ -58,13 +59,12 @@ def test_a_full_disk_is_a_problem_and_the_next_checkpoint_is_tried(small_disk: P
     assert last.state == {"step": 2}, "there was room again"
 
 
-# Other machines, which share a database and a store
+# Other machines, which share a database and a bucket
 
 
-def machine(folder: Path, every_seconds: float = 0.05, n_trials: int = 1) -> Path:
+def machine(folder: Path, location: str, every_seconds: float = 0.05, n_trials: int = 1) -> Path:
     """A folder with the study."""
     folder.mkdir(exist_ok=True)
-    location = f"artifacts:{folder.parent / 'store'}"
     write_study(
         folder,
         n_trials=n_trials,
@@ -94,49 +94,50 @@ def stored(shared: Path) -> StudyRecord:
         return read_study(storage, "tiny")
 
 
-def uploaded(shared: Path, number: int = 0) -> list[str]:
-    """The complete checkpoints of a trial in the store."""
-    last = shared.glob(f"store/checkpoints-*/trial-{number:05d}/*/{FILES[-1]}")
-    return sorted(path.parent.name[:13] for path in last)
+def uploaded(location: str, number: int = 0) -> list[str]:
+    """The complete checkpoints of a trial in the bucket."""
+    filesystem, root = fsspec.url_to_fs(location, use_listings_cache=False)
+    last = rf".*/checkpoints-\w+/trial-{number:05d}/([^/]{{13}})[^/]*/{re.escape(FILES[-1])}"
+    return sorted(found[1] for path in filesystem.find(root) if (found := re.fullmatch(last, path)))
 
 
-def test_another_machine_goes_on_from_the_store(tmp_path: Path) -> None:
-    first = machine(tmp_path / "a")
+def test_another_machine_goes_on_from_the_store(tmp_path: Path, s3: str) -> None:
+    first = machine(tmp_path / "a", s3)
     (first / "hold-45").touch()
 
     def are_uploaded() -> bool:
-        before = uploaded(tmp_path)
+        before = uploaded(s3)
         time.sleep(1.0)  # longer than an upload, which a kill would tear
-        return {name[:4] for name in before} == {"best", "step"} and uploaded(tmp_path) == before
+        return {name[:4] for name in before} == {"best", "step"} and uploaded(s3) == before
 
     kill_when(are_uploaded, first)
-    steps = [int(name[5:]) for name in uploaded(tmp_path) if name.startswith("step")]
+    steps = [int(name[5:]) for name in uploaded(s3) if name.startswith("step")]
     shutil.rmtree(first)
 
-    ok(finish(start(machine(tmp_path / "b", every_seconds=60, n_trials=2))))
+    ok(finish(start(machine(tmp_path / "b", s3, every_seconds=60, n_trials=2))))
     record = stored(tmp_path)
     assert record.slots == {"open": 0, "running": 0, "done": 2}
     assert record.trials[0].telemetry["resumed_from_step"] == max(steps), "the newest complete one"
     best = max(record.trials, key=lambda trial: trial.values).number
-    assert [name[:4] for name in uploaded(tmp_path, best)] == ["best", "step"], "the best and the last"
-    assert uploaded(tmp_path, 1 - best) == []
+    assert [name[:4] for name in uploaded(s3, best)] == ["best", "step"], "the best and the last"
+    assert uploaded(s3, 1 - best) == []
 
-    third = machine(tmp_path / "c", n_trials=2)
+    third = machine(tmp_path / "c", s3, n_trials=2)
     command = ("best", "tiny.yaml", "--evaluate", "test", "--export", "model", "--json")
     assert ok(finish(start(third, *command))).json["evaluation"]["trial"] == best
     assert (third / "model" / "model.safetensors").exists()
 
 
-def test_killed_during_an_upload(tmp_path: Path) -> None:
+def test_killed_during_an_upload(tmp_path: Path, s3: str) -> None:
     """What is half there is no checkpoint; whoever goes on with the trial uploads it."""
-    folder = machine(tmp_path / "a", every_seconds=60)
+    folder = machine(tmp_path / "a", s3, every_seconds=60)
     for file in ("no-uploads", "hold-45"):
         (folder / file).touch()
     kill_when((folder / "uploading").exists, folder)
-    assert uploaded(tmp_path) == []
+    assert uploaded(s3) == []
     (folder / "no-uploads").unlink()
-    process = start(machine(folder))
-    wait_until(lambda: "best-00000030" in uploaded(tmp_path), process)
+    process = start(machine(folder, s3))
+    wait_until(lambda: "best-00000030" in uploaded(s3), process)
     (folder / "hold-45").unlink()
     ok(finish(process))
     [trial] = stored(tmp_path).trials

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.cluster.doctor.study_checks import CHECKS, Examined, Finding
 from hpo.errors import HpoError, NoDatabaseError
-from hpo.study.store import schema
 from hpo.study.store.database import connect, parse_url, place, sqlite_path
 from hpo.study.store.failures import explain
-from hpo.study.store.lock import exclusive
-from hpo.study.store.migrations import VERSIONS, is_current, stored_version
-from hpo.study.store.opening import make_tables, optuna_storage
+from hpo.study.store.opening import optuna_storage
 from hpo.study.store.storage import open_storage
 
 
@@ -47,29 +43,6 @@ def tables_of_optuna(url: str) -> Iterator[Finding]:
         backend.engine.dispose()
 
 
-def tables_of_hpo(url: str) -> Iterator[Finding]:
-    """Their version, and whether they are what this hpo makes."""
-    engine = connect(url)
-    try:
-        with engine.connect() as connection:
-            present = set(sa.inspect(connection).get_table_names()) & set(schema.metadata.tables)
-            version, current = stored_version(connection), is_current(connection)
-        if version is None and not present:
-            raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
-        if not current:
-            but = "are incomplete" if version == VERSIONS[-1] else f"are of {version}"
-            what = f"The tables of hpo must be of version {VERSIONS[-1]}, but {but}."
-            remedy = "Moves them up, or makes what is missing; nothing stored is lost."
-            yield Finding("error", what, remedy, partial(_make_tables, engine))
-    finally:
-        engine.dispose()
-
-
-def _make_tables(engine: sa.Engine) -> None:
-    with exclusive(engine):
-        make_tables(engine)
-
-
 def examine(
     url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False
 ) -> Generator[Finding, None, None]:
@@ -86,12 +59,9 @@ def examine(
     if path is not None and not path.exists():
         raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
     try:
-        for check in (tables_of_optuna, tables_of_hpo):
-            remains = False
-            for finding in _run(check, url, fix):
-                remains |= not finding.mended
-                yield finding
-            if remains:
+        for finding in _run(tables_of_optuna, url, fix):
+            yield finding
+            if not finding.mended:
                 return
         with open_storage(url, create=False) as storage:
             if study is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints in a place that all workers reach: a folder, or a bucket of S3 or of Google Cloud Storage.
+"""Checkpoints in a bucket of S3 or of Google Cloud Storage, which all workers reach.
 
 `checkpoint.location` of a study names it, and fsspec reads and writes it:
 
@@ -10,8 +10,8 @@ The thread that has written a checkpoint under `runs/` uploads its two files, an
 complete. Which is the newest is found by listing. Its name ends in a digest of the resume key, so a trial
 finds only what it can go on from.
 
-A folder that is not mounted looks like an empty one; it is told by the lack of `.hpo-artifacts`. An upload
-that fails is told as a problem of the trial, which goes on; the next one brings what is missing.
+A bucket that lost its contents looks like a new one, but it has no `.hpo-artifacts`. An upload that fails is
+a problem of the trial, which goes on; the next upload brings the missing checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _logger = logging.getLogger(__name__)
 MARKER = ".hpo-artifacts"
 _CHECKPOINT = r"(?P<name>(step|best)-\d{8})-(?P<key>[0-9a-f]{12})"
 _TRIAL = re.compile(r"trial-(\d{5,})")
-_OF_FOLDER: dict[str, Any] = {"auto_mkdir": True}
 _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 
 
@@ -200,7 +199,7 @@ class RemoteCheckpoints:
 
 
 def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
-    """The store that a study names; None: its checkpoints are in a folder alone, which is made.
+    """The store that a study names; None: its checkpoints are in a folder, which is made.
 
     Args:
         create: of who makes the study: make the store, and mark it.
@@ -208,20 +207,21 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
     Raises:
         InputError: it cannot be used. One that only does not answer now is no error.
     """
-    location, url = config.location, config.url
+    location = config.location
+    if location is None:
+        return None
     try:
-        if location is not None and "://" not in url and (create or not config.is_remote):
-            Path(url).mkdir(parents=True, exist_ok=True)
         if not config.is_remote:
+            Path(location).mkdir(parents=True, exist_ok=True)
             return None
         import fsspec
 
-        options = {"s3": {"config_kwargs": _S3_OPTIONS}, "gs": {}}.get(url.partition("://")[0], _OF_FOLDER)
-        filesystem, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+        options = {"config_kwargs": _S3_OPTIONS} if location.startswith("s3:") else {}
+        filesystem, root = fsspec.url_to_fs(location, use_listings_cache=False, **options)
     except (OSError, ImportError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"checkpoint.location: {location} cannot be used: {why}.") from None
-    store = RemoteStore(str(location), filesystem, root)
+    store = RemoteStore(location, filesystem, root)
     try:
         if create:
             filesystem.pipe_file(store.marker, b"checkpoints of hpo\n")
@@ -230,7 +230,7 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
         if isinstance(error, FileNotFoundError) and not create:
             raise InputError(
                 f"checkpoint.location: {location} must be the place that was made with the study, but it has "
-                f"no file {MARKER}. Mount it here. Where it is lost, make an empty one with it."
+                f"no file {MARKER}. If its contents are lost, write an empty file of that name there."
             ) from None
         no_credentials = type(error).__name__ == "NoCredentialsError"
         if no_credentials or isinstance(error, FileNotFoundError | PermissionError):

@@ -78,11 +78,6 @@ class StudyBudget:
         """Whether nothing is left."""
         return sum(self.spent(connection).values()) >= self.seconds(connection)
 
-    def trials_left(self, connection: sa.Connection, num_begun: int) -> float:
-        """How many trials more may begin, if they cost as much as those that have begun."""
-        spent = sum(self.spent(connection).values())
-        return num_begun * (self.seconds(connection) - spent) / spent if spent and num_begun else math.inf
-
     def may_begin(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]
     ) -> bool:

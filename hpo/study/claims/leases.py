@@ -118,12 +118,10 @@ class WorkerLease(Membership):
     """How trials pause and go on; None: they do not."""
     budget: StudyBudget | None = None
     """What the study may spend; None: it has a number of trials."""
-    stop_when_unlikely: float | None = None
-    """At such a chance of a better result no other trial begins; None: at none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._openings = Openings(self._study, self.promotion, self.budget, self.stop_when_unlikely)
+        self._openings = Openings(self._study, self.promotion, self.budget)
         self._may_have_slot = False
         self._looks_at = -math.inf  # for dead workers
 

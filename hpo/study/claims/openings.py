@@ -1,5 +1,5 @@
-"""Which slots of a study may be claimed: those of paused trials that go on, and fresh ones as long as the
-budget lasts and a better result is not improbable."""
+"""Which slots of a study may be claimed: those of paused trials that go on, and fresh ones while the budget
+lasts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 import optuna
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
 
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.chance import chance_of_better, num_begun
-from hpo.study.sampling.fronts import loss_signs
 from hpo.study.sampling.promotion import Promotion
-from hpo.study.store.optuna_internals import set_study_attribute, study_id_of
 from hpo.study.store.schema import slots, studies
-from hpo.study.store.storage import ENDED_EARLY_ATTR
 
 
 def is_open_study(study: str | sa.BindParameter[str]) -> sa.ColumnElement[bool]:
@@ -32,36 +27,20 @@ class Openings:
     """How trials pause and go on; None: they do not."""
     budget: StudyBudget | None
     """What the study may spend; None: it has a number of trials."""
-    stop_when_unlikely: float | None = None
-    """At such a chance of a better result no other trial begins; None: at none."""
 
     def __post_init__(self) -> None:
         self._of_study = slots.c.study == self.study.study_name
         self._fresh = (self._of_study, slots.c.state == "open", slots.c.trial_number.is_(None))
         self._may_begin = True
-        self._chance: float | None = None
 
     def may_begin(self, connection: sa.Connection) -> bool:
-        """Whether another trial may begin: there is budget enough for it, and a better result is
-        not improbable."""
-        if self.budget is None and self.stop_when_unlikely is None:
+        """Whether the budget is enough for another trial."""
+        if self.budget is None:
             return True
         unfinished = self.states(connection).keys()
         trials = self.study.get_trials(deepcopy=False)  # after the slots: all that these have is there
-        self._chance = None
-        self._may_begin = self.budget is None or self.budget.may_begin(connection, trials, unfinished)
-        if self._may_begin and self.stop_when_unlikely is not None:
-            self._chance = self._chance_of_better(connection, trials)
-            self._may_begin = self._chance > self.stop_when_unlikely
+        self._may_begin = self.budget.may_begin(connection, trials, unfinished)
         return self._may_begin
-
-    def _chance_of_better(self, connection: sa.Connection, trials: list[FrozenTrial]) -> float:
-        count = sa.select(sa.func.count()).where(*self._fresh)
-        num_to_come = float(connection.execute(count).scalar_one())
-        if self.budget is not None:
-            num_to_come = min(num_to_come, self.budget.trials_left(connection, num_begun(trials)))
-        (loss_sign,) = loss_signs([direction.name.lower() for direction in self.study.directions])
-        return chance_of_better(trials, loss_sign, num_to_come)
 
     def drop_fresh_slots(self, connection: sa.Connection) -> None:
         """Let a study end that may begin no other trial, once those that have begun have ended."""
@@ -71,9 +50,6 @@ class Openings:
             num_slots = connection.execute(sa.select(sa.func.count()).where(self._of_study)).scalar_one()
             of_study = studies.c.name == self.study.study_name
             connection.execute(sa.update(studies).where(of_study).values(n_trials=num_slots))
-            if self._chance is not None:
-                why = {"chance": self._chance, "num_slots": num_slots}
-                set_study_attribute(connection, study_id_of(self.study), ENDED_EARLY_ATTR, why)
 
     def let_go_on(self, connection: sa.Connection) -> None:
         """Open the slots of the paused trials that go on, and close those that surely do not."""

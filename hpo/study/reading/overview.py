@@ -1,4 +1,4 @@
-"""What a database holds, study by study: for `hpo studies`, and for workers that choose one.
+"""The studies of a database, each in a few numbers, for `hpo studies`.
 
 A handful of queries whatever the number of studies, each of which the database adds up: reading a study as
 `reader` does takes seconds with thousands of trials.
@@ -30,7 +30,6 @@ class StudyOverview:
     name: str
     state: str
     """`open`, `paused`, `cancelled`; `done` where it is open and each trial has ended."""
-    priority: int
     trials: dict[str, int]
     """`open`, `running`, `done` and the `total`; one whose worker died counts as open."""
     workers: int
@@ -61,7 +60,6 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
                 overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,
-                    priority=row.priority,
                     trials={**trials, "total": sum(trials.values())},
                     workers=num_workers[row.name],
                     created=min(row.created, now),

@@ -27,7 +27,7 @@ from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialReco
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.storage import COMPARISON_ATTR, ENDED_EARLY_ATTR, Storage
+from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
 
 def read_study(storage: Storage, name: str) -> StudyRecord:
@@ -80,40 +80,15 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
         slots={"open": 0, "running": 0, "done": 0} | Counter(states),
         state=study.state,
         spent=StudyBudget(name).spent(connection),
-        ended_early=_read_ended_early(connection, study_id, states),
         comparisons=_read_comparisons(connection, study_id),
     )
-
-
-def _read_ended_early(connection: sa.Connection, study_id: int, states: Sequence[str]) -> float | None:
-    """None also where the study has gone on since; `states` are those of its slots."""
-    table = optuna_internals.study_system_attributes
-    of_study = (table.c.study_id == study_id, table.c.key == ENDED_EARLY_ATTR)
-    why = json.loads(connection.execute(sa.select(table.c.value_json).where(*of_study)).scalar() or "{}")
-    has_ended = why.get("num_slots") == len(states) and {*states} <= {"done"}
-    return float(why["chance"]) if has_ended else None
-
-
-COMPARISON_FORM = 2
-"""Of what is stored of a comparison, as its `form`."""
-
-
-def _comparison(content: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of a comparison; of one in the form of an earlier version nothing but that."""
-    if content.get("form") == COMPARISON_FORM and "verdicts" in content:
-        return content
-    told = (
-        "What an earlier hpo has compared is left out, since it decided in another way: delete the study of "
-        "the comparison, and compare anew."
-    )
-    return {"recommendation": told, "has_ended": True, "verdicts": [], "configurations": []}
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
     table = optuna_internals.study_user_attributes
     of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
     rows = connection.execute(of_study)
-    return {row.key.removeprefix(COMPARISON_ATTR): _comparison(json.loads(row.value_json)) for row in rows}
+    return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
 
 
 def _read_trials(

@@ -112,8 +112,6 @@ class StudyRecord:
     """`open`, `paused` or `cancelled`."""
     spent: Mapping[int, float] = field(default_factory=dict)
     """Of a study that has a budget: seconds of device time, by the trial's number."""
-    ended_early: float | None = None
-    """The chance of a better result at which the study ended (`stop_when_unlikely`); None: it did not."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
     """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -250,11 +250,7 @@ def _num_on_device() -> int:
 
 
 def run_study(
-    study: OpenStudy,
-    processes: WorkerProcesses | None = None,
-    *,
-    stop: Stop | None = None,
-    goes_on: Callable[[], bool] = lambda: True,
+    study: OpenStudy, processes: WorkerProcesses | None = None, *, stop: Stop | None = None
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
@@ -264,7 +260,6 @@ def run_study(
     Args:
         processes: where the trials run in processes that this one starts, `hpo worker STUDY`.
         stop: from `stop_on_signals`.
-        goes_on: of a worker that serves other studies too (`WorkerOptions`).
 
     Raises:
         StudyChangedError: the study had other data.
@@ -279,7 +274,7 @@ def run_study(
     stop.can_checkpoint = True
     try:
         if study.executor is not None:
-            return _run_here(study, study.executor, stop, goes_on)
+            return _run_here(study, study.executor, stop)
         assert processes is not None
         more = [*processes.arguments, *trusting(config.code)]
         processes = replace(processes, allow=allowing(config), arguments=more)
@@ -293,7 +288,7 @@ def run_study(
     return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
 
 
-def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callable[[], bool]) -> RunSummary:
+def _run_here(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     """Be a worker of the study in this process."""
     from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
 
@@ -308,7 +303,6 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
     runner = TrialRunner(executor, storage, stop, remote=remote, shared_device=shared)
     options = WorkerOptions(
         deadline=stop.deadline,
-        goes_on=goes_on,
         after_trial=partial(_remove_checkpoints, study, stored, study_folder, remote),
     )
     device = WorkerDevice(
@@ -319,7 +313,7 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
         checked_on(executor.device),
     )
     summary = run_worker(config, storage, runner, options, device=device, stop=stop)
-    if summary.ended in ("finished", "yielded") and config.comparison is None:
+    if summary.ended == "finished" and config.comparison is None:
         evaluate_best(executor, storage, folder, stop, remote)
     return summary
 

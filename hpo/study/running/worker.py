@@ -35,9 +35,8 @@ from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
-from hpo.study.sampling.learn_from import learn_from
 from hpo.study.sampling.promotion import promotion_of
-from hpo.study.sampling.samplers import build_pruner, build_sampler, drawn_space
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -50,7 +49,7 @@ RunTrial = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
 
-Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed", "yielded"]
+Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class RunSummary:
 
     ended: Ended
     """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
-    cancelled or deleted; another study comes first."""
+    cancelled or deleted."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -82,8 +81,6 @@ class WorkerOptions:
 
     deadline: float = math.inf
     """No trial begins after this, by the monotonic clock; nor after the study's `timeout`."""
-    goes_on: Callable[[], bool] = lambda: True
-    """Asked after each trial, and while others run the last ones: False where another study comes first."""
     after_trial: Callable[[], None] = lambda: None
     """Called when a trial has ended, here or with a worker that this one waited for; again if the database
     went away meanwhile."""
@@ -121,7 +118,6 @@ def run_worker(
         refusal=partial(refusal, {} if plan else config.search_space),
         promotion=promotion,
         budget=StudyBudget(config.name, promotion) if config.budget else None,
-        stop_when_unlikely=config.stop_when_unlikely,
     ) as worker:
         if plan is None:
             study.sampler = build_sampler(
@@ -133,9 +129,6 @@ def run_worker(
                 lock=storage.exclusive,
                 explores=promotion is not None,
             )
-            if config.learn_from is not None:
-                drawn = drawn_space(config.search_space, skipped)
-                learn_from(study.sampler, storage, config, drawn, device.kind)
         else:
             study.sampler = PlannedPoints(partial(read_plan, storage, config.name), storage.exclusive)
         if summary := _run_slots(worker, storage, runnable, run_trial, options, outcomes):
@@ -174,8 +167,6 @@ def _run_slots(
                 return RunSummary(ended, outcomes, runnable.left_to_others(unfinished))
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(options.poll_seconds, max(0.0, options.deadline - time.monotonic())))
-        if not (stop.is_set() or closed.is_set() or options.goes_on()):
-            return RunSummary("yielded", outcomes)
     return None
 
 

@@ -14,7 +14,7 @@ distribution with all choices. Of the trials, a sampler is not shown what says n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +75,12 @@ class WrapperSampler(BaseSampler):
     def __init__(self, sampler: BaseSampler) -> None:
         self._sampler = sampler
 
-    def view(self, study: Study, trial: FrozenTrial) -> Study:  # noqa: ARG002
-        """What the sampler sees while it proposes `trial`."""
+    def view(self, study: Study) -> Study:
+        """The study as the sampler sees it while it proposes a trial."""
         return study
 
-    def wrap_innermost(self, wrap: Callable[[BaseSampler], BaseSampler]) -> None:
-        """Change Optuna's own sampler, whatever is around it."""
-        if isinstance(self._sampler, WrapperSampler):
-            self._sampler.wrap_innermost(wrap)
-        else:
-            self._sampler = wrap(self._sampler)
-
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self._view = self.view(study, trial)
+        self._view = self.view(study)
         self._sampler.before_trial(self._view, trial)
 
     def infer_relative_search_space(self, _: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -128,7 +121,7 @@ class DeviceSampler(WrapperSampler):
         self._all = {name: CategoricalDistribution(choices) for name, choices in every.items()}
         self._narrow = {name: CategoricalDistribution(choices) for name, choices in narrow.items()}
 
-    def view(self, study: Study, _: FrozenTrial) -> Study:
+    def view(self, study: Study) -> Study:
         def read() -> list[FrozenTrial]:
             shown = map(self._shown, all_trials(study))
             return [other for other in shown if other is not None]

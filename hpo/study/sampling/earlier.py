@@ -1,11 +1,10 @@
-"""What a study takes from what is known already: the configurations that it tries first."""
+"""The configurations that a study tries first: those of its file, of earlier results and of the portfolio."""
 
 from __future__ import annotations
 
 import csv
 import logging
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from hpo.config.portfolio import portfolio
 from hpo.config.study_file import parse_yaml_value
 from hpo.config.trial_settings import setting_value
 from hpo.errors import StorageError, StudyFileError
-from hpo.study.sampling.feasible_sampler import is_infeasible
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -60,9 +58,8 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
     if earlier.study is None:
         best_first = _of_table(config, str(earlier.csv))
     else:
-        study = load_earlier(storage, config, "first.study", earlier.study)
-        complete = [one for one in ranked(study.trials, study.direction) if one.state == TrialState.COMPLETE]
-        best_first = [(one.params, f"trial {one.number} of {earlier.study}") for one in complete]
+        ranked = _ranked(_load_earlier(storage, config, earlier.study))
+        best_first = [(one.params, f"trial {one.number} of {earlier.study}") for one in ranked]
     taken: list[dict[str, Any]] = []
     left_out: set[str] = set()
     for params, source in best_first:
@@ -79,29 +76,23 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
         _logger.warning(told, len(taken), names)
 
 
-def load_earlier(storage: Storage, config: StudyConfig, key: str, name: str) -> optuna.Study:
-    """The earlier study that `key` of the study file names. Raises StudyFileError."""
+def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.Study:
+    """The earlier study that `first.study` names. Raises StudyFileError."""
     try:
         study = storage.load_study(name)
     except StorageError as error:
-        raise StudyFileError(f"{config.path}: {key}: {error}") from None
+        raise StudyFileError(f"{config.path}: first.study: {error}") from None
     if len(study.directions) > 1:
-        raise StudyFileError(f"{config.path}: {key}: must have one objective, but `{name}` has several.")
+        message = f"must have one objective, but `{name}` has several."
+        raise StudyFileError(f"{config.path}: first.study: {message}")
     return study
 
 
-def ranked(trials: Iterable[FrozenTrial], direction: StudyDirection) -> list[FrozenTrial]:
-    """The feasible trials that have ended, the best first: COMPLETE ones, then those that came farthest; what
-    breaks limits of the study last."""
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    keyed: list[tuple[tuple[float, ...], FrozenTrial]] = []
-    for trial in trials:
-        farthest: tuple[float, float] = max(trial.intermediate_values.items(), default=(0, math.nan))
-        step, value = (math.inf, trial.values[0]) if trial.state == TrialState.COMPLETE else farthest
-        if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and math.isfinite(value):
-            keyed.append(((violation(trial.constraints), -step, sign * value), trial))
-    keyed.sort(key=lambda pair: pair[0])
-    return [trial for _, trial in keyed if not is_infeasible(trial)]
+def _ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """The complete trials of a study, the best first; those that break its limits come last."""
+    sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))
 
 
 def _of_table(config: StudyConfig, csv_path: str) -> list[Configuration]:

@@ -35,7 +35,7 @@ class PrunedAwareSampler(WrapperSampler):
         super().__init__(sampler)
         self._num_objectives = num_objectives
 
-    def view(self, study: Study, _: FrozenTrial) -> Study:
+    def view(self, study: Study) -> Study:
         if len(study.directions) < self._num_objectives:
             return study
         return StudyView(study, lambda: _with_pruned(study))

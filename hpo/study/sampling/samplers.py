@@ -63,14 +63,14 @@ def build_sampler(
     """
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
-    drawn = drawn_space(space, skipped)
+    drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32
     sampler = _build_optuna_sampler(config, drawn, seed, explores=explores and models)
     return DeviceSampler(sampler, device, space, drawn, models_choices=models)
 
 
-def drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
+def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
     """What a worker draws from that leaves out the precisions `skipped`; all, where it can run none.
 
     Where a device runs no choice of a setting that some trials are without, it draws those trials alone.

@@ -20,15 +20,15 @@ from hpo.study.store.database import (
     sqlite_path,
 )
 from hpo.study.store.lock import exclusive
-from hpo.study.store.migrations import VERSIONS, stored_version, upgrade
+from hpo.study.store.schema import VERSION, make_tables, stored_version
 
 
 def open_database(
     url: str, *, create: bool, stop: threading.Event | None = None
 ) -> optuna.storages.RDBStorage:
-    """Connect, make Optuna's tables and ours where they are missing or old, and return Optuna's storage.
+    """Connect, make Optuna's tables and ours where there are none, and return Optuna's storage.
 
-    Without `create`, for commands that only read, a database without a study or with old tables is an error.
+    Without `create`, for commands that only read, a database without a study is an error.
 
     Raises:
         StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
@@ -44,30 +44,28 @@ def open_database(
     try:
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
-                if _version(engine) != VERSIONS[-1]:
-                    make_tables(engine)
-        elif (version := _version(engine)) is None:
+                if not _has_tables(engine):
+                    optuna_storage(engine.url).engine.dispose()
+                    with engine.begin() as connection:
+                        make_tables(connection)  # last: our tables mean that Optuna's are there
+        elif not _has_tables(engine):
             raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
-        elif version != VERSIONS[-1]:
-            raise StorageError(
-                f"The tables in {place(url)} are of an earlier hpo ({version}). "
-                "`hpo doctor --fix` moves them up; nothing stored is lost."
-            )
     finally:
         engine.dispose()
     return optuna_storage(parsed)
 
 
-def make_tables(engine: sa.Engine) -> None:
-    """Make what is missing or old; to be called under `exclusive`."""
-    optuna_storage(engine.url).engine.dispose()
-    with engine.begin() as connection:
-        upgrade(connection)  # last: our tables mean that Optuna's are there
-
-
-def _version(engine: sa.Engine) -> str | None:
+def _has_tables(engine: sa.Engine) -> bool:
+    """Whether our tables are there. Raises StorageError where they are of another version."""
     with engine.connect() as connection:
-        return stored_version(connection)
+        stored = stored_version(connection)
+    if stored not in (None, VERSION):
+        raise StorageError(
+            f"The tables of hpo in {redact(engine.url.render_as_string(hide_password=False))} must be of "
+            f"version {VERSION}, but they are of {stored}. Please name a new database, or use the hpo that "
+            "made this one. Plain Optuna still reads its studies."
+        )
+    return stored is not None
 
 
 def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:

@@ -1,8 +1,14 @@
-"""Our tables in the study's database. Times are seconds since 1970 by the database's clock."""
+"""Our tables in the study's database. Times are seconds since 1970 by the database's clock.
+
+A database holds the version of its tables. A change of the tables needs a new `VERSION`: a database of
+another version is refused (`opening`).
+"""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
+
+VERSION = "v11"
 
 metadata = sa.MetaData()
 _NAME = sa.String(512)  # the length that Optuna allows
@@ -13,10 +19,8 @@ studies = sa.Table(
     sa.Column("name", _NAME, primary_key=True),
     sa.Column("token", sa.String(32), nullable=False),  # which Optuna study of that name these rows are of
     sa.Column("definition", sa.Text, nullable=False),
-    sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
     sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
-    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),  # the highest is served first
     sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
     sa.Column("created", sa.Float, nullable=False),
 )
@@ -81,7 +85,6 @@ detailed_evaluations = sa.Table(
     sa.Column("trial_number", sa.Integer, primary_key=True),
     sa.Column("split", sa.String(16), primary_key=True),
     sa.Column("document", sa.Text, nullable=False),  # JSON
-    sa.Column("created", sa.Float, nullable=False),
 )
 
 row_statistics = sa.Table(
@@ -106,8 +109,27 @@ compat = sa.Table(
     metadata,
     sa.Column("key", sa.String(64), primary_key=True),
     sa.Column("result", sa.Text, nullable=False),  # JSON
-    sa.Column("created", sa.Float, nullable=False),
 )
+
+version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+
+
+def make_tables(connection: sa.Connection) -> None:
+    """Make our tables and note their version, in the connection's transaction."""
+    if connection.dialect.name == "sqlite":  # sqlite3 begins a transaction only before a change of rows
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    metadata.create_all(connection)
+    version.create(connection)
+    connection.execute(sa.insert(version).values(version_num=VERSION))
+
+
+def stored_version(connection: sa.Connection) -> str | None:
+    """The version of our tables in a database; None: it has none of them."""
+    names = set(sa.inspect(connection).get_table_names())
+    if not names & {version.name, studies.name}:
+        return None
+    stored = version.name in names and connection.execute(sa.select(version.c.version_num)).scalar()
+    return stored or "an unknown version"
 
 
 def copy_evaluations(connection: sa.Connection, study: str, from_number: int, to_number: int) -> None:

@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: what tells it from a deleted one of the same name."""
-ENDED_EARLY_ATTR = "hpo:ended_early"
-"""System attribute of a study that ended as a better result had become improbable: how probable it was."""
 COMPARISON_ATTR = "comparison:"
 """What the user attributes of a study begin with that hold what `hpo compare` has found."""
 
@@ -289,7 +287,7 @@ class Storage:
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
-        new = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
+        new = {"key": key, "result": json.dumps(json_safe(result))}
 
         def insert() -> None:
             with suppress(IntegrityError), self.engine.begin() as connection:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
 from hpo.outcome import Outcome
-from hpo.study.sampling.earlier import load_earlier, tried_first
+from hpo.study.sampling.earlier import tried_first
 from hpo.study.store.database import redact
 from hpo.study.store.optuna_internals import enqueue_trials, set_study_attribute, study_id_of
 from hpo.study.store.schema import delete_rows, evaluations, slots, studies, workers
@@ -48,8 +48,6 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
 
 def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
     """See `create_or_resume_study`; to be called under `exclusive`."""
-    if resize and config.learn_from is not None:
-        load_earlier(storage, config, "learn_from", config.learn_from)
     enqueued = [] if storage.has_study(config.name) else tried_first(storage, config)
     study = optuna.create_study(
         study_name=config.name,
@@ -101,9 +99,7 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
-    definition = json.dumps(config.definition())
-    columns = {"space_hash": config.space_hash, "n_trials": config.num_slots, "priority": config.priority}
-    return columns | {"definition": definition}
+    return {"n_trials": config.num_slots, "definition": json.dumps(config.definition())}
 
 
 def _resize(

@@ -124,7 +124,7 @@ def test_what_workers_write_outlives_their_pods(tmp_path: Path) -> None:
     claim = mounted(manifests("tiny", None, FULL))
     assert claim["/home/hpo/runs"]["persistentVolumeClaim"] == {"claimName": "shared"}
     assert claim["/data"] == claim["/home/hpo/runs"]
-    for location in (None, {}, {"location": "artifacts:models"}, {"location": "/models"}):
+    for location in (None, {}, {"location": "/models"}):
         config = None if location is None else tiny_study(tmp_path, checkpoint=location)
         with pytest.raises(InputError, match=r"outlives a pod: --volume-claim NAME .*s3://BUCKET"):
             manifests("tiny", config, Pods("hpo"))

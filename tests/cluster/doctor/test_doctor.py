@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from old_tables import make_old
 from optuna.trial import TrialState, create_trial
 from worker_process import result, study
 
@@ -16,7 +15,6 @@ from hpo.cluster.doctor.study_checks import Finding
 from hpo.errors import StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.store.migrations import VERSIONS
 from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -73,24 +71,6 @@ def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Path) -> None
 
 
 # Tables
-
-
-def test_tables_of_an_earlier_version_are_moved_up(storage_url: str, host: Path) -> None:
-    make_old(storage_url)
-    mends(storage_url, host, f"must be of version {VERSIONS[-1]}, but are of v1")
-
-
-@pytest.mark.parametrize(
-    ("tables", "problem"),
-    [(["hpo_compat"], "are incomplete."), (["hpo_version", "hpo_compat"], "are of None.")],
-)
-def test_missing_tables_are_made(
-    either_storage: Storage, host: Path, tables: list[str], problem: str
-) -> None:
-    with either_storage.engine.begin() as connection:
-        for table in tables:
-            connection.execute(sa.text(f"DROP TABLE {table}"))
-    mends(either_storage, host, problem)
 
 
 def test_tables_of_a_later_optuna_are_refused(storage: Storage, host: Path) -> None:

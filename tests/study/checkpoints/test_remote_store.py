@@ -1,4 +1,4 @@
-"""Checkpoints in a folder and in a bucket, each time by fsspec."""
+"""Checkpoints in a bucket, through fsspec."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, o
 from hpo.training.checkpoint import FILES, CheckpointStore
 
 
-@pytest.fixture(params=["artifacts", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteStore:
-    location = request.getfixturevalue("s3") if request.param == "s3" else f"artifacts:{tmp_path / 'store'}"
-    return opened(location, create=True)
+@pytest.fixture
+def store(s3: str) -> RemoteStore:
+    return opened(s3, create=True)
 
 
 def opened(location: str, *, create: bool = False) -> RemoteStore:
@@ -135,42 +134,37 @@ def test_a_worker_that_lost_its_trial_uploads_nothing(store: RemoteStore, tmp_pa
     assert store.list(folder) == {}
 
 
-def test_a_store_that_is_away_is_a_problem_of_the_trial(tmp_path: Path, monkeypatch: Any) -> None:
-    """An empty mount point neither takes what belongs there, nor has lost it."""
+def test_a_store_that_is_away_is_a_problem_of_the_trial(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that was emptied neither takes checkpoints, nor has lost them."""
     monkeypatch.setattr(RemoteCheckpoints, "wait_seconds", 0.0)
-    location = f"artifacts:{tmp_path / 'mnt'}"
-    for make in (lambda: None, (tmp_path / "mnt").mkdir):
-        make()
-        with pytest.raises(InputError, match=r"it has no file \.hpo-artifacts\. Mount it here"):
-            opened(location)
-    store = opened(location, create=True)
-    (tmp_path / "mnt").rename(tmp_path / "elsewhere")
-    (tmp_path / "mnt").mkdir()
+    with pytest.raises(
+        InputError, match=r"must be the place that was made with the study, but it has no file"
+    ):
+        opened(s3)
+    store = opened(s3, create=True)
+    store._filesystem.rm(store.marker)
     folder = folder_of(tmp_path / "a")
     with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
         assert checkpoints.latest() is None
         for step in (1, 2):
             checkpoints.save(step, {"w": torch.ones(2)}, state={"step": step})
         checkpoints.wait()
-        (tmp_path / "mnt").rmdir()
-        (tmp_path / "elsewhere").rename(tmp_path / "mnt")
+        store._filesystem.pipe_file(store.marker, b"")
         checkpoints.save(3, {"w": torch.ones(2)}, state={"step": 3})
     (problem,) = checkpoints.problems
     assert "it has no file .hpo-artifacts, so it is away" in problem
     assert [name[:13] for name in store.list(folder)] == ["step-00000002", "step-00000003"]
 
 
-def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path, s3: str) -> None:
+@pytest.mark.usefixtures("s3")
+def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for prefix in ("", "artifacts:"):
-        with pytest.raises(
-            InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"
-        ):
-            open_remote_store(CheckpointConfig(location=f"{prefix}{tmp_path}/file/store"), create=True)
+    with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"):
+        open_remote_store(CheckpointConfig(location=f"{tmp_path}/file/store"), create=True)
     with pytest.raises(InputError, match=r"s3://absent/prefix cannot be used: The specified bucket does not"):
         opened("s3://absent/prefix", create=True)
-    with pytest.raises(InputError, match=r"s3://studies/team must be the place that was made with the study"):
-        opened(s3)
 
 
 def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
@@ -181,15 +175,14 @@ def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
         return config.folder_of("tiny", "0123456789", Path("runs")).parents[1]
 
     assert base(of("shared")) == tmp_path / "shared"
-    assert of("artifacts:kept").url == f"{tmp_path}/kept"
     for location in ("s3://bucket/a/b", "gs://bucket"):
-        assert of(location).url == location
-    for config in (of("artifacts:kept"), of("s3://bucket"), of("gs://bucket"), CheckpointConfig()):
+        assert of(location).location == location
+    for config in (of("s3://bucket"), of("gs://bucket"), CheckpointConfig()):
         assert base(config) == Path("runs")
 
 
 @pytest.mark.parametrize(
-    "location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", "s3://b/../c d", " "]
+    "location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", "s3://b/../c d", " ", "artifacts:kept"]
 )
 def test_other_locations_are_refused(location: str) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -29,7 +29,7 @@ def listed(storage: Storage) -> dict[str, StudyOverview]:
 
 def test_studies_in_numbers(storage: Storage) -> None:
     run(storage, study(2, name="up"))
-    run(storage, study(2, name="down", priority=3))
+    run(storage, study(2, name="down"))
     opened = create_or_resume_study(storage, study(5, name="begun"))
     with (
         WorkerLease(storage, opened, max_retries=0) as worker,
@@ -41,7 +41,7 @@ def test_studies_in_numbers(storage: Storage) -> None:
         found = listed(storage)
         change_worker(storage, dead, process_start="0")
     assert list(found) == ["up", "down", "begun"]
-    assert (found["up"].state, found["up"].priority, found["down"].priority) == ("done", 0, 3)
+    assert (found["up"].state, found["up"].workers) == ("done", 0)
     begun = found["begun"]
     assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
     assert (begun.state, begun.workers) == ("open", 1)

@@ -102,6 +102,22 @@ def test_the_best_of_an_earlier_study_are_tried_as_far_as_they_fit(
         caplog.clear()
 
 
+def test_earlier_trials_that_break_limits_or_did_not_complete_come_last_or_not_at_all(
+    storage: Storage,
+) -> None:
+    outcomes: dict[int, Any] = {
+        0: result("complete", values=(0.9,), constraints={"peak_memory_bytes": 0.5}),
+        1: result("complete", values=(0.3,)),
+        2: result("pruned"),
+        3: result("complete", values=(0.5,)),
+        4: result("complete", values=(0.8,), constraints={"peak_memory_bytes": 0.2}),
+    }
+    run_trials(storage, study(5, name="earlier"), lambda trial: outcomes[trial.number])
+    params = {trial.number: trial.params for trial in read_study(storage, "earlier").trials}
+    create_or_resume_study(storage, study(9, first={"study": "earlier", "top": 5}))
+    assert waiting(storage) == [params[number] for number in (3, 1, 4, 0)]
+
+
 def test_earlier_results_that_are_not_there_are_refused(storage: Storage, tmp_path: Path) -> None:
     two = [{"metric": "score"}, {"metric": "train_tokens_per_second"}]
     create_or_resume_study(storage, study(1, name="two", objective=two, pruner={"name": "none"}))
