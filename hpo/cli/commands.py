@@ -43,6 +43,7 @@ from hpo.cli.options import (
     app,
     print_json,
 )
+from hpo.config.removed import removed_command
 from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def main() -> None:
     # What a database holds, such as the host of a worker, is shown without escape sequences.
     text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
+        if message := removed_command(sys.argv[1:]):
+            raise InputError(message)
         app(prog_name="hpo")
     except HpoError as error:
         from rich.console import Console

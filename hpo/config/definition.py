@@ -55,14 +55,17 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
 def known_keys(
     model: type[BaseModel], definition: Mapping[str, Any], given: Collection[str], above: str = ""
 ) -> dict[str, Any]:
-    """A stored definition of a `model` without the defaults of settings that this version does not know."""
+    """Return a stored definition of a `model` without the settings that this version does not know.
+
+    An unknown setting stays if a file gave it and the results depend on it, so that the `model` refuses it.
+    """
     known: dict[str, Any] = {}
     for key, value in definition.items():
-        field = model.model_fields.get(key)
+        field, name = model.model_fields.get(key), f"{above}{key}"
         inner = section_of(field.annotation) if field and key != "search_space" else None
         if inner and isinstance(value, Mapping):
-            known[key] = known_keys(inner, value, given, f"{above}{key}.")
-        elif field or key == "folder" or is_given(f"{above}{key}", given):
+            known[key] = known_keys(inner, value, given, f"{name}.")
+        elif field or key == "folder" or (is_given(name, given) and name not in CHANGEABLE):
             known[key] = value
     return known
 

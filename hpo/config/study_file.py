@@ -21,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
 from hpo.code import name_code, use_code
+from hpo.config.removed import removed_key
 from hpo.errors import StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
@@ -119,7 +120,7 @@ def _dotted(where: KeyPath) -> str:
 
 def problems_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[Problem]:
     """What pydantic refused, in a study file's words; `model` has the keys that are known."""
-    return [
+    found = [
         Problem(
             tuple(part for part in detail["loc"] if part != "[key]"),  # pydantic puts it after a key
             _message(detail, _known_keys(model, detail["loc"])),
@@ -127,6 +128,7 @@ def problems_of(error: ValidationError, model: type[BaseModel] | None = None) ->
         for detail in error.errors(include_url=False)
         if detail["type"] != "default_factory_not_called"  # it follows from another problem
     ]
+    return [Problem(one.where, removed_key(one.where) or one.message) for one in found]
 
 
 def refuse(*problems: Problem) -> None:

@@ -1,0 +1,35 @@
+"""Settings and commands that earlier versions had, and what to use in their place.
+
+A key of a study file stands here by its dotted path without the indices of lists: `objective.metric`. A
+setting of a trial could be fixed or searched: it has the keys `training.NAME` and `search_space.NAME`.
+A command and an option stand here as a user types them: `hpo compare`, `hpo compare --seeds`.
+
+A study in a database may have been made with a removed key. If its results still compare without the key,
+keep the key in `hpo.config.definition.CHANGEABLE`: then the stored value is dropped. Otherwise the study is
+refused with the message of this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+REMOVED: dict[str, str] = {}
+"""What to do instead, as one or two sentences, by the key or the command."""
+
+
+def removed_key(where: Sequence[str | int]) -> str | None:
+    """Return the message for a removed key of a study file; None if the key was not removed."""
+    key = ".".join(part for part in where if isinstance(part, str))
+    return f"this key was removed. {REMOVED[key]}" if key in REMOVED else None
+
+
+def removed_command(arguments: Sequence[str]) -> str | None:
+    """Return the message for the first removed command or option in `arguments`, the words after `hpo`."""
+    words = [argument.partition("=")[0] for argument in arguments]
+    for typed, instead in REMOVED.items():
+        program, *parts = typed.split()
+        command = [part for part in parts if not part.startswith("-")]
+        options = parts[len(command) :]
+        if program == "hpo" and words[: len(command)] == command and {*options} <= {*words}:
+            return f"`{typed}` was removed. {instead}"
+    return None
