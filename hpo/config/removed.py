@@ -13,7 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-REMOVED: dict[str, str] = {}
+_MANIFESTS = "Apply the manifests in docker/kubernetes (docker/README.md)."
+
+REMOVED: dict[str, str] = {
+    "hpo submit --kubernetes": _MANIFESTS,
+    "hpo submit --image": _MANIFESTS,
+    "hpo submit --volume-claim": _MANIFESTS,
+}
 """What to do instead, as one or two sentences, by the key or the command."""
 
 
