@@ -19,6 +19,16 @@ REMOVED: dict[str, str] = {
     "hpo submit --kubernetes": _MANIFESTS,
     "hpo submit --image": _MANIFESTS,
     "hpo submit --volume-claim": _MANIFESTS,
+    "training.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
+    "search_space.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
+    "training.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
+    "search_space.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
+    "training.growth_factor": "Set `amp.growth_factor`.",
+    "search_space.growth_factor": "Set `amp.growth_factor`.",
+    "training.growth_interval": "Set `amp.growth_interval`.",
+    "search_space.growth_interval": "Set `amp.growth_interval`.",
+    "training.backoff_factor": "Set `amp.backoff_factor`.",
+    "search_space.backoff_factor": "Set `amp.backoff_factor`.",
 }
 """What to do instead, as one or two sentences, by the key or the command."""
 

@@ -196,7 +196,7 @@ def cache_key(parts: TrialParts) -> str:
         "gradient_checkpointing": config.gradient_checkpointing,
         "precision": parts.resolution.effective,
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
-        "compile": [config.compile, config.compile_scope, config.compile_dynamic],
+        "compile": [config.compile, config.compile_scope],
         "checked_on": checked_on(parts.device),
         "data": parts.dataset.fingerprint,
     }

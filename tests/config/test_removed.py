@@ -24,10 +24,7 @@ TABLE = {
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in REMOVED:
-        monkeypatch.delitem(REMOVED, key)
-    for key, instead in TABLE.items():
-        monkeypatch.setitem(REMOVED, key, instead)
+    monkeypatch.setattr("hpo.config.removed.REMOVED", TABLE)
 
 
 def study(**keys: Any) -> dict[str, Any]:
@@ -91,8 +88,7 @@ def test_other_commands_are_not_reported_as_removed(arguments: list[str]) -> Non
     assert removed_command(arguments) is None
 
 
-def test_no_command_or_option_of_this_version_is_listed_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_no_command_or_option_of_this_version_is_listed_as_removed() -> None:
     options = {
         f"hpo {name} {option}"
         for name, command in COMMANDS.items()
