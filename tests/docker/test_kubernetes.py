@@ -21,6 +21,7 @@ WITH_OPTIONS = re.sub(r"^( *)# (?=- |  )", r"\1", TEXT, flags=re.MULTILINE)
 FILES = yaml.safe_load(WITH_OPTIONS)["resources"]
 MANIFESTS = {Path(file).stem: yaml.safe_load((FOLDER / file).read_text()) for file in FILES}
 WORKLOADS = ("init", "worker", "dashboard")
+README = (ROOT / "docker" / "README.md").read_text()
 
 
 def pod_of(name: str) -> Any:
@@ -57,6 +58,7 @@ def test_the_kustomization_includes_each_manifest() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_names_in_a_pod_are_those_of_the_other_manifests(name: str) -> None:
+    assert MANIFESTS[name]["metadata"]["name"] == f"hpo-{name}"
     volumes = volumes_of(name)
     claim = volumes["/home/hpo/runs"]["persistentVolumeClaim"]["claimName"]
     assert claim == MANIFESTS["volume"]["metadata"]["name"]
@@ -86,8 +88,7 @@ def test_a_pod_reads_the_url_of_the_database_from_a_file_of_a_secret(name: str) 
     environment = {one["name"]: one["value"] for one in container_of(name)["env"]}
     assert environment == {"HPO_STORAGE": f"@{folder}/{item['path']}", "HPO_DATA_DIR": "/data"}
     assert volumes["/data"] == volumes["/home/hpo/runs"]
-    readme = (ROOT / "docker" / "README.md").read_text()
-    assert f"create secret generic hpo-storage --namespace hpo --from-file={item['key']}=" in readme
+    assert f"create secret generic hpo-storage --namespace hpo --from-file={item['key']}=" in README
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -128,6 +129,15 @@ def test_workers_are_an_indexed_job_with_a_rule_for_each_exit_code() -> None:
     assert pod_of("worker")["terminationGracePeriodSeconds"] == 120
     assert container_of("worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert volumes_of("worker")["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_readme_names_the_workloads_of_the_manifests() -> None:
+    named = [*re.findall(r"(job|deployment)/hpo-(\w+)", README), ("job", "worker")]
+    assert {name for _, name in named} == {*WORKLOADS}
+    assert all(MANIFESTS[name]["kind"].lower() == kind for kind, name in named)
+    assert "delete --namespace hpo job hpo-init hpo-worker" in README
+    labels = MANIFESTS["worker"]["spec"]["template"]["metadata"]["labels"]
+    assert f"app.kubernetes.io/component={labels['app.kubernetes.io/component']} " in README
 
 
 def test_a_wrong_study_ends_the_check_at_once() -> None:
