@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MANIFESTS = "Apply the manifests in docker/kubernetes (docker/README.md)."
-
 REMOVED: dict[str, str] = {
-    "hpo submit --kubernetes": _MANIFESTS,
-    "hpo submit --image": _MANIFESTS,
-    "hpo submit --volume-claim": _MANIFESTS,
+    "hpo submit --kubernetes": "Apply the manifests in docker/kubernetes (docker/README.md).",
+    "hpo submit --image": "Apply the manifests in docker/kubernetes (docker/README.md).",
+    "hpo submit --volume-claim": "Apply the manifests in docker/kubernetes (docker/README.md).",
     "training.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
     "search_space.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
     "training.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
