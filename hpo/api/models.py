@@ -105,9 +105,9 @@ def _check_export(folder: Path, record: StudyRecord, *, overwrite: bool) -> None
 def diagnose_checkpoint(
     database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], number: int
 ) -> Diagnosis:
-    """Repeat a trial from its last checkpoint to where it breaks.
+    """Run the batch after the last checkpoint of a trial.
 
-    Raises InputError where the study has no trial of that number.
+    Raises InputError if the study has no trial with this number.
     """
     chosen = next((each for each in record.trials if each.number == number), None)
     if chosen is None:
@@ -117,4 +117,4 @@ def diagnose_checkpoint(
     params = decode(config.search_space, chosen.params)
     key = f"{database.study_token(config.name)}/{chosen.origin}"
     stored = StoredTrial(number, chosen.outcome, params, chosen.telemetry, folder, key)
-    return diagnose(executor, stored, _logger.info)
+    return diagnose(executor, stored)

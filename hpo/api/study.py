@@ -317,11 +317,7 @@ class Study:
             return use_best(database, record, self.config_of, Use(**use))
 
     def diagnose(self, trial: int) -> Diagnosis:
-        """Name the operator that broke a trial and the settings that heal it; changes nothing in the study.
-
-        Args:
-            trial: its number.
-        """
+        """Name the operator that broke trial number `trial` and what helps; changes nothing in the study."""
         from hpo.api.models import diagnose_checkpoint
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):

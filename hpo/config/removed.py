@@ -23,6 +23,19 @@ REMOVED: dict[str, str] = {
     "hpo worker --idle-timeout": "Start `hpo worker STUDY` when the study has trials to run.",
     "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",
     "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
+    "hpo submit --kubernetes": "Apply the manifests in docker/kubernetes (docker/README.md).",
+    "hpo submit --image": "Apply the manifests in docker/kubernetes (docker/README.md).",
+    "hpo submit --volume-claim": "Apply the manifests in docker/kubernetes (docker/README.md).",
+    "training.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
+    "search_space.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
+    "training.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
+    "search_space.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
+    "training.growth_factor": "Set `amp.growth_factor`.",
+    "search_space.growth_factor": "Set `amp.growth_factor`.",
+    "training.growth_interval": "Set `amp.growth_interval`.",
+    "search_space.growth_interval": "Set `amp.growth_interval`.",
+    "training.backoff_factor": "Set `amp.backoff_factor`.",
+    "search_space.backoff_factor": "Set `amp.backoff_factor`.",
 }
 """What to do instead, as one or two sentences, by the key or the command."""
 

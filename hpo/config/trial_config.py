@@ -25,8 +25,6 @@ from hpo.errors import InputError
 from hpo.extensions import ENCODERS
 from hpo.precision.table import PRECISION, AmpConfig
 
-SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
 
 class TrialConfig(TrialSettings):
     """The settings of one trial with nothing left open. Exactly one budget is not None."""
@@ -36,7 +34,7 @@ class TrialConfig(TrialSettings):
     encoder: Encoder
     """As in the study; a folder is absolute."""
     amp: AmpConfig
-    """The study's, with the scaler settings of this trial."""
+    """The study's, with the `init_scale` of this trial."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -68,12 +66,14 @@ def build_trial_config(
     settings[PRECISION] = settings.get(PRECISION) or default_precision
     encoder = settings.get("encoder") or study.model.encoder
     settings["encoder"] = _absolute_encoder(encoder, study.path.parent)
-    scaler = {name: settings[name] for name in SCALER_SETTINGS if settings.get(name) is not None}
     try:
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
         raise InputError("\n".join(map(str, problems_of(error)))) from None
-    return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
+    if checked.init_scale is None:
+        return checked
+    scaled = checked.amp.model_copy(update={"init_scale": checked.init_scale})
+    return checked.model_copy(update={"amp": scaled})
 
 
 def encoders_of(study: StudyConfig) -> list[str | dict[str, Any]]:

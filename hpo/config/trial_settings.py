@@ -152,16 +152,13 @@ class TrialSettings(CheckedSection):
     """`torch.compile` mode. `none` runs eagerly."""
     compile_scope: Literal["model", "layers"] = "model"
     """Compile the whole model, or each encoder layer (one graph for all of them)."""
-    compile_dynamic: Switch | None = None
-    """`torch.compile`'s `dynamic`: symbolic shapes; left out, PyTorch decides."""
 
     optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. It steps in fp32 in every precision."""
-    optimizer_state: Literal["fp32", "bf16", "int8", "fp8", "int4"] = "fp32"
-    """What the moments of `adamw`, `adam` and `lion` are kept in between steps, of 4096 weights or more at a
-    time: for AdamW 8 bytes a weight in fp32, 4 in bf16, 2 in int8 and fp8, 1 in int4."""
-    embedding_state: Literal["fp32", "optimizer_state"] = "fp32"
-    """Those of embeddings, of which most rows have no gradient in a step: in fp32, or as the others."""
+    optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of the moments of `adamw`, `adam` and `lion` between steps, for tensors of 4096 weights or more.
+    AdamW needs 8 bytes for each weight in fp32, 4 in bf16, 2 in int8. Embeddings keep fp32, because most of
+    their rows have no gradient in a step."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
     lora_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -208,12 +205,6 @@ class TrialSettings(CheckedSection):
 
     init_scale: Annotated[float, Field(gt=0, le=1e38)] | None = None
     """fp16: first factor of the loss; left out, `amp.init_scale`."""
-    growth_factor: Annotated[float, Field(gt=1)] | None = None
-    """fp16: growth of the scale; left out, `amp.growth_factor`."""
-    backoff_factor: Annotated[float, Field(gt=0, le=0.99)] | None = None
-    """fp16: shrinkage after an overflow; left out, `amp.backoff_factor`."""
-    growth_interval: Count | None = None
-    """fp16: steps without overflow before growth; left out, `amp.growth_interval`."""
 
     epochs: Positive | None = None
     """Budget: passes over the training split. Exactly one of `epochs`, `max_steps` and `max_seconds`; with

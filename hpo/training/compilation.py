@@ -26,20 +26,17 @@ RECOMPILE_LIMIT = 32
 without gradients, in several shapes, with autocast on and off, plain and in fp32."""
 
 
-def apply_compile(
-    model: MultitaskModel, mode: str, scope: str = "model", dynamic: bool | None = None
-) -> MultitaskModel:
+def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> MultitaskModel:
     """Let `torch.compile` take the whole forward (`model`) or each transformer block (`layers`).
 
     Works in place, so parameter names and checkpoints stay as they are. Compilation itself happens at the
-    first call of each shape (`dynamic` as torch.compile's). Blocks share one kernel, so `layers` compiles in
-    the time of one block.
+    first call of each shape. Blocks share one kernel, so `layers` compiles in the time of one block.
     """
     # The graphs of earlier models would count towards the limit.
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for module in [model] if scope == "model" else encoder_layers(model.encoder):
-        module.compile(mode=mode, dynamic=dynamic)
+        module.compile(mode=mode)
     return model
 
 

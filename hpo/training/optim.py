@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.training.optimizer_states import SIGNED, Encoded, decode, encode, is_kept_short, state_facts
+from hpo.training.optimizer_states import SIGNED, Encoded, decode, encode, is_encoded, state_facts
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda remaining: remaining,
@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 CHUNK_ELEMENTS = 2**24
 """Weights that an optimiser of ours holds in fp32 at a time; 16.8 M are 64 MiB, and as much of gradients."""
 DECODED_ELEMENTS = 2**22
-"""Likewise where the moments are kept short, whose decoded ones take twice as much."""
+"""The same limit if the moments are encoded: the decoded ones take twice as much."""
 
 
 def parameter_groups(
@@ -135,10 +135,10 @@ def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], floa
 def optimizer_state_facts(optimizer: Optimizer, requested: str) -> dict[str, Any]:
     """What is stored of an `optimizer_state`: as it was requested, what it is, and what the moments take."""
     if not isinstance(optimizer, Float32Optimizer):
-        return {"requested": requested, "effective": "fp32", **state_facts("fp32", optimizer.state.values())}
+        return {"requested": requested, "effective": "fp32", **state_facts(optimizer.state.values())}
     effective = optimizer.kind if any(optimizer.moments.values()) else "fp32"
     reason = "" if effective == requested else "no matrix of the model is large enough."
-    facts = state_facts(optimizer.kind, [*optimizer.inner.state.values(), *optimizer.moments.values()])
+    facts = state_facts([*optimizer.inner.state.values(), *optimizer.moments.values()])
     return {"requested": requested, "effective": effective, "reason": reason, **facts}
 
 
@@ -150,12 +150,12 @@ def is_fused(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Step, where `found_inf` is 0 and not 1.
 
-    The fused optimisers and Lion read that on the device. For Adafactor, and for moments that are kept short
-    and would be encoded anew, this waits, as GradScaler does.
+    The fused optimisers and Lion read `found_inf` on the device. For Adafactor and for encoded moments, which
+    a step would encode again, this waits for the device, as GradScaler does.
     """
     stepping: Any = optimizer.inner if isinstance(optimizer, Float32Optimizer) else optimizer
-    is_short = isinstance(optimizer, Float32Optimizer) and optimizer.kind != "fp32"
-    if not is_short and (is_fused(stepping) or isinstance(stepping, Lion)):
+    has_encoded = isinstance(optimizer, Float32Optimizer) and optimizer.kind != "fp32"
+    if not has_encoded and (is_fused(stepping) or isinstance(stepping, Lion)):
         stepping.found_inf = found_inf
     elif found_inf:
         return
@@ -290,7 +290,7 @@ class Float32Optimizer(Optimizer):
         self.moments: dict[int, dict[str, Encoded]] = {
             self._order[stand_in]: {}
             for weight, stand_in in stand_ins.items()
-            if is_kept_short(weight, kind) and id(weight) not in left
+            if is_encoded(weight, kind) and id(weight) not in left
         }
         """By the numbers of the parameters; empty before their first step."""
         self.num_encoded = 0

@@ -198,7 +198,7 @@ def cache_key(parts: TrialParts) -> str:
         "precision": parts.resolution.effective,
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "reduced_precision_reduction": reduced_precision_reduction(),
-        "compile": [config.compile, config.compile_scope, config.compile_dynamic],
+        "compile": [config.compile, config.compile_scope],
         "checked_on": checked_on(parts.device),
         "data": parts.dataset.fingerprint,
     }

@@ -1,36 +1,44 @@
-"""Where a trial stopped being finite, and what heals it: the library behind `hpo diagnose`.
+"""Where a trial stopped being finite, and which precision or loss scale helps: the library of `hpo diagnose`.
 
-The training of a `nonfinite` trial is run again from its newest checkpoint to its first bad step, that step
-once more with every operator watched, and then the steps around it with one remedy after the other, until
-one heals. Nothing of the study is written. What broke an `incompatible` trial is in its own record.
+The batch after the trial's newest checkpoint runs forward and backward, eagerly and with the dropout masks of
+its step. If something is not finite, it runs again with every operator watched, and then with a lower loss
+scale, in bf16 and in fp32. The study is not changed.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpo.config.trial_config import SCALER_SETTINGS
+from torch import Tensor
+
+from hpo.data.batches import Batch, collate, training_batches
 from hpo.errors import InputError, ModelError, TrialEnd
+from hpo.models.adapters import load_trained
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION, PRECISIONS, AmpConfig
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISION, AmpConfig
+from hpo.random_numbers import manual_seed
+from hpo.training.checkpoint import Checkpoint, intact_checkpoints
+from hpo.training.progress import TrainState
+from hpo.training.step_seed import step_seed
 from hpo.trial.executor import Executor
-from hpo.trial.replay import NUM_UPDATES, Replay, stored_state
-from hpo.trial.trial_parts import TrialParts, build_trial
+from hpo.trial.measure import Side, Work
+from hpo.trial.nonfinite import is_finite
+from hpo.trial.trial_parts import TrialParts, build_trial, training_args
 from hpo.trial.trial_run import checkpoint_key
 
-CLIP_FACTOR, RATE_FACTOR = 10.0, 10.0
-"""What the norm of the gradients and the learning rate are divided by."""
 MIN_SCALE = "amp.min_scale"
-Say = Callable[[str], None]
+LOWEST_SCALE = 2.0**-16
+"""The lowest loss scale to try."""
 
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """What a study has of a trial: `folder` holds its checkpoints, which are those of `resume_key`."""
+    """A trial of a study. The checkpoints in `folder` belong to `resume_key`."""
 
     number: int
     outcome: str
@@ -42,42 +50,41 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class Broken:
-    """How a training ended badly."""
+    """What is not finite first (`logits`, `loss` or `gradients`), and the operator that made it."""
 
     what: str
-    """What was not finite: `loss`, `gradients` or `logits`."""
-    text: str
-    operator: str | None = None
-    """That made the first such number, with its module; None where that is not known."""
+    operator: str | None
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings that were tried in place of the trial's."""
+    """Settings that replaced the trial's for the same batch."""
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     heals: bool
     result: str
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known of a trial now. JSON-able by `asdict`."""
+    """The result for one trial. JSON-able by `asdict`."""
 
     trial: int
     outcome: str
     precision: str
+    step: int
+    """The training step of the batch, from 1."""
+    has_checkpoint: bool
+    """Without a checkpoint, the weights are the initial ones and the batch is the first."""
     broken: Broken | None
-    """None: all was finite this time."""
+    """None if all values are finite."""
     remedies: tuple[Remedy, ...]
-    """In the order in which they were tried, to the first that heals."""
-    healed_by: Mapping[str, Any] | None
 
 
-def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) -> Diagnosis:
-    """Find where a trial stopped being finite and what heals it; `say` is told what is begun.
+def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
+    """Find what is not finite in the batch after a trial's checkpoint, and what helps there.
 
-    Raises InputError for a trial that cannot be diagnosed.
+    Raises InputError if the trial is not `nonfinite` or cannot run on this device.
     """
     must = f"trial {trial.number} must have"
     if trial.outcome != Outcome.NONFINITE:
@@ -89,95 +96,88 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
     if ran_on != here:
         raise InputError(f"{must} run on a device of type {here}, but it ran on {ran_on}. Diagnose it there.")
     try:
-        case = _Case(executor, trial)
-        say(case.plan)
-        began = time.perf_counter()
-        broken = case.attempt({})
+        parts = _parts(executor, trial)
+        start = _last_checkpoint(trial.folder, checkpoint_key(trial.resume_key, parts))
+        side, what = _run(parts, start)
     except (TrialEnd, ModelError) as error:
         raise InputError(f"trial {trial.number} cannot be run again here: {error}") from error
-    remedies: list[Remedy] = []
-    if broken is not None:
-        say(f"after {time.perf_counter() - began:.0f} s: {broken.text}")
-        for remedy in _try_remedies(case, say):
-            remedies.append(remedy)
-            if remedy.heals:
-                break
-    healed_by = remedies[-1].settings if remedies and remedies[-1].heals else None
-    return Diagnosis(trial.number, trial.outcome, case.precision, broken, tuple(remedies), healed_by)
+    broken = Broken(what, side.origin()["first_nonfinite"]) if what else None
+    to_try = _to_try(side.mixed_precision, what) if what else ()
+    return Diagnosis(
+        trial.number,
+        trial.outcome,
+        parts.resolution.effective,
+        1 + (start.state["progress"]["step"] if start else 0),
+        start is not None,
+        broken,
+        tuple(_try(executor, trial, start, settings) for settings in to_try),
+    )
 
 
-class _Case:
-    """A trial that is run again: first to where it breaks, then the steps around that."""
-
-    def __init__(self, executor: Executor, trial: StoredTrial) -> None:
-        self.executor = executor
-        self.precision: str = trial.telemetry["precision"]["effective"]
-        self.params = {**trial.params, PRECISION: self.precision}
-        if rows := trial.telemetry.get("micro_batch_size"):  # halved where memory ran out
-            self.params["micro_batch_size"] = rows
-        parts, last = self.parts({}), int(trial.telemetry["num_steps"])
-        self.config = parts.config
-        key = checkpoint_key(trial.resume_key, parts)
-        self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
-        begun = self.start["progress"]["step"] if self.start else 0
-        seconds = float(trial.telemetry["train_seconds"]) / max(last, 1)
-        num_steps, around = self.until - begun, 2 * NUM_UPDATES + 2
-        self.plan = (
-            f"running trial {trial.number} again from step {begun + 1}: at most {num_steps} steps, about "
-            f"{num_steps * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) a remedy"
-        )
-
-    def parts(self, settings: Mapping[str, Any]) -> TrialParts:
-        """The trial's with other settings. Raises TrialEnd where it cannot run here."""
-        study, params = self.executor.study, {**self.params, **settings}
-        floor = params.pop(MIN_SCALE, study.amp.min_scale)
-        amp = study.amp.model_copy(update={"min_scale": floor, "on_unsupported": "prune"})
-        study = study.model_copy(update={"amp": amp})
-        return build_trial(study, self.executor.device, params, self.executor.loader)
-
-    def attempt(self, settings: Mapping[str, Any]) -> Broken | None:
-        """Run with other settings than the trial's; None: all was finite."""
-        replay = Replay(self.parts(settings), self.start)
-        if scale := settings.get("init_scale"):  # and not that of the state
-            replay.mixed_precision.update_amp_config(init_scale=scale)
-        before = replay.state.step
-        if (bad := replay.run(self.until)) is not None:
-            step, what = bad
-            if not settings:  # the trial itself
-                self.start, self.until = replay.snapshots[0], step + NUM_UPDATES
-            return Broken(what, f"{what} not finite at step {step}", replay.origin(what))
-        num_steps, num_updates = replay.state.step - before, replay.mixed_precision.num_updates
-        if num_updates >= min(NUM_UPDATES, num_steps):
-            return None
-        return Broken("gradients", f"the scaler skipped {num_steps - num_updates} of {num_steps} steps")
+def _to_try(amp: MixedPrecision, what: str) -> Iterator[dict[str, Any]]:
+    """Yield settings that may help; none if the precision multiplies in fp32 already."""
+    if amp.precision.loss_scaling and what == "gradients":
+        yield {"init_scale": amp.config.min_scale, MIN_SCALE: LOWEST_SCALE}
+    if amp.precision.linear_dtype != "float32":
+        yield from ({PRECISION: name} for name in ("bf16", "fp32") if name != amp.precision.name)
 
 
-def _try_remedies(case: _Case, say: Say) -> Iterator[Remedy]:
-    """The outcome of one remedy after the other; the last two tell whether the precision is to blame."""
-    config, precision = case.config, PRECISIONS[case.precision]
-    is_reduced = precision.linear_dtype != "float32"
-
-    def tried(settings: dict[str, Any]) -> Remedy:
-        say(f"trying {shown(settings)}")
-        try:
-            remaining = case.attempt(settings)
-        except (TrialEnd, InputError) as error:
-            return Remedy(settings, heals=False, result=f"not tried: {error}")
-        return Remedy(settings, heals=remaining is None, result=remaining.text if remaining else "finite")
-
-    if precision.loss_scaling:
-        default = {name: getattr(AmpConfig(), name) for name in (*SCALER_SETTINGS, "min_scale")}
-        if default != config.amp.model_dump(include=set(default)):
-            yield tried({MIN_SCALE if name == "min_scale" else name: default[name] for name in default})
-    if is_reduced and case.precision != "bf16":
-        yield tried({PRECISION: "bf16"})
-    yield tried({"max_grad_norm": config.max_grad_norm / CLIP_FACTOR if config.max_grad_norm else 1.0})
-    if is_reduced:
-        yield tried({PRECISION: "fp32"})
-    yield tried({"learning_rate": config.learning_rate / RATE_FACTOR})
+def _try(
+    executor: Executor, trial: StoredTrial, start: Checkpoint | None, settings: Mapping[str, Any]
+) -> Remedy:
+    try:
+        side, what = _run(_parts(executor, trial, **settings), start)
+    except (TrialEnd, InputError) as error:
+        return Remedy(settings, heals=False, result=f"not tried: {error}")
+    if what is None and MIN_SCALE in settings:
+        scale = float(side.mixed_precision.scale_value())
+        settings = {"init_scale": scale, MIN_SCALE: min(scale, AmpConfig().min_scale)}
+    return Remedy(settings, heals=what is None, result=f"{what} not finite" if what else "finite")
 
 
-def shown(settings: Mapping[str, Any]) -> str:
-    """As in a study file."""
-    texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in settings.items()}
-    return ", ".join(f"{name}: {text}" for name, text in texts.items())
+def _parts(executor: Executor, trial: StoredTrial, **settings: Any) -> TrialParts:
+    """Build the trial with other settings. Raises TrialEnd if it cannot run here."""
+    params = {**trial.params, PRECISION: trial.telemetry["precision"]["effective"], **settings}
+    if rows := trial.telemetry.get("micro_batch_size"):  # halved if memory ran out
+        params["micro_batch_size"] = rows
+    amp = executor.study.amp
+    floor = params.pop(MIN_SCALE, amp.min_scale)
+    amp = amp.model_copy(update={"min_scale": floor, "on_unsupported": "prune"})
+    study = executor.study.model_copy(update={"amp": amp})
+    return build_trial(study, executor.device, params, executor.loader)
+
+
+def _last_checkpoint(folder: Path, resume_key: str) -> Checkpoint | None:
+    """Return the newest checkpoint with finite weights."""
+    for checkpoint in intact_checkpoints(folder, "step"):
+        weights = [value for value in checkpoint.weights.values() if value.is_floating_point()]
+        if checkpoint.resume_key == resume_key and all(map(is_finite, weights)):
+            return checkpoint
+    return None
+
+
+def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]:
+    """Run the batch after `start`. Return its last pass, and what is not finite in it."""
+    parts.prepare()
+    amp, state = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device), TrainState()
+    if start is not None:
+        load_trained(parts.model, start.weights)
+        amp.load_state_dict(start.state["mixed_precision"])
+        state.load_state_dict(start.state["progress"])
+    split, model = parts.data.train, parts.model.train()
+    args = training_args(parts.study, parts.config, split.num_windows)
+    windows = training_batches(split.lengths_W, args.batch_size, args.seed, state.epoch)[state.batch]
+    batch = collate(split, windows, parts.loss_fn.tasks, parts.data.pad_id)
+    num_items = parts.loss_fn.count(batch)
+
+    def forward(part: Batch, model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        manual_seed(step_seed(args.seed, state.step))
+        logits = model(*part.inputs)
+        return parts.loss_fn(logits, part, num_items, len(part.windows_B) / len(batch.windows_B)), logits
+
+    for part in batch.to(parts.device.torch_device).split(args.micro_batch_size):
+        run = partial(forward, part)
+        side = Side(model, amp, Work(run, observed=run))
+        if what := side.run_with_backoff().broken():
+            break
+    return side, what

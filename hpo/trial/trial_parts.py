@@ -181,7 +181,7 @@ class TrialParts:
             betas=config.betas,
             option=config.option,
             state=config.optimizer_state,
-            fp32_state=embeddings if config.embedding_state == "fp32" else (),
+            fp32_state=embeddings,
         )
 
 
@@ -233,7 +233,6 @@ def assemble(
     manual_seed(config.seed)
     model = loader.build_model(config)
     loss_fn = _loss_fn(config, model, train)
-    compiling = (config.compile, config.compile_scope, config.compile_dynamic)
     return TrialParts(
         study,
         loader.device,
@@ -244,7 +243,9 @@ def assemble(
         loss_fn,
         TrainingData(train, validation, loader.pad_id(config)),
         loader.used_ids(config),
-        (lambda model: loader.apply_compile(model, *compiling)) if config.compile != "none" else None,
+        None
+        if config.compile == "none"
+        else lambda model: loader.apply_compile(model, config.compile, config.compile_scope),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,20 @@ from whole_study import contents
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import open_storage
 
-TRAINING = {"max_steps": 30, "batch_size": 8, "max_length": 64, "dropout": 0.0}
-DIVERGING = {
+OVERFLOWING = {
     "name": "tiny",
     "n_trials": 1,
-    "training": TRAINING | {"optimizer": "sgd", "max_grad_norm": None, "fp_precision": "fp32"},
-    "search_space": {"learning_rate": {"type": "categorical", "choices": [10.0]}},
+    "training": {"max_steps": 30, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp16"},
+    "amp": {"allow_emulated": True, "init_scale": 1e36, "min_scale": 1e36},
+    "compat": {"enabled": False},
 }
 
 
 @pytest.fixture(scope="module")
-def diverged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study whose only trial has diverged; not to be changed."""
-    folder = tmp_path_factory.mktemp("diverged")
-    write_study(folder, **DIVERGING)
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a study whose only trial is nonfinite. A test must not change it."""
+    folder = tmp_path_factory.mktemp("broken")
+    write_study(folder, **OVERFLOWING)
     assert hpo_command(folder, "run", "tiny.yaml").exit_code == 1, "no trial is complete"
     return folder
 
@@ -47,37 +46,69 @@ def state_of(folder: Path) -> tuple[Any, dict[str, bytes]]:
     return database, {str(path): path.read_bytes() for path in files}
 
 
-def test_a_trial_that_diverged(diverged: Path, tmp_path: Path) -> None:
-    before = state_of(diverged)
-    finished = ok(diagnose(diverged, "--json"))
-    found, broken = finished.json, finished.json["broken"]
+def test_the_operator_and_the_remedies_are_shown(broken: Path, tmp_path: Path) -> None:
+    before = state_of(broken)
+    found = ok(diagnose(broken, "--json")).json
+    assert state_of(broken) == before, "the study has not changed"
     assert (found["study"], found["trial"], found["outcome"]) == ("tiny", 0, "nonfinite")
-    assert broken["what"] == "loss"
-    assert re.fullmatch(r"loss not finite at step \d+", broken["text"])
-    assert " in encoder." in broken["operator"]
-    assert found["healed_by"] == {"max_grad_norm": 1.0}
-    assert re.search(r"running trial 0 again from step 1: at most \d+ steps, about \d+ s; then", finished.err)
-    assert "trying max_grad_norm: 1" in finished.err
-    assert state_of(diverged) == before, "nothing of the study has changed"
-    folder = Path(shutil.copytree(diverged, tmp_path / "copy"))
-    (folder / "tiny.yaml").unlink()  # then the study is taken from the database
-    lines = ok(hpo_command(folder, "diagnose", "tiny", "--trial", "0", width=200)).out.splitlines()
-    assert lines[0] == f"Trial 0 (nonfinite, fp32): {broken['text']}"
-    assert lines[1] == f"First: {broken['operator']}"
-    assert lines[-2:] == ["Tried: max_grad_norm: 1 (finite)", "Use max_grad_norm: 1."]
+    assert (found["precision"], found["step"], found["has_checkpoint"]) == ("fp16", 1, False)
+    assert found["broken"]["what"] == "gradients"
+    assert [one["heals"] for one in found["remedies"]] == [True] * 3
+    folder = Path(shutil.copytree(broken, tmp_path / "copy"))
+    (folder / "tiny.yaml").unlink()  # then the study comes from the database
+    shown = ok(hpo_command(folder, "diagnose", "tiny", "--trial", "0", width=200)).out.splitlines()
+    scale = found["remedies"][0]["settings"]["init_scale"]
+    assert shown == [
+        "Trial 0 (nonfinite, fp16), step 1: gradients not finite",
+        "Run with the initial weights (it has no checkpoint).",
+        f"First: {found['broken']['operator']}",
+        f"With init_scale: {scale}, amp.min_scale: 1.0: finite",
+        "With fp_precision: bf16: finite",
+        "With fp_precision: fp32: finite",
+    ]
 
 
-def test_a_trial_that_the_study_does_not_have(diverged: Path) -> None:
-    finished = hpo_command(diverged, "diagnose", "tiny.yaml", "--trial", "7", width=200)
+@pytest.mark.parametrize(
+    ("settings", "exit_code", "first", "last"),
+    [
+        (
+            {"learning_rate": 10.0, "optimizer": "sgd", "max_grad_norm": None},
+            1,
+            "all is finite, so it broke in a later step",
+            "Run with the initial weights (it has no checkpoint).",
+        ),
+        (
+            {"loss_weight.criteria": 1e39},
+            0,
+            "loss not finite",
+            "The precision is not the cause. Lower `learning_rate` or `max_grad_norm`.",
+        ),
+    ],
+)
+def test_a_trial_in_fp32_has_no_remedy(
+    tmp_path: Path, settings: dict[str, Any], exit_code: int, first: str, last: str
+) -> None:
+    training = OVERFLOWING["training"] | settings | {"fp_precision": "fp32"}
+    write_study(tmp_path, **OVERFLOWING | {"training": training, "search_space": {}})
+    hpo_command(tmp_path, "run", "tiny.yaml")
+    finished = diagnose(tmp_path)
+    lines = finished.out.splitlines()
+    assert (finished.exit_code, lines[0], lines[-1]) == (
+        exit_code,
+        f"Trial 0 (nonfinite, fp32), step 1: {first}",
+        last,
+    )
+
+
+def test_a_trial_that_the_study_does_not_have(broken: Path) -> None:
+    finished = hpo_command(broken, "diagnose", "tiny.yaml", "--trial", "7", width=200)
     assert (finished.exit_code, finished.out) == (2, "")
     assert "Trial 7: tiny has 1, numbered from 0." in finished.err
 
 
-def test_a_trial_whose_parameters_the_study_does_not_search_is_refused(
-    diverged: Path, tmp_path: Path
-) -> None:
+def test_a_trial_whose_parameters_the_study_does_not_search_is_refused(broken: Path, tmp_path: Path) -> None:
     """Whoever can write to the database would choose which folder of this machine is read as a model."""
-    folder = Path(shutil.copytree(diverged, tmp_path / "copy"))
+    folder = Path(shutil.copytree(broken, tmp_path / "copy"))
     other = distribution_to_json(CategoricalDistribution([str(tmp_path)]))
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}

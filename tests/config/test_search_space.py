@@ -11,7 +11,7 @@ from hpo.config.study_config import StudyConfig
 RAW: dict[str, Any] = {
     # A child before its parent: the order of the file must not matter.
     "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "16-mixed"}},
-    "growth_interval": {
+    "head_hidden_size": {
         "type": "int",
         "low": 100,
         "high": 2000,
@@ -52,7 +52,8 @@ def test_suggest_gives_values_that_trials_take_under_the_settings_own_names() ->
         params = suggest(space, trial)
         assert set(params) == set(trial.params)
         assert ("init_scale" in params) == (params["fp_precision"] == "fp16")
-        assert ("growth_interval" in params) == ((params["dropout"], params["fp_precision"]) == (0.1, "fp16"))
+        has_both = (params["dropout"], params["fp_precision"]) == (0.1, "fp16")
+        assert ("head_hidden_size" in params) == has_both
         for name, value in params.items():
             seen.setdefault(name, set()).add(str(value))
         study.tell(trial, 0.0)

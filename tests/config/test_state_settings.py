@@ -19,15 +19,14 @@ OPTIMIZERS = {"type": "categorical", "choices": ["adamw", "sgd"]}
     ("training", "space", "told"),
     [
         ({"optimizer_state": "int8", "optimizer": "sgd"}, {}, "training.optimizer_state: must be fp32 with"),
-        ({"optimizer_state": "int4"}, {"optimizer": OPTIMIZERS}, "`optimizer: sgd`; adamw, adam, lion can"),
+        ({"optimizer_state": "bf16"}, {"optimizer": OPTIMIZERS}, "`optimizer: sgd`; adamw, adam, lion can"),
         (
             {},
             {"optimizer": OPTIMIZERS, "optimizer_state": STATES},
             r"search_space.optimizer_state: .* Search it with `when: \{optimizer: \[adamw, adam, lion\]\}`",
         ),
         ({"optimizer": "adafactor"}, {"optimizer_state": STATES}, "must be fp32 with `optimizer: adafactor`"),
-        ({"optimizer_state": "int2"}, {}, "training.optimizer_state: .*int4"),
-        ({"embedding_state": "int8"}, {}, "training.embedding_state"),
+        ({"optimizer_state": "int4"}, {}, "training.optimizer_state: .*fp32, bf16, int8"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_study_is_made(

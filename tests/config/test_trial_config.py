@@ -47,14 +47,10 @@ def test_a_trial_has_exactly_one_budget(
     assert (config.epochs, config.max_steps, config.max_seconds) == budget
 
 
-def test_scaler_settings_of_the_trial_are_in_its_amp() -> None:
+def test_the_init_scale_of_the_trial_is_in_its_amp() -> None:
     preset = AmpConfig(track_stats=True, growth_interval=100)
-    config = build_trial_config(
-        study(training={"backoff_factor": 0.25}), {"init_scale": 1024.0}, "fp16", preset
-    )
-    assert config.amp == AmpConfig(
-        track_stats=True, growth_interval=100, init_scale=1024.0, backoff_factor=0.25
-    )
+    config = build_trial_config(study(training={"init_scale": 4.0}), {"init_scale": 1024.0}, "fp16", preset)
+    assert config.amp == AmpConfig(track_stats=True, growth_interval=100, init_scale=1024.0)
     assert build_trial_config(study(amp={"init_scale": 8.0}), {}, "fp16").amp.init_scale == 8.0
 
 

@@ -80,10 +80,8 @@ def test_every_trial_compiles_under_the_same_limit_and_without_earlier_graphs(
     assert seen == [(RECOMPILE_LIMIT, [])] * 2
 
 
-@pytest.mark.parametrize(("mode", "dynamic"), [("default", None), ("max-autotune-no-cudagraphs", True)])
-def test_compile_takes_what_the_scope_says(
-    mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_compile_takes_what_the_scope_says(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def fake_compile(function: Any, **options: Any) -> Any:
@@ -97,9 +95,9 @@ def test_compile_takes_what_the_scope_says(
         model = make_model()
         keys = list(model.state_dict())
         assert compiled_modules(model) == []
-        assert apply_compile(model, mode, scope, dynamic) is model
+        assert apply_compile(model, mode, scope) is model
         assert compiled_modules(model) == names
-        assert asked == [{"mode": mode, "dynamic": dynamic}] * len(names)
+        assert asked == [{"mode": mode}] * len(names)
         assert list(model.state_dict()) == keys
 
 

@@ -32,7 +32,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("precision", "kind"),
-    [("fp32", "bf16"), ("fp32", "fp8"), ("fp16", "int8"), ("bf16-true", "int4"), ("bf16-true", "bf16")],
+    [("fp32", "bf16"), ("fp16", "int8"), ("bf16-true", "int8"), ("bf16-true", "bf16")],
 )
 def test_a_trial_goes_on_bit_for_bit(tmp_path: Path, precision: str, kind: str) -> None:
     settings = {"optimizer_state": kind, "fp_precision": precision}
@@ -49,7 +49,7 @@ def test_a_trial_goes_on_bit_for_bit(tmp_path: Path, precision: str, kind: str) 
 
 
 def test_what_is_kept_is_stored(tmp_path: Path) -> None:
-    names = ["fp32", "bf16", "int8", "int4"]
+    names = ["fp32", "bf16", "int8"]
     kept = {
         name: train(tmp_path, tmp_path / name, optimizer_state=name).telemetry["optimizer_state"]
         for name in names
@@ -60,10 +60,7 @@ def test_what_is_kept_is_stored(tmp_path: Path) -> None:
     sizes = [kept[name]["bytes"] for name in names]
     assert sizes == sorted(sizes, reverse=True)
     assert kept["int8"]["dtypes"]["uint8"] == 2 * 12  # the two moments of six matrices of each of two layers
-    everywhere = train(
-        tmp_path, tmp_path / "everywhere", optimizer_state="int8", embedding_state="optimizer_state"
-    )
-    assert everywhere.telemetry["optimizer_state"]["bytes"] < kept["int8"]["bytes"]
+    assert kept["int8"]["dtypes"]["float32"] > 0, "embeddings keep fp32"
 
 
 def test_a_model_that_is_too_small_says_that_its_state_is_fp32(tmp_path: Path) -> None:

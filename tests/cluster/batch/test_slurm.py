@@ -124,12 +124,11 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "must be told where the workers are to run: --slurm or --kubernetes."),
+        ((), "Missing option '--slurm'."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
         (("--slurm", "--sbatch", "gres=gpu:4"), "but got --sbatch gres. Use --gpus-per-node."),
         (("--slurm", "--sbatch", "gpus-per-task=1"), "but got --sbatch gpus-per-task. Use --gpus-per-node."),
         (("--slurm", "--time", "3"), "--time must be more than a minute longer than the 120 s that a job is"),
-        (("--slurm", "--image", "hpo"), "--image means nothing to --slurm"),
         (("--slurm",), "but it is a SQLite file, which several hosts would damage. `hpo database start"),
     ],
 )

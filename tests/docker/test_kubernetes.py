@@ -1,0 +1,191 @@
+"""The manifests in docker/kubernetes: each is valid, and the names in them refer to each other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from command_line import COMMANDS, ROOT
+
+FOLDER = ROOT / "docker" / "kubernetes"
+TEXT = (FOLDER / "kustomization.yaml").read_text()
+KUSTOMIZATION = yaml.safe_load(TEXT)
+WITH_OPTIONS = re.sub(r"^( *)# (?=- |  )", r"\1", TEXT, flags=re.MULTILINE)
+"""The kustomization with all lines that a user may activate."""
+FILES = yaml.safe_load(WITH_OPTIONS)["resources"]
+MANIFESTS = {Path(file).stem: yaml.safe_load((FOLDER / file).read_text()) for file in FILES}
+WORKLOADS = ("init", "worker", "dashboard")
+README = (ROOT / "docker" / "README.md").read_text()
+
+
+def pod_of(name: str) -> Any:
+    return MANIFESTS[name]["spec"]["template"]["spec"]
+
+
+def container_of(name: str) -> Any:
+    (container,) = pod_of(name)["containers"]
+    return container
+
+
+def volumes_of(name: str) -> dict[str, Any]:
+    """The volumes of a pod by the paths where its container mounts them."""
+    volumes = {volume["name"]: volume for volume in pod_of(name)["volumes"]}
+    mounts = container_of(name)["volumeMounts"]
+    assert volumes.keys() == {mount["name"] for mount in mounts}
+    return {mount["mountPath"]: volumes[mount["name"]] for mount in mounts}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubernetes_accepts_each_manifest(name: str) -> None:
+    kubernetes_validate.validate(MANIFESTS[name], "1.31", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(MANIFESTS[name] | {"specs": {}}, "1.31", strict=True)
+
+
+def test_the_kustomization_includes_each_manifest() -> None:
+    others = {"kustomization.yaml", "study.yaml"}
+    assert {path.name for path in FOLDER.glob("*.yaml")} - others == {*FILES}
+    assert {*FILES} - {*KUSTOMIZATION["resources"]} == {"https.yaml"}
+    assert KUSTOMIZATION["namespace"] == MANIFESTS["namespace"]["metadata"]["name"]
+    assert {container_of(name)["image"] for name in WORKLOADS} == {KUSTOMIZATION["images"][0]["name"]}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_names_in_a_pod_are_those_of_the_other_manifests(name: str) -> None:
+    assert MANIFESTS[name]["metadata"]["name"] == f"hpo-{name}"
+    volumes = volumes_of(name)
+    claim = volumes["/home/hpo/runs"]["persistentVolumeClaim"]["claimName"]
+    assert claim == MANIFESTS["volume"]["metadata"]["name"]
+    assert MANIFESTS["volume"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    (generated,) = KUSTOMIZATION["configMapGenerator"]
+    assert volumes["/etc/hpo"]["configMap"]["name"] == generated["name"]
+    assert KUSTOMIZATION["generatorOptions"] == {"disableNameSuffixHash": True}
+    assert container_of(name)["command"][-1] == f"/etc/hpo/{generated['files'][0]}"
+    account = MANIFESTS["service-account"]
+    assert pod_of(name)["serviceAccountName"] == account["metadata"]["name"]
+    assert [secret["name"] for secret in account["imagePullSecrets"]] == ["hpo-registry"]
+    labels = MANIFESTS[name]["spec"]["template"]["metadata"]["labels"]
+    for policy in ("network-policy", "https"):
+        selected = MANIFESTS[policy]["spec"]["podSelector"]["matchLabels"]
+        assert selected
+        assert selected.items() <= labels.items()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_pod_reads_the_url_of_the_database_from_a_file_of_a_secret(name: str) -> None:
+    """The root user owns the file and the group of the pod may read it, as `hpo` requires."""
+    volumes = volumes_of(name)
+    (folder,) = (path for path, volume in volumes.items() if "secret" in volume)
+    secret = volumes[folder]["secret"]
+    assert (secret["secretName"], secret["defaultMode"]) == ("hpo-storage", 0o440)
+    (item,) = secret["items"]
+    environment = {one["name"]: one["value"] for one in container_of(name)["env"]}
+    assert environment == {"HPO_STORAGE": f"@{folder}/{item['path']}", "HPO_DATA_DIR": "/data"}
+    assert volumes["/data"] == volumes["/home/hpo/runs"]
+    assert f"create secret generic hpo-storage --namespace hpo --from-file={item['key']}=" in README
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_pod_has_only_the_rights_and_the_memory_it_needs(name: str) -> None:
+    pod, container = pod_of(name), container_of(name)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 10001
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    resources = container["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_commands_are_those_of_the_command_line(name: str) -> None:
+    program, command, *arguments = container_of(name)["command"]
+    assert (program, command) == ("hpo", name)
+    context = COMMANDS[command].make_context(command, arguments)
+    assert context.params["study"] == "/etc/hpo/study.yaml"
+
+
+def test_workers_are_an_indexed_job_with_a_rule_for_each_exit_code() -> None:
+    job = MANIFESTS["worker"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"]
+    assert job["backoffLimitPerIndex"] > 0, "FailIndex requires it"
+    assert job["ttlSecondsAfterFinished"] > 0
+    disruption, wrong_input, stopped = job["podFailurePolicy"]["rules"]
+    assert disruption["action"] == "Ignore"
+    assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    by_code = {"containerName": container_of("worker")["name"], "operator": "In"}
+    assert wrong_input == {"action": "FailIndex", "onExitCodes": {**by_code, "values": [2]}}
+    assert stopped == {"action": "Ignore", "onExitCodes": {**by_code, "values": [130]}}
+    assert pod_of("worker")["terminationGracePeriodSeconds"] == 120
+    assert container_of("worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert volumes_of("worker")["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_readme_names_the_workloads_of_the_manifests() -> None:
+    named = [*re.findall(r"(job|deployment)/hpo-(\w+)", README), ("job", "worker")]
+    assert {name for _, name in named} == {*WORKLOADS}
+    assert all(MANIFESTS[name]["kind"].lower() == kind for kind, name in named)
+    assert "delete --namespace hpo job hpo-init hpo-worker" in README
+    labels = MANIFESTS["worker"]["spec"]["template"]["metadata"]["labels"]
+    assert f"app.kubernetes.io/component={labels['app.kubernetes.io/component']} " in README
+
+
+def test_a_wrong_study_ends_the_check_at_once() -> None:
+    job = MANIFESTS["init"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    by_code = {"containerName": container_of("init")["name"], "operator": "In", "values": [2]}
+    assert rule == {"action": "FailJob", "onExitCodes": by_code}
+    for name in ("init", "worker"):
+        assert pod_of(name)["restartPolicy"] == "Never", "podFailurePolicy requires it"
+
+
+def test_pods_connect_only_to_the_name_server_and_the_database() -> None:
+    policy = MANIFESTS["network-policy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in policy
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["egress"]] == [[53, 53], [5432]]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds the kustomization")
+def test_kubectl_builds_the_kustomization_with_its_optional_lines(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "kubernetes"))
+    (folder / "study.yaml").write_text("name: tiny\n")
+    (folder / "own_kind.py").write_text("KIND = 1\n")
+
+    def build() -> dict[str, Any]:
+        done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        built = list(yaml.safe_load_all(done.stdout))
+        for one in built:
+            kubernetes_validate.validate(one, "1.31", strict=True)
+            assert one["kind"] == "Namespace" or one["metadata"]["namespace"] == "hpo"
+        return {one["metadata"]["name"]: one for one in built if one["kind"] != "Namespace"}
+
+    def worker(built: dict[str, Any]) -> Any:
+        return built["hpo-worker"]["spec"]["template"]["spec"]
+
+    plain = build()
+    assert worker(plain) == pod_of("worker") | {
+        "containers": [container_of("worker") | {"image": "registry.example.org/hpo:cuda"}]
+    }
+    assert plain["hpo-study"]["data"] == {"study.yaml": "name: tiny\n"}
+    (folder / "kustomization.yaml").write_text(WITH_OPTIONS)
+    full = build()
+    assert full["hpo-study"]["data"].keys() == {"study.yaml", "own_kind.py"}
+    assert full["hpo-worker"]["spec"]["activeDeadlineSeconds"] == 86400
+    assert worker(full)["containers"][0]["resources"]["limits"] == {"memory": "32Gi"}
+    for name in WORKLOADS:
+        assert full[f"hpo-{name}"]["spec"]["template"]["spec"]["volumes"][0] == {
+            "name": "runs",
+            "emptyDir": {},
+        }
