@@ -9,35 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_models import fresh_encoder
 from jsonl_sets import write_set
 from tiny import write_study
 
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.device import DeviceInfo
 
-TOKENIZER = Path(__file__).parent / "gpu" / "tokenizer"
-
-# (hidden size, layers, heads, intermediate size)
-SIZES = {
-    "tiny": (32, 2, 2, 64),
-    "small": (256, 2, 4, 1024),
-    "wide": (1024, 2, 16, 4096),
-    "base": (768, 12, 12, 3072),
-    "large": (1024, 24, 16, 4096),
-}
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
 TASKS = ("criteria", "severity")
-
-
-def bert(size: str) -> dict[str, Any]:
-    """The configuration of a fresh BERT."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return {
-        "model_type": "bert",
-        "tokenizer": str(TOKENIZER),
-        "max_position_embeddings": 512,
-        **dict(zip(names, SIZES[size], strict=True)),
-    }
 
 
 def write_texts(folder: Path, num_train: int, sentences: tuple[int, int], num_validation: int = 16) -> Path:
@@ -72,7 +52,7 @@ def write_gpu_study(
         folder,
         device=device.type,
         data={"source": "jsonl", "path": str(data)},
-        model={"encoder": bert(size)},
+        model={"encoder": fresh_encoder(size)},
         training=defaults | training,
         amp=amp,
         **changes,

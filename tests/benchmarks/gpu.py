@@ -95,7 +95,7 @@ class Report:
 
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
     """The long and the short texts, written into `folder`."""
-    encoder = fresh_encoder(folder / "encoder", "tiny" if tiny else "base")
+    encoder = fresh_encoder("tiny" if tiny else "base")
     long = Workload("long", "", (), 320, (8, 27), 24 * 64, 512, 64, encoder, device=device)
     short = Workload("short", "", (), 64, (1, 2), 40 * 256, 2048, 256, encoder, (4, 18), device)
     if tiny:

@@ -101,16 +101,16 @@ def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path
 
 
 @pytest.mark.parametrize(("size", "millions"), [("base", 109.5), ("large", 335.1)])
-def test_fresh_encoders_have_the_published_sizes(tmp_path: Path, size: str, millions: float) -> None:
-    options = gpu_models.fresh_encoder(tmp_path, size)
+def test_fresh_encoders_have_the_published_sizes(size: str, millions: float) -> None:
+    options = gpu_models.fresh_encoder(size)
     del options["tokenizer"]
     with torch.device("meta"):
         encoder = AutoModel.from_config(AutoConfig.for_model(**options))
     assert sum(weight.numel() for weight in encoder.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-def test_a_fresh_encoder_is_one_of_a_study(tmp_path: Path) -> None:
-    encoder = gpu_models.fresh_encoder(tmp_path, "tiny")
+def test_a_fresh_encoder_is_one_of_a_study() -> None:
+    encoder = gpu_models.fresh_encoder("tiny")
     tokenizer = load_tokenizer(encoder)
     ids = tokenizer("I sleep badly. \N{SNOWMAN}")["input_ids"]
     first, *_, unknown, last = tokenizer.convert_ids_to_tokens(ids)
