@@ -288,33 +288,31 @@ class Study:
         evaluation: dict[str, Any] = self._use_best(split=split)["evaluation"]
         return evaluation
 
-    def export(self, folder: str | Path, *, merge: bool = False, overwrite: bool = False) -> Path:
+    def export(self, folder: str | Path, *, merge: bool = False) -> Path:
         """Write the model of the best trial, which transformers and `hpo.load` read; returns the folder.
 
         Args:
             merge: add an adapter to the weights of the encoder.
-            overwrite: replace a model of another study.
 
         Raises RunError where no trial is complete or meets the limits, ModelError or InputError where the
         folder cannot be used.
         """
-        return Path(self._use_best(folder=Path(folder), merge=merge, overwrite=overwrite)["export"])
+        return Path(self._use_best(folder=Path(folder), merge=merge)["export"])
 
-    def use_best(self, **use: Any) -> tuple[StudyRecord, dict[str, Any]]:
-        """Evaluate and export the best trial at once, as `hpo best` does.
+    def use_best(
+        self, *, split: str | None = None, folder: Path | None = None, merge: bool = False
+    ) -> tuple[StudyRecord, dict[str, Any]]:
+        """Evaluate the best trial on a split and export it to a folder, as `hpo best` does.
 
-        Args:
-            **use: those of `hpo.api.models.Use`.
-
-        Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial
-        is complete.
+        With several objectives the best trial by the first of them is used. Returns the record with the
+        evaluation, and what was done: `evaluation`, `export`; {} where no trial is complete.
         """
-        if use.get("split") is None and use.get("folder") is None:
+        if split is None and folder is None:
             return self.record, {}
-        from hpo.api.models import Use, use_best
+        from hpo.api.models import use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
-            return use_best(database, record, self.config_of, Use(**use))
+            return use_best(database, record, self.config_of, split, folder, merge)
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial` and what helps; changes nothing in the study."""

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    UntilOption,
-    WorkersOption,
-    app,
-    ended_at_once,
-    print_json,
-    with_options,
-)
+from hpo.cli.options import UntilOption, WorkersOption, ended_at_once, print_json, study_command
 from hpo.cli.running import run_told, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, question_of
+
+if TYPE_CHECKING:
+    from hpo.api.study import Study
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
     "precisions": Annotated[
@@ -62,29 +54,24 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
 }
 
 
-@app.command()
-@with_options(COMPARISON_OPTIONS)
+@study_command(COMPARISON_OPTIONS)
 def compare(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     over: Annotated[
         Literal["fp_precision", "base_precision", "optimizer_state"],
         typer.Option(help="What is compared: of training, of the weights under an adapter, of the moments."),
     ] = "fp_precision",
     workers: WorkersOption = None,
     until: UntilOption = None,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.api.comparing import ComparisonStopped
-    from hpo.api.study import Study
     from hpo.cli.display import print_comparison
 
     if options["precisions"]:
         options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
-    opened = Study(study, storage=storage, quiet=as_json)
     with ended_at_once():
         try:
             result = opened.compare(question_of(over), workers=workers, until=until, **options)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    TrustOption,
-    app,
-    ended_at_once,
-    print_json,
-    with_options,
-)
+from hpo.cli.options import ended_at_once, print_json, study_command
+
+if TYPE_CHECKING:
+    from hpo.api.study import Study
 
 DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "timeout": Annotated[
@@ -62,18 +55,14 @@ DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 }
 
 
-@app.command()
-@with_options(DEPLOYMENT_OPTIONS)
+@study_command(DEPLOYMENT_OPTIONS)
 def deploy(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
-    trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Find the fastest form of the best model that is as good as fp32: bf16, fp16, ONNX, int8.
@@ -82,11 +71,9 @@ def deploy(
     ends the search with the forms that are scored by then; a second one leaves nothing.
     """
     from hpo.api.deploying import DeploymentStopped
-    from hpo.api.study import Study
     from hpo.cli.display import print_deployment
 
     with ended_at_once():
-        opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
         try:
             stored = opened.deploy(out, **options)
         except DeploymentStopped as stopped:

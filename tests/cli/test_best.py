@@ -97,14 +97,15 @@ def test_best_exports_a_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("provenance", ['{"study": "other"}', "torn"])
-def test_an_export_over_a_model_of_another_study_needs_overwrite(folder: Path, provenance: str) -> None:
+def test_an_export_over_a_model_of_another_study_is_refused(folder: Path, provenance: str) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "hpo.json").write_text(f'{{"provenance": {provenance}}}')
     refused = hpo_command(folder, "best", "tiny.yaml", "--export", "model")
     assert (refused.exit_code, refused.out) == (2, "")
-    assert "Name another folder, or give --overwrite." in refused.err
-    for options in (["--overwrite"], []):  # then it is this study's own
-        ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model", *options))
+    assert "Name another folder, or remove that one." in refused.err
+    shutil.rmtree(folder / "model")
+    for _ in range(2):  # the second export replaces the first one, which is this study's own
+        ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
     assert json.loads((folder / "model" / "hpo.json").read_text())["provenance"]["study"] == "tiny"
 
 
