@@ -98,10 +98,10 @@ _codes: dict[str, Code] = {}
 
 
 def name_code(given: str, folder: Path = Path()) -> Code:
-    """Let studies use the code that a user of this machine names: a path to a `.py` file, relative to
-    `folder`, an entry point of `ENTRY_POINTS` or a module.
+    """Let studies use the code that a user of this machine names.
 
-    Raises ValueError where there is none.
+    `given` is the path of a `.py` file, relative to `folder`, an entry point of `ENTRY_POINTS` or a module.
+    Raises ValueError if there is none.
     """
     if given.endswith(".py"):
         path = Path(os.path.normpath(Path(folder, Path(given).expanduser()).absolute()))
@@ -135,14 +135,14 @@ def _files_of(module: str) -> list[Path]:
 
 
 def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
-    """Run the code of a study or a model, unless it has run, and let the names that it brings be known.
+    """Run the code of a study or a model, unless it has run, and make its names known.
 
     Args:
         code: hashes by name.
         who: asks for it, as a message begins.
         stays: beside the code in use, and for good; left out, in place of it.
 
-    Raises InputError where the user has not named code of that hash, or it cannot be run.
+    Raises InputError if the user has not named code of that hash, or it cannot be run.
     """
     for name, sha in code.items():
         if sha not in _codes:
@@ -183,8 +183,7 @@ def is_in_use(code: object) -> bool:
 
 @contextmanager
 def names_of(code: object) -> Iterator[None]:
-    """Take any name in this block where the code that may bring it is not in use, as for those who only read
-    what a study has."""
+    """Take any name in this block if the code that may bring it is not in use, as for readers of a study."""
     token = _takes_unknown.set(not is_in_use(code))
     try:
         yield

@@ -129,8 +129,7 @@ class DeviceInfo:
 def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     """Describe the device that trials run on here: `auto` takes CUDA where there is one.
 
-    `root` is where `/proc` and `/sys` are. Raises InputError when `kind` is `cuda` and no CUDA device is
-    usable.
+    `root` is where `/proc` and `/sys` are. Raises InputError if `kind` is `cuda` and there is none.
     """
     import torch
 
@@ -278,10 +277,10 @@ def limit_threads(device: DeviceInfo) -> None:
 
 
 def _limits(root: Path, name: str) -> list[str]:
-    """What the files of that name say in this process's cgroup (v2) and all above it.
+    """The content of the files of that name in this process's cgroup (v2) and all above it.
 
-    In a container that sees its own cgroup as the top, the path that the kernel tells is not there, and
-    what limits the process lies at the top. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    A container that sees its own cgroup as the top has its limits there. https://docs.kernel.org/admin-
+    guide/cgroup-v2.html
     """
     own = root / "proc/self/cgroup"
     lines = own.read_text().splitlines() if own.exists() else []
@@ -300,11 +299,8 @@ class Utilization:
     """How busy the device was, between 0 and 1, averaged since it was made or last read.
 
     CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
-    None without the package nvidia-ml-py. AMD: None, because ROCm defines utilisation in another way.
-
-    NVML reports the share of time in which at least one kernel ran (`nvmlUtilization_t`). A kernel on one of
-    132 multiprocessors counts as much as one on all of them, and kernels of other processes count too. So a
-    low value means an idle GPU, and a high value does not mean a GPU in full use.
+    None without nvidia-ml-py. AMD: None, as ROCm defines it in another way. NVML reports the share of time in
+    which at least one kernel ran, also of other processes: a high value does not mean a GPU in full use.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:

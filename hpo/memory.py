@@ -39,9 +39,8 @@ def reset_peak_memory(device: DeviceInfo) -> None:
 def peak_memory_bytes(device: DeviceInfo) -> int:
     """The peak of the memory held since `reset_peak_memory`.
 
-    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
-    Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.
-    Where the reset is not allowed, it is the peak since the process began.
+    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), with the
+    interpreter and the libraries; since the process began where Linux does not allow the reset.
     """
     if device.type == "cuda":
         import torch

@@ -150,11 +150,8 @@ class WorkerArray:
         return "\n".join(["#!/bin/bash", *given, "", *lines, ""])
 
     def submit(self) -> str:
-        """Submit the array and return its number.
-
-        Raises:
-            InputError: there is no Slurm here, or it refuses the options.
-        """
+        """Submit the array and return its number. Raises InputError without Slurm, or if it refuses the
+        options."""
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
             write_secret(self.storage_file, self.storage)
@@ -191,8 +188,8 @@ def job_folder(runs: Path, study: str) -> Path:
 def requeue_this_job(ended: str, stop: Stop) -> None:
     """Ask Slurm to run this process's job again if it is `stopped` for want of time; Slurm then ends it.
 
-    Where the study is `finished`, the jobs of the array that wait are cancelled. Nothing happens outside a
-    job, and in the processes of a supervisor, which itself asks.
+    When the study is `finished`, the waiting jobs of the array are cancelled. The processes of a supervisor
+    ask for nothing.
     """
     job = this_job()
     if job is None or WORKERS_ON_DEVICE in os.environ:

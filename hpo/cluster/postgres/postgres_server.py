@@ -101,13 +101,12 @@ class PostgresServer:
         """Make the database where there is none, start its server, and return when it answers.
 
         Args:
-            host: what it listens on: an address or name of this machine, or `0.0.0.0` for all of them. Where
-                others than this machine can connect, connections without TLS are refused.
+            host: where it listens: an address or name of this machine, or `0.0.0.0` for all of them. Where
+                others
+                than this machine can connect, connections without TLS are refused.
             port: 0 takes that of last time, or a free one.
 
-        Raises:
-            InputError: the folder, host or port cannot be used, or PostgreSQL's programs are not there.
-            RunError: the server does not start.
+        Raises InputError if the folder, host or port cannot be used, RunError if the server does not start.
         """
         deadline = time.monotonic() + OTHER_SECONDS
         while True:
@@ -137,12 +136,7 @@ class PostgresServer:
     def stop(self, mode: str = "fast") -> bool:
         """End the server without waiting for its clients; False: there is none.
 
-        Args:
-            mode: of `pg_ctl`; with `immediate` it ends as if it had crashed.
-
-        Raises:
-            InputError: it runs on another host.
-            RunError: it does not end, or is of another user.
+        `mode` is that of `pg_ctl`. Raises InputError if it runs on another host, RunError if it does not end.
         """
         running = self.running()
         if running is None:
@@ -166,9 +160,7 @@ class PostgresServer:
     def prepare(self) -> Programs:
         """Make the database where there is none, and return the programs that serve it.
 
-        Raises:
-            InputError: the folder holds something else, or there are no such programs.
-            RunError: the database cannot be made.
+        Raises InputError if the folder holds something else, or there are no such programs.
         """
         held = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
         if held and not self.data.exists():
@@ -298,11 +290,7 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 
 def certificate(folder: Path, names: list[str], user: Mapping[str, Any]) -> Path:
-    """Make a self-signed `server.crt` with its `server.key` in `folder`.
-
-    Args:
-        user: options of `subprocess`, for the owner of the key.
-    """
+    """Make a self-signed `server.crt` with its `server.key`, which belongs to `user`, in `folder`."""
     kinds = {name: "IP" if re.fullmatch(r"[\d.]+", name) else "DNS" for name in names}
     subject = "subjectAltName=" + ",".join(f"{kind}:{name}" for name, kind in kinds.items())
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "3650")

@@ -82,11 +82,7 @@ class Lease:
         return f"its process died {self.deaths} times {where}, without progress."
 
     def check(self) -> None:
-        """To be called between steps; reads a flag only.
-
-        Raises:
-            LeaseLostError: another worker has the slot, so this one must stop and store nothing.
-        """
+        """Raise LeaseLostError if another worker has the slot. Called between steps; it reads a flag only."""
         if self.lost.is_set():
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
@@ -112,24 +108,17 @@ class Lease:
             return self.budget.is_spent(connection)
 
     def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
-        """As `update`.
-
-        Raises:
-            LeaseLostError: another worker has the slot.
-        """
+        """Call `update`; raise LeaseLostError if another worker has the slot."""
         if not self.update(connection, *conditions, **values):
             self.lost.set()
             self.check()
 
     def store_params(self) -> None:
-        """See to it that the database has the parameters that were suggested to the trial.
+        """Make sure that the database has the parameters that were suggested to the trial.
 
-        Optuna stores each when it is suggested, but where there is one already it keeps that: of a worker
-        that had lost the slot, or of a first attempt whose answer was lost. A server that fell back to an
-        older state has fewer.
-
-        Raises:
-            LeaseLostError: another worker has the slot, or it has others: the trial is to be opened again.
+        Optuna keeps a parameter that is already stored, such as one of a worker that had lost the slot. A
+        server that fell back to an older state lacks some. Raises LeaseLostError if the stored parameters
+        differ, or another worker has the slot: then the trial is to be opened again.
         """
         self.storage.persist(self._store_params)
 
@@ -156,17 +145,14 @@ class Lease:
     ) -> bool:
         """Store one evaluation of the trial and return whether the pruner would stop it.
 
-        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
-        the trial went on.
+        Evaluations of this step and later ones are deleted: a worker that died made them after the checkpoint
+        from which the trial went on. Raises LeaseLostError, and stores nothing, if another worker has the
+        trial.
 
         Args:
             index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
                 different batch sizes at the same share of their budget.
-            value: the objective. None, NaN and infinity are not reported to Optuna, nor is anything where
-                there are several objectives, by which it cannot prune.
-
-        Raises:
-            LeaseLostError: another worker has the trial; nothing is stored.
+            value: the objective; Optuna gets it if it is finite and the only objective.
         """
         return self.storage.persist(lambda: self._report(trial, evaluation, index, value))
 
@@ -192,8 +178,7 @@ class Lease:
     def record(self, result: TrialResult, slot_state: str) -> None:
         """Store how the trial ended, then the state of its slot; killed in between, the next claim does that.
 
-        Raises:
-            LeaseLostError: another worker has the slot, or somebody else has ended the trial.
+        Raises LeaseLostError if another worker has the slot, or somebody else has ended the trial.
         """
         assert self.trial is not None
         mine = slots.c.trial_number == self.trial.number

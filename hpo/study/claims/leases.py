@@ -130,9 +130,7 @@ class WorkerLease(Membership):
     def claim(self) -> Lease | None:
         """Claim a slot: first one whose owner died, then one with a trial that goes on, then a fresh one.
 
-        Returns:
-            None when every slot is done, with a live worker, or has a trial that cannot run here, and when
-            the study is not open.
+        Returns None if the study is not open, or no slot is left that this worker can run.
         """
         self._lease = None
         lease = self._storage.persist(self._claim)
@@ -190,8 +188,7 @@ class WorkerLease(Membership):
         return slot
 
     def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """Claim an open slot, first one with an unfinished trial; None: there is none, or the study is not
-        open."""
+        """Claim an open slot, first one with an unfinished trial; None: none is open."""
         about = {"of_study": self._study.study_name, "by": self.id}
         return connection.execute(_claim_open(runnable), about).one_or_none()
 
@@ -208,7 +205,7 @@ class WorkerLease(Membership):
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet.
 
-        Those that have paused are among them while a live worker runs one, whose end may let them go on.
+        Paused trials count while a live worker runs one, whose end may let them go on.
         """
         query = sa.select(slots.c.state, slots.c.trial_number, slots.c.owner)
 
@@ -248,7 +245,7 @@ class WorkerLease(Membership):
         return next((row for row in rows if row.owner not in alive), None)
 
     def _death(self, connection: sa.Connection, slot: sa.Row[Any]) -> dict[str, int]:
-        """What the death of its owner changes in an abandoned slot; nothing where it was not in the trial.
+        """How the death of its owner changes an abandoned slot; {} if the owner was not in the trial.
 
         A checkpoint that the owner wrote after its last heartbeat is no progress here.
         """
@@ -269,11 +266,8 @@ class WorkerLease(Membership):
     def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
         """Return the trial to run in a claimed slot, or None when the slot proves to be done.
 
-        A retried trial has the parameters of the failed one, and that one's number in the user attribute
-        `retry_of`.
-
-        Raises:
-            LeaseLostError: another worker has the slot.
+        A retried trial has the parameters of the failed one, and its number in the user attribute `retry_of`.
+        Raises LeaseLostError if another worker has the slot.
         """
         lease.trial = self._storage.persist(lambda: self._open_trial(lease))
         return lease.trial
@@ -314,8 +308,7 @@ class WorkerLease(Membership):
     ) -> None:
         """Make a trial for the slot, unless it has got another one meanwhile.
 
-        It has the parameters of the `last` one, as `study.enqueue_trial` stores them, and where it goes on
-        from its checkpoint the evaluations too.
+        It has the parameters of the `last` trial, and if it goes on from its checkpoint also its evaluations.
         """
         system_attrs = {} if last is None else {"fixed_params": last.params}
         goes_on, study_id = ORIGIN_ATTR in user_attrs, study_id_of(self._study)
@@ -329,10 +322,9 @@ class WorkerLease(Membership):
         self._reread(lease)
 
     def _start_enqueued(self, lease: Lease) -> bool:
-        """Start the first trial of `study.enqueue_trial` for the slot, unless it has got another one
-        meanwhile; False: there is none.
+        """Start the first enqueued trial for the slot; False: none waits.
 
-        One that no worker can run ends at once and takes no slot.
+        A trial that no worker can run ends at once and takes no slot.
         """
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
@@ -350,8 +342,7 @@ class WorkerLease(Membership):
     def _note_trial(
         self, connection: sa.Connection, lease: Lease, number: int, *, saved_step: int = 0
     ) -> bool:
-        """Note the number of the slot's new trial, and the step of its checkpoint; False: the slot has
-        changed."""
+        """Note the slot's new trial and the step of its checkpoint; False: the slot has changed."""
         lease.deaths, lease.saved_step, lease.progress = 0, saved_step, None
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
         progress = NO_PROGRESS | {"saved_step": saved_step}
@@ -369,8 +360,7 @@ class WorkerLease(Membership):
             lease.trial_number = row.trial_number
 
     def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, traceback: str | None) -> bool:
-        """Whether the slot of a trial that FAILed gets another one; a failure that was decided has no
-        traceback."""
+        """Whether a failed trial is tried again; a failure that was decided has no traceback."""
         num_failures, number = 1, failed.user_attrs.get("retry_of")
         while number is not None:
             num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
@@ -382,10 +372,9 @@ class WorkerLease(Membership):
         self._forget()
 
     def record_death(self, lease: Lease) -> None:
-        """Open a claimed slot again, and count a death of its worker.
+        """Open a claimed slot again, and count a death of its worker, which has lost its GPU.
 
-        For a process that lost its GPU: the trial goes on in a new process. This one may stay alive, as in a
-        notebook, and then no other worker would count its death.
+        This process may stay alive, as in a notebook, and then no other worker would count its death.
         """
 
         def write(connection: sa.Connection) -> None:
@@ -400,11 +389,8 @@ class WorkerLease(Membership):
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
         """Store how a trial ended and close its slot.
 
-        `preempted` opens the slot again with the trial still RUNNING; `failed` with a traceback opens it for
-        a retry while retries are left.
-
-        Raises:
-            LeaseLostError: another worker has the slot; nothing is stored.
+        The slot opens again for a `preempted` trial, which is still RUNNING, and for the retry of a `failed`
+        one. Raises LeaseLostError, and stores nothing, if another worker has the slot.
         """
         if result.outcome == Outcome.PREEMPTED:
             self.release(lease)

@@ -113,7 +113,7 @@ class Membership:
             self._register()  # after a failover to a server that lagged behind, say
 
     def _renew_slot(self, connection: sa.Connection) -> str | None:
-        """Keep the slot that this worker has claimed; what its row says of the trial in it."""
+        """Keep the claimed slot; return the progress of its trial as JSON."""
         lease = self._lease
         if lease is None:
             return None

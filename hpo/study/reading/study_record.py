@@ -119,7 +119,7 @@ class StudyRecord:
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
     """The kind of device that each trial ran on, by the trial's number, where that is known.
 
-    It is the device's name, and what it computes with where several kinds of the study have one name.
+    Devices of one name and several kinds are told apart by their instructions.
     """
     kinds = {
         trial.number: DeviceInfo.from_facts(device).kind
@@ -159,9 +159,8 @@ def nearest_told(record: StudyRecord) -> str:
 
 
 def limit_counts(record: StudyRecord) -> dict[str, Any]:
-    """How many trials are `complete`, how many of them have `met` the limits of the study, how many others
-    one has `ended_early`, and how many of both have `broken` each limit. {}: the study has none.
-    """
+    """Counts of trials: `complete`, `met` the limits, `ended_early`, and `broken` by limit; {} without
+    limits."""
     limits = record.definition.get("constraints") or {}
     if not limits:
         return {}

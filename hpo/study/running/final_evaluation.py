@@ -41,11 +41,11 @@ def evaluate_best(
 ) -> None:
     """Store the detailed evaluation of the best trial on test, or validation where there is no test split.
 
-    One that is stored already stays; of a study that has trials to run, nothing is evaluated. What goes wrong
-    is logged, and nothing else happens; when `stop` is set, this returns at the next batch.
+    Nothing is done for an unfinished study, or if the evaluation is stored already. An error is only logged.
+    When `stop` is set, this returns at the next batch.
 
     Args:
-        folder: that of a trial's checkpoints by its number.
+        folder: maps a trial's number to the folder of its checkpoints.
         remote: where the checkpoints are uploaded to.
     """
     name = executor.study.name

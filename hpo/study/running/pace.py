@@ -58,12 +58,10 @@ class Pace:
             watchdog.join()
 
     def note_step(self, checkpoint_seconds: float) -> None:
-        """A step has ended: leave time before the job's end for the longest one and for a checkpoint.
+        """Note the end of a step: leave time before the job's end for the longest step and a checkpoint.
 
-        Evaluations lie between two steps, so a step that has just begun may take as long as one.
-
-        Args:
-            checkpoint_seconds: how long the last took to write; 0 where there was none.
+        Evaluations lie between two steps, so a step may take as long as one. `checkpoint_seconds` is how long
+        the last checkpoint took to write; 0 if there was none.
         """
         seconds = self._note_sign()
         # Before its first step a trial is set up, which is no step.
@@ -72,7 +70,7 @@ class Pace:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """The trial has come to an evaluation, which is reported in the block, however long that takes."""
+        """Note that the trial has come to an evaluation, whose report takes the time of the block."""
         self._note_sign()
         yield
         self._sign_at = time.monotonic()

@@ -78,10 +78,9 @@ class Stop(threading.Event):
 
     @property
     def asks_for_requeue(self) -> bool:
-        """Whether the job itself has to ask its scheduler to be run again.
+        """Whether the job has to ask its scheduler to be run again: at the end of its time or its warning.
 
-        So after the end of its time and SIGUSR1 or SIGUSR2, which warn of it. After SIGTERM the scheduler
-        requeues or cancels as it was going to; after SIGINT a person decides.
+        After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
         """
         return self._out_of_time or self.signal in (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -130,8 +129,7 @@ def stop_on_signals(until: float | None = None, timeout: float | None = None) ->
     """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`; arguments as of `Stop`.
 
     A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
-    kills. The `Stop` is set, too, when this process is one of `run_workers` and that one wants it to stop or
-    died.
+    kills. A process of `run_workers` also stops when its parent asks it to, or dies.
     """
     stop, leaving = Stop(until, timeout), threading.Event()
     interrupts = 0
@@ -172,12 +170,7 @@ def stop_at_end_of_input(stop: Stop, reason: str) -> None:
 
 
 def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:
-    """Return when the job of this process ends, in seconds since 1970; None: it does not.
-
-    The earlier of `until` (see `parse_time`) and what Slurm says in the environment.
-
-    Raises InputError where one of them is no time, or `until` has passed.
-    """
+    """Return the earlier of `until` (see `parse_time`) and Slurm's end of the job; None: neither is given."""
     ends = []
     if until is not None:
         ends.append(parse_time(until))
@@ -189,13 +182,11 @@ def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -
 
 
 def parse_time(text: str) -> float:
-    """Return a time that lies ahead in seconds since 1970.
+    """Return a time that lies ahead in seconds since 1970. Raises InputError.
 
     Args:
         text: `18:30`, the next time that the clock shows this; `2026-11-22T18:30`, with an offset such as
             `+01:00` or in the time zone of this machine; `+3600`, seconds from now.
-
-    Raises InputError for anything else, and for a time that has passed.
     """
     now = datetime.now().astimezone()
     try:

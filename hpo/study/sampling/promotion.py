@@ -86,11 +86,12 @@ class Promotion:
     def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
         """The numbers of the paused trials that go on now, those of the last rungs first.
 
-        One that went on and broke leaves its place to the next.
+        A trial that went on and broke leaves its place to the next.
 
         Args:
-            unfinished: the numbers of the trials that unfinished slots have, with None where one has not
-                begun: only these can go on, and one that failed and is among them is tried again.
+            unfinished: the trials of the unfinished slots, with None for a slot that has not begun. Only
+                these trials
+                can go on, and a failed one among them is tried again.
         """
         rungs = self._at_rungs(trials, unfinished)
         chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_promoted)]
@@ -103,7 +104,8 @@ class Promotion:
     def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
         """The numbers of the paused trials that will never go on: there are better ones.
 
-        Of each rung some are kept: for the places of those that break, and as more trials come more go on.
+        Some of each rung are kept: for the places of trials that break, and as more go on when more trials
+        come.
         """
         return {
             number

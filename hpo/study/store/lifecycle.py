@@ -105,8 +105,7 @@ def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[s
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that no worker has; return how many.
 
-    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops. In a study that is
-    not cancelled nothing is done.
+    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops.
     """
 
     def begin_anew(connection: sa.Connection) -> set[int | None]:
@@ -150,10 +149,10 @@ def delete_study(storage: Storage, name: str) -> None:
 
 
 def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
-    """Where the trials of a study have their checkpoints: in its shared folder, or on this machine.
+    """Return the folder of a study's checkpoints: the shared one of the study, or one on this machine.
 
-    Raises StorageError where what the database says of the study is nothing that hpo writes, and InputError
-    where this machine does not allow the folder, or bucket.
+    Raises StorageError if the stored study is damaged, and InputError if this machine does not allow the
+    place.
     """
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))
