@@ -1,9 +1,8 @@
-"""Code that a study brings: Python files, and modules of installed packages, which add what
-`hpo.extensions` has, and kinds of tasks.
+"""Code that a study brings: Python files and installed modules, which add extensions and kinds of tasks.
 
-A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
-machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
-the database has nothing run that the user did not name, and no study goes on with other code.
+A study's definition names each with the SHA-256 of its content. The user of each machine says where it lies:
+in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to the database has nothing run
+that the user did not name, and no study goes on with other code.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """What the machine is: the only place that probes hardware.
 
-`probe_device` returns a plain record, and everything that decides by hardware takes the record, so a
-test can describe a GPU that is not there. What the record says about reduced precision is native
+`probe_device` returns a plain record, so a test can describe a GPU that is not there. The record has native
 support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
 
-PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it: (9, 0) for an
-MI250X. That number has nothing to do with NVIDIA's, so the record has none and names the GPU's architecture.
+PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it that has nothing to
+do with NVIDIA's. So the record of an AMD GPU has none and names its architecture.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class DeviceInfo:
 
     @property
     def kind(self) -> str:
-        """What devices on which a trial computes alike have in common: model and instructions.
-
-        A cloud's CPUs often have one name and different instructions.
-        """
+        """What devices on which a trial computes alike have in common: the name and the instructions."""
         facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
@@ -197,7 +193,7 @@ def device_uuid(visible: str | None, reported: str) -> str:
 def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
 
-    Raises InputError as `probe_device` does, and for several AMD GPUs beside HIP_VISIBLE_DEVICES. HIP then
+    Raises InputError as `probe_device` does, and for several AMD GPUs with HIP_VISIBLE_DEVICES: HIP then
     ignores CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
     """
     if kind == "cpu":
@@ -249,7 +245,7 @@ def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: those of its affinity, or fewer where its cgroups have a CPU quota.
+    """Cores that this process may use: its affinity, or fewer where its cgroups have a CPU quota.
 
     A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
     """
@@ -332,8 +328,8 @@ class Utilization:
 class EnergyCounter:
     """The energy of an NVIDIA GPU as NVML counts it: of the whole board, since its driver was loaded.
 
-    It says nothing of one worker where others share the GPU, nor of a part of a GPU. The GPU is found by its
-    UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta and later.
+    The GPU is found by its UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta
+    and later.
     """
 
     def __init__(self, device: DeviceInfo, *, shared: bool = False, num_ranks: int = 1) -> None:

@@ -16,8 +16,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 def disable_malloc_trim() -> None:
     """Let glibc keep the memory of freed tensors for the next ones (mallopt(3)); elsewhere do nothing.
 
-    By default it gives every tensor of some megabytes back to the kernel at once, which clears the pages of
-    the next one again: about a fifth of a training step. The process then holds on to its peak.
+    By default it gives large tensors back to the kernel at once, which clears the pages of the next one
+    again: about a fifth of a training step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

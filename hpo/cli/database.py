@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpo.api.opening import RUNS, existing_database, load_file
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StoredStudyArgument,
-    answer,
-    app,
-)
+from hpo.cli.options import JsonOption, StorageOption, StoredStudyArgument, answer, app
 from hpo.errors import RunError
 
 if TYPE_CHECKING:

@@ -32,6 +32,11 @@ def _positive_seconds(value: float | None) -> float | None:
     return value
 
 
+def option(kind: Any, metavar: str, help_text: str, **more: Any) -> Any:
+    """An option in a table for `with_options` or `study_command`."""
+    return Annotated[kind, typer.Option(metavar=metavar, help=help_text, **more)]
+
+
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
 StoredStudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in the database.")]
 TrustOption = Annotated[
@@ -101,27 +106,22 @@ WorkersOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 WORK_OPTIONS: Mapping[str, Any] = {
     "workers": WorkersOption,
-    "workers_per_device": Annotated[
+    "workers_per_device": option(
         int | None,
-        typer.Option(
-            min=1,
-            max=100,
-            metavar="K",
-            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
-        ),
-    ],
-    "timeout": Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
-        ),
-    ],
+        "K",
+        "Processes for each GPU of this machine, or on its CPU; not with --workers.",
+        min=1,
+        max=100,
+    ),
+    "timeout": option(
+        float | None, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
+    ),
     "until": UntilOption,
 }
 """Of the commands that run workers on this machine."""
 
 
-def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -131,7 +131,7 @@ def _own_options(
     """The parameters of a command, with the options of the tables in place of its `**options`."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-    return named + [_option(name, annotation) for table in tables for name, annotation in table.items()]
+    return named + [_parameter(name, annotation) for table in tables for name, annotation in table.items()]
 
 
 def _set_options(command: Callable[..., None], options: Sequence[inspect.Parameter]) -> None:
@@ -174,10 +174,13 @@ def study_command(
             del command.__annotations__[name]
         own = [each for each in _own_options(command, tables) if each.name not in ("opened", "as_json")]
         own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        trust = [_option("trust_remote_code", TrustOption, False), _option("trust_code", TrustCodeOption, [])]
-        shared = [_option("storage", StorageOption), *(trust if runs_code else [])]
-        study = _option("study", StudyArgument, inspect.Parameter.empty)
-        _set_options(run, [study, *own, *shared, _option("as_json", JsonOption, False)])
+        trust = [
+            _parameter("trust_remote_code", TrustOption, False),
+            _parameter("trust_code", TrustCodeOption, []),
+        ]
+        shared = [_parameter("storage", StorageOption), *(trust if runs_code else [])]
+        study = _parameter("study", StudyArgument, inspect.Parameter.empty)
+        _set_options(run, [study, *own, *shared, _parameter("as_json", JsonOption, False)])
         app.command()(run)
         return run
 

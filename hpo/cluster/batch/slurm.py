@@ -1,15 +1,11 @@
 """Workers as Slurm jobs: an array of batch jobs, each of them `hpo worker` on one node.
 
 The script replaces its shell by the worker, because Slurm sends the warning (`--signal=B:...`) to the process
-of the script alone.
+of the script alone. Slurm requeues a job after a preemption or a failed node, but not at its time limit: then
+the worker asks for the requeue. The worker that sees the end of the study cancels the waiting jobs of its
+array.
 
-Who requeues: Slurm itself, after a preemption, a failed node and `scontrol requeue`. A job that comes to its
-time limit would end for good, so the worker asks for the requeue when it has left. After `scancel` nobody
-does. A requeued job keeps its number and its log. The worker that sees the end of the study cancels the jobs
-of its array that still wait: those that Slurm holds after a failed launch would wait for ever.
-
-The database's URL, which may hold a password, reaches a job by a file that only its owner may read: the
-script, its arguments and its variables name the file.
+The database's URL, which may hold a password, reaches a job by a file that only its owner may read.
 """
 
 from __future__ import annotations

@@ -2,18 +2,17 @@
 
 One folder holds all of it:
 
-    data/        PostgreSQL's files, with its log; of the user that the server runs as
+    data/        PostgreSQL's files, with its log; they belong to the user that the server runs as
     url          how workers reach it, with the password; for its owner alone (`--storage @FOLDER/url`)
     server.crt   what `sslrootcert` in that URL names, where others than this machine may connect
     lock         held by the server's processes; its text is the host that they run on
 
-fsync stays on, so what a worker was told is stored outlives a power cut. The role of the workers is no
-superuser, the superuser cannot connect, and a server that listens on more than loopback refuses connections
-without TLS.
+fsync stays on, so stored results outlive a power cut. The role of the workers is no superuser, the superuser
+cannot connect, and a server that listens on more than loopback refuses connections without TLS.
 
-Two servers on one data folder would destroy it. PostgreSQL's guard is a file with a process id, which says
-nothing to another host of a shared file system, where batch jobs put their databases. So the server inherits
-a lock on a file, and the kernel releases it when the last of its processes ends.
+Two servers on one data folder would destroy it, and PostgreSQL's guard, a process id, does not reach other
+hosts of a shared file system. So the server inherits a lock on a file, which the kernel releases when the
+last of its processes ends.
 """
 
 from __future__ import annotations

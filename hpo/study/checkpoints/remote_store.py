@@ -6,12 +6,9 @@
     <location>/checkpoints-1a2b3c4d/trial-00000/step-00000120-9f8e7d6c5b4a/
         model.safetensors, state.pt
 
-The thread that has written a checkpoint under `runs/` uploads its two files, and one that has both is
-complete. Which is the newest is found by listing. Its name ends in a digest of the resume key, so a trial
-finds only what it can go on from.
-
-A bucket that lost its contents looks like a new one, but it has no `.hpo-artifacts`. An upload that fails is
-a problem of the trial, which goes on; the next upload brings the missing checkpoint.
+A checkpoint with both files is complete. Its name ends in a digest of the resume key, so a trial finds only a
+checkpoint from which it can go on. A bucket that lost its contents has no `.hpo-artifacts`. An upload that
+fails is a problem of the trial, which goes on; the next upload brings the missing checkpoint.
 """
 
 from __future__ import annotations

@@ -100,12 +100,7 @@ class Lease:
 
     def is_budget_spent(self) -> bool:
         """Whether the trial is to end because the study has spent what it may."""
-        return self.budget is not None and self.storage.persist(self._is_budget_spent)
-
-    def _is_budget_spent(self) -> bool:
-        assert self.budget is not None
-        with self.storage.engine.begin() as connection:
-            return self.budget.is_spent(connection)
+        return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
         """Call `update`; raise LeaseLostError if another worker has the slot."""

@@ -1,17 +1,15 @@
 """Which trial a worker runs next, and what becomes of it when the worker dies.
 
 A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
-slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the
-slot; when it has ended, the slot is closed. So wherever a worker was killed, what to do follows from the
-slot's last trial:
+slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the slot;
+when it has ended, the slot is closed. So wherever a worker was killed, the slot's last trial decides:
 
     there is none  -> take one that somebody enqueued, else make one
     RUNNING        -> it goes on, with its number, its parameters and its checkpoint
     paused         -> in an open slot it is among the best (`promotion`): make one that goes on from its
                       checkpoint; else the slot is paused
     FAIL           -> make one with the same parameters, until the retries are used up; but only after an
-                      unexpected exception, because a failure that was decided (no traceback) would be
-                      decided again
+                      unexpected exception
     anything else  -> the slot is done
 
 A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
@@ -19,20 +17,16 @@ gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat r
 `study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
 
 A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
-taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
-as `crashed`, which samplers see as infeasible, only when `MAX_DEATHS` of its workers died in a row, none of
-them with a later checkpoint or evaluation than the one before. Who takes over the slot of a dead worker
-counts its death, in the same transaction. A worker that lost its GPU counts its own death.
-
-Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
-FAIL, because samplers do not see FAIL and would return to the same broken precision.
+taken over for ever, but most deaths are not its fault: a node that is taken away, `kill -9`. So a trial ends
+as `crashed` only when `MAX_DEATHS` of its workers died in a row without progress. The worker that takes over
+the slot counts the death, in the same transaction. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -55,20 +49,8 @@ from hpo.study.sampling.promotion import (
     is_paused,
     origin_of,
 )
-from hpo.study.store.optuna_internals import (
-    copy_reports,
-    make_trial,
-    start_trial,
-    study_id_of,
-    trial_id_of,
-)
-from hpo.study.store.schema import (
-    NO_PROGRESS,
-    copy_evaluations,
-    evaluations,
-    slots,
-    workers,
-)
+from hpo.study.store.optuna_internals import copy_reports, make_trial, start_trial, study_id_of, trial_id_of
+from hpo.study.store.schema import NO_PROGRESS, copy_evaluations, evaluations, slots, workers
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -92,11 +74,6 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
     is_next = slots.c.slot == sa.func.coalesce(*first)
     claim = sa.update(slots).where(of_study, is_next, is_open_study(sa.bindparam("of_study")))
     return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
-
-
-def _has_none_of(numbers: Collection[int]) -> sa.ColumnElement[bool]:
-    """The condition that the trial of a slot, if there is one, has another number."""
-    return sa.or_(slots.c.trial_number.is_(None), slots.c.trial_number.not_in(numbers))
 
 
 @dataclass(eq=False)
@@ -229,9 +206,9 @@ class WorkerLease(Membership):
         if self.can_run is None:
             return sa.true()
         unfinished = self._params_of(self._storage.read(self._openings.states))
-        refused = [number for number, params in unfinished.items() if not self.can_run(params)]
-        others = _has_none_of([number for number in refused if number is not None])
-        return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
+        refused = {number for number, params in unfinished.items() if not self.can_run(params)}
+        has_none, others = slots.c.trial_number.is_(None), slots.c.trial_number.not_in(refused - {None})
+        return others if None in refused else sa.or_(has_none, others)
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)

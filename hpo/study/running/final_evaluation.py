@@ -1,9 +1,8 @@
 """The detailed evaluation of a study's best trial, once, by a worker that sees the study end.
 
-It takes as long as one evaluation of the split. The workers of a study see its end together, so one of those
-that share a folder of checkpoints holds a lock there, and the others leave. A checkpoint that is not here is
-downloaded from where they are uploaded to; without one, a worker leaves the trial to those that have it.
-Where it fails, the study is what it was, and `hpo best --evaluate` is there to try again.
+The workers of a study see its end together, so one that shares a folder of checkpoints holds a lock there,
+and the others leave. A worker without the checkpoint leaves the trial to the others. If the evaluation fails,
+`hpo best --evaluate` is there to try again.
 """
 
 from __future__ import annotations

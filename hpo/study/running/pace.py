@@ -1,10 +1,9 @@
 """How fast the trials of this process go: how long before its job's end they stop, and when one hangs.
 
 A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
-for ever, while the heartbeat goes on in another. So a thread here waits for signs of progress: a trial that
-shows none for `stall_seconds`, and for `TIMES_SLOWEST` times the longest that it took between two, ends with
-its process. SIGABRT is a death that counts (`hpo.study.claims.leases`): a supervisor starts the worker again,
-and the trial goes on from its last checkpoint.
+for ever, while the heartbeat goes on in another. So a thread here ends the process when a trial shows no
+progress for `stall_seconds` and `TIMES_SLOWEST` times its longest step. SIGABRT counts as a death
+(`hpo.study.claims.leases`): a supervisor starts the worker again, and the trial goes on from its checkpoint.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def open_study(
             if not trains_here:
                 executor = None
                 release_free_memory(device)
-        if stored is None or (resize and _location(stored) != config.checkpoint.location):
+        before = stored.definition.get("checkpoint", {}).get("location") if stored else None
+        if stored is None or (resize and before != config.checkpoint.location):
             open_remote_store(config.checkpoint, create=True)
         if storage is None:
             storage = databases.enter_context(open_storage(url, stop=options.stop))
@@ -167,12 +168,6 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
         stored_study(config.name, config.definition())  # its names, as they are known now
 
 
-def _location(stored: StoredStudy) -> str | None:
-    """Where the checkpoints of a stored study are."""
-    checkpoint: Mapping[str, str | None] = stored.definition.get("checkpoint", {})
-    return checkpoint.get("location")
-
-
 def _open_existing(url: str, stop: Stop | None) -> Storage | None:
     """The database at `url`; None: it is not there, or holds no study yet."""
     try:
@@ -187,10 +182,12 @@ def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInf
 
     Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
     """
+    from hpo.training.distributed import world_size
+
     try:
         device = probe_device(config.device)
         lacking = check_precisions(config, device)
-        counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=_num_ranks())
+        counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=world_size())
         check_energy(config.named_metrics, counter)
         return device, lacking
     except InputError as error:
@@ -234,12 +231,6 @@ def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
 
     executor.study = fit_rungs(executor.study, executor.dataset)
     return fit_rungs(config, executor.dataset)
-
-
-def _num_ranks() -> int:
-    from hpo.training.distributed import world_size
-
-    return world_size()
 
 
 def _num_on_device() -> int:

@@ -1,12 +1,9 @@
 """When a process stops, and why: a signal, the end of its job, or the end of the process that started it.
 
-SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask it to checkpoint and leave, because launchers warn with any of them,
-and often with one after the other: SIGUSR1 when the end of the job is near, then SIGTERM. So only a second
-SIGINT, which a person sends, ends it at once, or the first while no trial runs yet.
-
-The warning may be missing or come late. A process that knows when its job ends stops by itself, so long
-before as it takes to leave: `MARGIN_SECONDS` (a tenth of the time that it has, where that is less) and what
-`Stop.reserve` was told that a checkpoint takes.
+Launchers warn with SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, often with one after the other, so each asks for a
+checkpoint. Only a second SIGINT, which a person sends, ends the process at once, or the first while no trial
+runs yet. A process that knows when its job ends stops by itself, `MARGIN_SECONDS` and the time of a
+checkpoint (`Stop.reserve`) before.
 
 A signal handler of Python runs between any two instructions of the main thread, which may hold the lock of
 the very event that the handler would set. So it only puts the signal into a queue, and a thread sets the

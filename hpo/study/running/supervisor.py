@@ -1,18 +1,11 @@
 """The supervisor of a machine's workers: processes, each started again when it dies.
 
-What a worker process ends with decides:
+A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again, and the
+others go on. After anything else it is started again, at most `MAX_RESTARTS` times within an hour. Then the
+machine is broken: the other workers checkpoint and leave, and the error shows the end of the log.
 
-- exit code 0: it has no more to do; 2: its input is wrong, as it would be again; 130: somebody told it alone
-  to stop, or its job ends. It is not started again, and the others go on.
-- anything else, a signal or exit code 1: it died, or lost its GPU, and is started again, at most
-  `MAX_RESTARTS` times within an hour. When these are used up, the machine is broken: the other workers
-  checkpoint and leave, and the error shows the end of the log. Who takes over its trial counts the death
-  (`hpo.study.claims.leases`).
-
-Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
-also when it is killed.
-
-This process waits for no database: while that is away, a worker that died waits to be started.
+Workers stop when their standard input ends, so also when this process is killed. This process waits for no
+database: while that is away, a worker that died waits to be started.
 """
 
 from __future__ import annotations

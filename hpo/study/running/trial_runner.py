@@ -19,13 +19,7 @@ from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import (
-    PAUSED_ATTR,
-    RESUMED_ATTR,
-    VALUES_ATTR,
-    origin_of,
-    promotion_of,
-)
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, VALUES_ATTR, origin_of, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 

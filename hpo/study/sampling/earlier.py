@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -52,7 +51,7 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
     """The best earlier configurations as far as they fit this search space, each once."""
     taken: list[dict[str, Any]] = []
     left_out: set[str] = set()
-    for trial in _ranked(_load_earlier(storage, config, earlier.study)):
+    for trial in _ranked_trials(storage, config, earlier.study):
         fits = fitting(config.search_space, trial.params)
         left_out |= trial.params.keys() - fits.keys()
         if fits and fits not in taken:
@@ -66,8 +65,8 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
         _logger.warning(told, len(taken), names)
 
 
-def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.Study:
-    """The earlier study that `first.study` names. Raises StudyFileError."""
+def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[FrozenTrial]:
+    """The complete trials of the earlier study, the best first; those that break its limits come last."""
     try:
         study = storage.load_study(name)
     except StorageError as error:
@@ -75,11 +74,6 @@ def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.St
     if len(study.directions) > 1:
         message = f"must have one objective, but `{name}` has several."
         raise StudyFileError(f"{config.path}: first.study: {message}")
-    return study
-
-
-def _ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """The complete trials of a study, the best first; those that break its limits come last."""
     sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))

@@ -73,7 +73,8 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
     Where a device runs no choice of a setting that only some trials have, it draws the other trials.
     """
     drawn = dict(space)
-    for name, one in _of_devices(space).items():
+    for name in filter(space.__contains__, (PRECISION, BASE_PRECISION)):
+        one = space[name]
         choices = one.grid()
         runnable = tuple(value for value in choices if choice_name(name, value) not in skipped)
         drawn[name] = one.model_copy(update={"choices": runnable or choices})
@@ -81,11 +82,6 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
         for parent, without in [*others.items()][:1]:
             drawn[parent] = drawn[parent].model_copy(update={"choices": without})
     return drawn
-
-
-def _of_devices(space: SearchSpace) -> SearchSpace:
-    """The settings of which a device may lack choices."""
-    return {name: space[name] for name in (PRECISION, BASE_PRECISION) if name in space}
 
 
 def _build_optuna_sampler(

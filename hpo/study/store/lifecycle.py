@@ -1,9 +1,9 @@
 """The life of a study in its database: open, paused, cancelled, deleted.
 
-The state is a column of `hpo_studies`. Workers read it with each heartbeat and each claim. In a study that is
-not open they checkpoint their trials, give them back as `preempted` and leave; no slot of it is claimed. A
-paused study goes on where it was when it is open again. Of a cancelled one the unfinished trials end, which
-the last to leave sees to, be it a worker or the command; opened again, it begins their slots anew.
+Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
+trials, give them back as `preempted` and leave; no slot of it is claimed. A paused study goes on where it was
+when it is open again. The unfinished trials of a cancelled study end, by the last worker to leave or by the
+command; opened again, it begins their slots anew.
 """
 
 from __future__ import annotations

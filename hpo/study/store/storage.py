@@ -1,9 +1,8 @@
-"""The study in its database: its definition, its size, and what its trials store.
+"""The study in its database: its definition, its size, and the results of its trials.
 
-Optuna keeps the trials; tables of our own beside them (see `schema`) keep the definition, so that a changed
-search space is refused before the first trial, the slots and workers (see `leases`), every evaluation, and
-the compatibility checks that workers share. Little is written, because each call costs a commit: one JSON
-attribute for the telemetry of a trial instead of thirty attributes.
+Optuna keeps the trials. Our tables (see `schema`) keep the definition, the slots and workers, every
+evaluation and the compatibility checks. Little is written, because each call costs a commit: one JSON
+attribute holds the telemetry of a trial.
 """
 
 from __future__ import annotations
