@@ -1,4 +1,4 @@
-"""What the machine is: the only place that probes hardware.
+"""The machine. This is the only place that probes hardware.
 
 `probe_device` returns a plain record, so a test can describe a GPU that is not there. The record has native
 support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
@@ -79,7 +79,7 @@ class DeviceInfo:
 
     @property
     def kind(self) -> str:
-        """What devices on which a trial computes alike have in common: the name and the instructions."""
+        """The name and the instructions. A trial computes alike on devices of one kind."""
         facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
@@ -275,8 +275,8 @@ def limit_threads(device: DeviceInfo) -> None:
 def _limits(root: Path, name: str) -> list[str]:
     """The content of the files of that name in this process's cgroup (v2) and all above it.
 
-    A container that sees its own cgroup as the top has its limits there. https://docs.kernel.org/admin-
-    guide/cgroup-v2.html
+    A container that sees its own cgroup as the top has its limits there:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     own = root / "proc/self/cgroup"
     lines = own.read_text().splitlines() if own.exists() else []

@@ -209,7 +209,7 @@ class Study:
             return check_data(to_run(self.config), RUNS)
 
     def verify(self, repeats: int = 3) -> list[PrecisionCheck]:
-        """What this device does with each precision: support, errors, speed and memory against fp32.
+        """Check each precision on this device: support, errors, speed and memory against fp32.
 
         `repeats` passes of each precision are timed; the fastest counts.
         """
@@ -225,7 +225,7 @@ class Study:
     def plan(
         self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None
     ) -> Plan:
-        """What the trials of the study or its budget come to: hours, starts, and how many go on to the end.
+        """Estimate the trials of the study or its budget: hours, starts, and how many go on to the end.
 
         By its complete trials; in a precision of which there is none, some steps are trained here. `n_trials`
         and `hours` replace the study's; `workers` defaults to the live ones, or one.

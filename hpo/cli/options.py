@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.api.opening import check_workers, trust
+from hpo.api.opening import trust
 from hpo.errors import printable
 
 if TYPE_CHECKING:
@@ -218,11 +218,3 @@ def stop_signals(until: str | None = None, timeout: float | None = None) -> Iter
 
     with ended_at_once(), stop_on_signals(end_of_job(until), timeout) as stop:
         yield stop
-
-
-def check_work_options(options: Mapping[str, Any]) -> None:
-    """Raise InputError where `WORK_OPTIONS` contradict each other, before anything is made."""
-    from hpo.study.running.stopping import end_of_job
-
-    end_of_job(options["until"])
-    check_workers(options["workers"], options["workers_per_device"])

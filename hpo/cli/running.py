@@ -18,7 +18,6 @@ from hpo.cli.options import (
     StudyArgument,
     answer,
     app,
-    check_work_options,
     ended_at_once,
     print_json,
     study_command,
@@ -45,7 +44,6 @@ def run(
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.study.reading.study_record import complete_trials
 
-    check_work_options(options)
     with ended_at_once():
         result = opened.run(n_trials=n_trials, hours=hours, **options)
     record = result.record

@@ -1,7 +1,7 @@
-"""What is wrong with the studies of a database and their checkpoints, with what mends each problem.
+"""Problems of the studies in a database and of their checkpoints, each with a way to mend it.
 
 A check is a function that yields findings. To add one, write it and put it into `CHECKS`. Mending is safe
-while workers run. A folder of checkpoints is removed only where this database is known to have had its study,
+while workers run. A folder of checkpoints is removed only if this database is known to have had its study,
 because several databases may share one `runs/`.
 """
 

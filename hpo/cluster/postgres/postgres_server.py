@@ -100,9 +100,8 @@ class PostgresServer:
         """Make the database where there is none, start its server, and return when it answers.
 
         Args:
-            host: where it listens: an address or name of this machine, or `0.0.0.0` for all of them. Where
-                others
-                than this machine can connect, connections without TLS are refused.
+            host: an address or name of this machine to listen on, or `0.0.0.0` for all of them. Connections
+                without TLS are refused unless `host` is a loopback address.
             port: 0 takes that of last time, or a free one.
 
         Raises InputError if the folder, host or port cannot be used, RunError if the server does not start.

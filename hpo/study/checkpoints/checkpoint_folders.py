@@ -44,8 +44,7 @@ def note_database(folder: Path, storage: Storage) -> None:
 
 
 def is_of(folder: Path, noted: str) -> bool:
-    """Whether the folder belongs to the database that `noted_database` describes, whatever its host is
-    now."""
+    """Return whether the folder belongs to the database of `noted_database`, whatever its host is now."""
     note = folder / _NOTE
     return note.is_file() and note.read_text().partition("/")[2] == noted.partition("/")[2]
 

@@ -1,4 +1,4 @@
-"""Which trial a worker runs next, and what becomes of it when the worker dies.
+"""Claims: the trial that a worker runs next, and its fate when the worker dies.
 
 A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
 slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the slot;
@@ -337,7 +337,7 @@ class WorkerLease(Membership):
             lease.trial_number = row.trial_number
 
     def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, traceback: str | None) -> bool:
-        """Whether a failed trial is tried again; a failure that was decided has no traceback."""
+        """Return whether a failed trial is tried again; a decided failure has no traceback."""
         num_failures, number = 1, failed.user_attrs.get("retry_of")
         while number is not None:
             num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")

@@ -75,7 +75,8 @@ class Stop(threading.Event):
 
     @property
     def asks_for_requeue(self) -> bool:
-        """Whether the job has to ask its scheduler to be run again: at the end of its time or its warning.
+        """Return true at the end of the job's time or its warning: the job asks its scheduler to run it
+        again.
 
         After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
         """

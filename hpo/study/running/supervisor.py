@@ -326,7 +326,7 @@ class _Supervisor:
                     self.broken = worker
 
     def were_stopped(self) -> bool:
-        """Whether the workers left because they were told to. Raises if one failed."""
+        """Return whether the workers left because they were told to. Raises if one failed."""
         if self.stop.is_set():
             return True
         if self.broken is not None:

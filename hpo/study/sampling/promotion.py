@@ -86,8 +86,7 @@ class Promotion:
         A trial that went on and broke leaves its place to the next.
 
         Args:
-            unfinished: the trials of the unfinished slots, with None for a slot that has not begun. Only
-                these trials
+            unfinished: the trials of the unfinished slots, None for a slot that has not begun. Only these
                 can go on, and a failed one among them is tried again.
         """
         rungs = self._at_rungs(trials, unfinished)

@@ -1,4 +1,4 @@
-"""Which configuration is tried next, and when a trial stops early: Optuna's samplers and pruners.
+"""Optuna's samplers and pruners: the next configuration, and the early end of a trial.
 
 A worker draws only what its device can run: `device_sampler`. A precision that runs and still cannot work
 ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to learn from that:
