@@ -25,7 +25,6 @@ from hpo.errors import HpoError, InputError
 from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
-"""The group of entry points by which an installed package names its code."""
 
 T = TypeVar("T")
 _takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
@@ -72,9 +71,7 @@ class Code:
     things: list[_Thing] | None = None
     """What it has added; None: it has not run."""
     in_use: bool = False
-    """Whether its names are known now."""
     stays: bool = False
-    """Whether they stay (`use_code`)."""
 
     @property
     def is_file(self) -> bool:

@@ -41,18 +41,13 @@ MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
 
 @dataclass(frozen=True)
 class DeploymentOptions:
-    """As `hpo deploy` takes them."""
+    """The options of `hpo deploy`, whose help describes them. None: the default."""
 
     timeout: float = 1800.0
-    """Seconds after which no further form is begun."""
     max_drop: float | None = None
-    """What loses more is refused; in hundredths, of mae and rmse in the labels' units. None: 1 hundredth."""
     batch: int = 1
-    """Whose latency decides: 1 or 32."""
     threads: int | None = None
-    """None: one a core."""
     artifacts: str | None = None
-    """Which, beside fp32: `bf16,onnx_int8_dynamic`; None: all that this machine can have."""
     device: str = "cpu"
 
 

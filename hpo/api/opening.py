@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable of the processes of torchrun."""
 
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""

@@ -35,7 +35,6 @@ OUTCOME_STYLES: dict[str, str] = {
 }
 
 _LINE_SECONDS = 30.0
-"""Between two lines of a running trial."""
 
 
 class StudyDisplay:

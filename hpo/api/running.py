@@ -31,7 +31,6 @@ class RunResult(RunSummary):
     """What a run on this machine was."""
 
     record: StudyRecord = field(repr=False)
-    """The study as it was then."""
     left_out: Mapping[str, str]
     """Precisions of the study that no trial drew here, with the reason."""
 

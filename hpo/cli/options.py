@@ -118,7 +118,6 @@ WORK_OPTIONS: Mapping[str, Any] = {
     ),
     "until": UntilOption,
 }
-"""Of the commands that run workers on this machine."""
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:

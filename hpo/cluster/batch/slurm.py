@@ -57,7 +57,6 @@ class WorkerArray:
     """An array of jobs that are workers of one study."""
 
     study: str
-    """Its name in the database."""
     storage: str
     """The database's URL; `@FILE` names a file that holds it."""
     folder: Path
@@ -67,7 +66,6 @@ class WorkerArray:
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """More options of sbatch, without their dashes; True for one that takes no value."""
     trust_remote_code: bool = False
-    """Whether the code that comes with the study's encoder may run in the jobs."""
     code: Sequence[Code] = ()
     """That of the study, of which the jobs get a copy of each file."""
     allow: str | None = None

@@ -51,7 +51,6 @@ class Examined:
     storage: Storage
     runs_dir: Path
     named: str | None = None
-    """The study to look at; None: all."""
 
     def studies(self) -> list[sa.Row[Any]]:
         """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""

@@ -45,7 +45,6 @@ ROLE = DATABASE = "hpo"
 START_SECONDS = 600
 """How long a server may take to be ready: after a crash it first replays its log."""
 OTHER_SECONDS = 60.0
-"""How long a server that another process starts may take to answer."""
 STOP_SECONDS = 120
 
 _SETTINGS = """
@@ -71,9 +70,7 @@ class Running:
     url: str
     """With the password; empty where it has not been written yet."""
     host: str
-    """The machine that it runs on."""
     is_new: bool = False
-    """Whether this call has started it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class PostgresServer:
 
     folder: Path
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of PostgreSQL, for the next start."""
 
     @property
     def data(self) -> Path:

@@ -55,7 +55,6 @@ class StudyBudget:
 
     study: str
     promotion: Promotion | None = None
-    """How its trials pause and go on."""
 
     def seconds(self, connection: sa.Connection) -> float:
         """Of device time; infinite where the study has no budget any more."""

@@ -50,16 +50,13 @@ class Lease:
     storage: Storage
     study: str
     owner: str
-    """The worker."""
     slot: int
     trial_number: int | None = None
     """Of the slot's last Optuna trial."""
     trial: optuna.trial.Trial | None = None
-    """The one that runs here."""
     saved_step: int = 0
     """Of the newest checkpoint that was written of its trial."""
     deaths: int = 0
-    """How many workers that had its trial died in a row, without progress in between."""
     death_step: int = 0
     """From where it would go on after the last of them."""
     lost: threading.Event = field(default_factory=threading.Event)
@@ -67,9 +64,7 @@ class Lease:
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
     budget: StudyBudget | None = None
-    """What the study may spend; None: it has a number of trials."""
     clock: DeviceClock = field(default_factory=DeviceClock)
-    """Of a study that has a budget."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 

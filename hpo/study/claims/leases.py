@@ -80,21 +80,18 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
 class WorkerLease(Membership):
     """A worker that claims slots of a study and runs their trials.
 
-    On leaving the block, a slot that is still claimed opens again.
+    On leaving the block, a slot that is still claimed opens again. `promotion` and `budget`: see `Openings`.
     """
 
     _: KW_ONLY
     max_retries: int
-    """How often a trial that failed unexpectedly is tried again."""
     can_run: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether this worker can run a trial with these parameters, perhaps not yet all, and {} for one that is
     not made yet; it leaves the others to other workers. None: it can run all."""
     refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
-    """How trials pause and go on; None: they do not."""
     budget: StudyBudget | None = None
-    """What the study may spend; None: it has a number of trials."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

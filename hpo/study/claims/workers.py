@@ -52,7 +52,6 @@ class Membership:
         self.study_closed = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
         self._lease: Lease | None = None
-        """Of the slot that it has claimed last."""
         self._of_study = slots.c.study == self._study.study_name
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)

@@ -28,7 +28,6 @@ class EvaluationRow:
     """What Optuna was told; counts up within the trial."""
     epoch: float
     seconds: float
-    """Of the trial, up to here."""
     metrics: Mapping[str, Any]
     """Task -> metric -> value, and the objectives by name."""
     train_examples_per_second: float | None = None
@@ -58,7 +57,6 @@ class TrialRecord:
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    """Optuna's, of each of the `params`."""
     evaluations: list[EvaluationRow] = field(default_factory=list)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
@@ -79,13 +77,10 @@ class WorkerRecord:
     last_seen: datetime
     alive: bool
     trial_number: int | None
-    """The trial it is running."""
     number: int = 0
-    """Unique within the study."""
     device: str | None = None
     """Of its machine, as `DeviceInfo.device_id`."""
     job: str | None = None
-    """That runs it: `slurm:123_4`."""
     silent_seconds: float = 0.0
     """Since it was last seen, by the database's clock."""
 

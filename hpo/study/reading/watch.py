@@ -41,7 +41,6 @@ class Look:
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
-    """Of the study's slots."""
 
 
 class StudyWatch:

@@ -80,7 +80,6 @@ class OpenOptions:
     is_file: bool = False
     """Whether the study is that of the user's file, and not the database's definition (`check_trust`)."""
     trust_remote_code: bool = False
-    """Whether the code that comes with the encoder may run here, whatever the user's file says."""
     stop: Stop | None = None
     """Of a worker: it waits for a database that is away."""
 

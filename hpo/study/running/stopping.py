@@ -34,7 +34,6 @@ MARGIN_SECONDS = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SLURM_END = "SLURM_JOB_END_TIME"
-"""Environment variable that Slurm sets: when the job ends, in seconds since 1970."""
 
 _LONGEST_WAIT = 60.0
 """Seconds between two looks at the clock, which may be set meanwhile."""
@@ -54,7 +53,6 @@ class Stop(threading.Event):
         super().__init__()
         self.until = until
         self.reason = ""
-        """Why it was set, in words."""
         self.signal: signal.Signals | None = None
         """The signal that set it; None: the time, or the process that started this one."""
         self.deadline = time.monotonic() + (timeout or math.inf)

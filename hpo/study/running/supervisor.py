@@ -204,7 +204,6 @@ class WorkerProcesses:
 
     shares: Sequence[DeviceShare]
     arguments: Sequence[str] = ()
-    """More of `hpo worker`."""
     storage_as_given: str | None = None
     """What they find the storage by, such as `@FILE`; None: by its URL."""
     allow: str | None = None

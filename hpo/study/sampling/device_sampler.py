@@ -38,11 +38,9 @@ class WorkerDevice:
     device_id: str | None = None
     """`DeviceInfo.device_id`, by which others know whether they share the device."""
     memory_bytes: int | None = None
-    """What a trial may take."""
     left_out: Mapping[str, str] | None = None
     """Precisions of the study that the device does not run, by `table.choice_name`, each with the reason."""
     kind: str = ""
-    """`DeviceInfo.kind`."""
     checked_on: str | None = None
     """What compatibility results must be of, to count here; of `compat.checked_on`."""
 
@@ -62,7 +60,6 @@ class WorkerDevice:
 
 
 ANY_DEVICE = WorkerDevice()
-"""Nothing is known of the device."""
 
 
 class WrapperSampler(BaseSampler):

@@ -22,7 +22,6 @@ SOURCE_ATTR = "source"
 """User attribute of a trial that was tried first: where its configuration comes from."""
 
 Configuration = tuple[dict[str, Any], str]
-"""Parameters, as Optuna holds them, and where they come from."""
 
 _logger = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ ENUMERATED = 2000
 """Of a space with at most so many configurations the last one is found, too."""
 
 Choice = tuple[str, Any]
-"""Setting and value."""
 
 Configuration = frozenset[tuple[str, str]]
 """The settings of a trial with their values as text."""

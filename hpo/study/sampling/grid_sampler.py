@@ -27,7 +27,6 @@ Point = dict[str, Any]
 """The parameters of a trial, as Optuna holds them."""
 
 POINT_ATTR = "hpo:grid"
-"""System attribute of a trial: its point."""
 
 
 class NoPointLeft(Exception):

@@ -63,7 +63,6 @@ class Promotion:
     """Where trials pause, and how many of them go on."""
 
     rungs: tuple[float, ...]
-    """Shares of the budget."""
     reduction_factor: int
     keep: int
     directions: tuple[str, ...]

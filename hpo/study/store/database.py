@@ -22,7 +22,6 @@ from hpo.study.store.sqlite_place import check_place
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
 BUSY_SECONDS = 60.0
-"""How long a write waits for other processes (SQLite)."""
 
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
 

@@ -39,7 +39,6 @@ _FRESH = {
     "owner": None,  # who had it and was silent for long stores nothing when it comes back
     **NO_PROGRESS,
 }
-"""The columns of a slot without a trial."""
 
 
 def study_state(connection: sa.Connection, name: str) -> str | None:

@@ -137,9 +137,7 @@ class StoredStudy:
 
     definition: dict[str, Any]
     state: str
-    """`open`, `paused` or `cancelled`."""
     slots: dict[str, int]
-    """As `Storage.slot_counts`."""
     has_trained: bool
     """Whether a trial has a checkpoint or an evaluation."""
 
