@@ -10,7 +10,7 @@ import typer
 
 from hpo.api.opening import RUNS
 from hpo.device import probe_device
-from hpo.errors import RunError
+from hpo.errors import DeviceLostError, RunError
 from hpo.precision.table import apply_preset
 from hpo.report.formats import format_number, format_seconds
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
@@ -55,6 +55,8 @@ def say_what_it_buys(config: StudyConfig, workers: int, should_stop: Callable[[]
     """Print what the budget of a study comes to, of which no trial has trained."""
     try:
         typer.echo("\n".join(plan_told(measured_plan(config, None, workers, should_stop))))
+    except DeviceLostError:
+        raise
     except RunError as error:  # the trials will tell
         typer.echo(f"What the budget buys is not known yet. {error}")
 

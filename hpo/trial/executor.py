@@ -2,8 +2,8 @@
 
     resolve precision -> tokens -> model -> compatibility check -> train / evaluate -> TrialResult
 
-Every way a trial can end becomes a `TrialResult`; only what concerns the whole study (bad data, a full
-disk, a lost lease) is raised.
+Every way a trial can end becomes a `TrialResult`. An error that concerns more than the trial is raised: bad
+data, a full disk, a lost lease, a lost GPU.
 """
 
 from __future__ import annotations
