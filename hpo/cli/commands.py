@@ -62,8 +62,8 @@ def main() -> None:
     # What a database holds, such as the host of a worker, is shown without escape sequences.
     text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
-        if message := removed_command(sys.argv[1:]):
-            raise InputError(message)
+        if removed := removed_command(sys.argv[1:]):
+            raise InputError(removed)
         app(prog_name="hpo")
     except HpoError as error:
         from rich.console import Console
