@@ -121,7 +121,7 @@ def test_incompatible(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check_every", [1, 20])
-def test_a_trial_that_is_stopped_between_two_checks_ends_as_nonfinite(
+def test_a_trial_stopped_between_two_checks_ends_as_nonfinite(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_every: int
 ) -> None:
     """A CPU checks every step, a GPU every 20th; a checkpoint must not lose what was counted since."""

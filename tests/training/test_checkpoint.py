@@ -179,7 +179,7 @@ def test_no_memory_for_the_copy_is_a_problem_of_the_checkpoint(store: Checkpoint
     assert "no memory for the copy" in store.problems[0]
 
 
-def test_a_device_that_fails_in_the_copy_is_no_problem_of_the_checkpoint(store: CheckpointStore) -> None:
+def test_a_device_failure_in_the_copy_is_no_problem_of_the_checkpoint(store: CheckpointStore) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         store.save(1, Uncopied("CUDA error: an illegal memory access was encountered"), state={})
 

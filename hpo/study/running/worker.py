@@ -176,6 +176,9 @@ def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome 
         before `open_trial`      no trial: a trial is made
         before `record_outcome`  one that is RUNNING: it goes on from its last checkpoint
         after it                 one that has ended: the slot is done, or a retry is made
+
+    Raises DeviceLostError if this process has lost its GPU. The slot is then open again, and a death of its
+    worker is counted.
     """
     with suppress(LeaseLostError):
         try:
