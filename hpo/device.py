@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.errors import InputError
+from hpo.versions import install_hint
 
 CUDA_CONTEXT_BYTES = 2**30
 """Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
@@ -361,7 +362,7 @@ class EnergyCounter:
         try:
             import pynvml
         except ImportError:
-            self.missing = "the package nvidia-ml-py is not installed. Install it."
+            self.missing = f"the package nvidia-ml-py is not installed. {install_hint('nvml')}"
             return
         self._nvml = pynvml
         try:

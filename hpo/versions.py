@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-Extra = Literal["adapters", "fp8", "mlflow", "onnx", "tensorboard", "wandb"]
+Extra = Literal["adapters", "fp8", "mlflow", "nvml", "onnx", "tensorboard", "wandb"]
 """An extra of pyproject.toml that a feature needs."""
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
-    "comparison.configurations.precisions": "Delete the study of this comparison, and compare anew.",
     "hpo compare --configurations": "Its winner was often not the best trial. See `hpo best`.",
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
     "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",

@@ -63,6 +63,10 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
     assert refused.exit_code == 2
     assert "training.max_steps: 4 -> 9" in refused.err
     ok(hpo_command(here, "worker", str(made / "tiny.yaml"), "--storage", url))
+    (listed,) = ok(hpo_command(made, "studies", "--json")).json
+    assert (listed["name"], listed["state"], listed["workers"]) == ("tiny", "done", 0)
+    assert listed["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
+    assert "tiny   done   2/2" in ok(hpo_command(made, "studies", width=120)).out
 
 
 def test_a_name_that_nothing_has(made: Path) -> None:
@@ -96,25 +100,6 @@ def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
     )
     assert scored.exit_code == 2
     assert "give the option --trust-remote-code" in scored.err
-
-
-def test_a_worker_on_a_machine_without_the_data_leaves_the_study_as_it_is(made: Path) -> None:
-    data = write_set(made / "mine", TOPIC, train=rows("t"), validation=rows("v"))
-    path = write_study(made, name="absent", data={"source": "jsonl", "path": "mine"})
-    ok(hpo_command(made, "init", str(path)))
-    data.rename(made / "gone")
-    path.unlink()
-    refused = hpo_command(made, "worker", "absent")
-    assert (refused.exit_code, "There is no folder" in refused.err) == (2, True)
-    ok(hpo_command(made, "worker", "tiny"))
-    listed = ok(hpo_command(made, "studies", "--json")).json
-    assert [(one["name"], one["state"], one["workers"]) for one in listed] == [
-        ("tiny", "done", 0),
-        ("absent", "open", 0),
-    ]
-    assert listed[0]["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
-    shown = ok(hpo_command(made, "studies", width=120)).out
-    assert "absent  open   0/2" in shown
 
 
 def test_a_worker_needs_a_study(tmp_path: Path) -> None:

@@ -14,9 +14,6 @@ from hpo.models.multitask import _POOLINGS
 from hpo.tasks.registry import KINDS
 from hpo.training.optim import OPTIMIZERS, SCHEDULES
 
-# The compiler's modules use `torch.jit.script_method`, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-
 
 def choices(setting: str) -> set[str]:
     return set(get_args(TrialSettings.model_fields[setting].annotation))

@@ -269,7 +269,7 @@ def test_worker_waits_for_a_database_that_may_come(
 
 def insert_compat(storage: Storage, key: str) -> None:
     with storage.engine.begin() as connection:
-        connection.execute(sa.insert(compat).values(key=key, result="{}"))
+        connection.execute(sa.insert(compat).values(key=key, result="{}", created=storage.now))
 
 
 @pytest.mark.postgres

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,17 @@ import torch
 from safetensors.torch import load_file
 from tiny import ENCODER, tiny_executor
 
+from hpo.device import DeviceInfo
+from hpo.errors import RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.progress import CompileClock, TrainState
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialParts
+from hpo.trial.trial_run import TrialRun
+
+TOO_STRICT = {"degraded_gradient_cosine": 1.0, "incompatible_gradient_cosine": 1.0}
+COMPILED = {"max_steps": 2, "batch_size": 4, "max_length": 16, "dropout": 0.0, "compile": "default"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +53,73 @@ def compile_layers_alone(model: MultitaskModel, *_: Any, backend: str = "eager")
         layer.compile(backend=backend, dynamic=False)
 
 
+class KeepsMemory:
+    """A backend that keeps every graph until the compiler is reset, as CUDA graphs keep their memory."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def reset(self) -> None:
+        self.graphs.clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("end", ["complete", "failed", "incompatible", "raised"])
+def test_no_compiled_code_outlives_the_check_or_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    backend = KeepsMemory()
+    models: list[weakref.ref[MultitaskModel]] = []
+    num_compiled: list[int] = []
+    released: list[tuple[int, int]] = []
+
+    def apply_compile(model: MultitaskModel, *_: Any) -> None:
+        compile_layers_alone(model, backend=backend)
+        models.append(weakref.ref(model))
+
+    def prepare(parts: TrialParts) -> torch.optim.Optimizer:
+        num_compiled.append(len(backend.graphs))
+        return optimizer_of(parts)
+
+    def step(run: TrialRun) -> bool:
+        num_compiled.append(len(backend.graphs))
+        if end == "failed":
+            raise ValueError("the step failed")
+        if end == "raised":
+            raise RunError("the disk is full")
+        return after_step(run)
+
+    def release(_: DeviceInfo) -> None:
+        gc.collect()
+        released.append((len(backend.graphs), sum(model() is not None for model in models)))
+
+    optimizer_of, after_step = TrialParts.prepare, TrialRun._on_step
+    monkeypatch.setattr(TrialParts, "prepare", prepare)
+    monkeypatch.setattr(TrialRun, "_on_step", step)
+    monkeypatch.setattr("hpo.training.compilation.release_free_memory", release)
+    compat = {"enabled": True} | (TOO_STRICT if end == "incompatible" else {})
+    executor = executor_of(tmp_path, compat=compat, training=COMPILED | {"fp_precision": "bf16"})
+    executor.loader.apply_compile = apply_compile
+    if end == "raised":
+        with pytest.raises(RunError, match="the disk is full"):
+            executor.run({}, tmp_path / "trial", "trial")
+    else:
+        result = executor.run({}, tmp_path / "trial", "trial")
+        assert result.outcome == end, result.traceback
+        assert released[-1] == (0, 0), "the model was still held"
+    assert backend.graphs == []
+    assert models
+    if end != "incompatible":
+        assert (num_compiled[0], num_compiled[1] > 0) == (0, True), "the check left compiled code behind"
+
+
 def executor_of(folder: Path, **changes: Any) -> Executor:
     model = {"encoder": ENCODER | {"num_hidden_layers": 1}}
-    executor = tiny_executor(folder, model=model, compat={"enabled": False}, **changes)
+    executor = tiny_executor(folder, **({"model": model, "compat": {"enabled": False}} | changes))
     executor.loader.apply_compile = compile_layers_alone
     return executor
 

@@ -185,6 +185,7 @@ def bare_rows(split: str, size: int) -> list[dict[str, Any]]:
 
 
 def test_the_last_token_without_special_tokens_from_training_to_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     encoder = bare_decoder(tmp_path / "decoder")
     task = {"mood": {"kind": "single_label", "classes": ["bad", "good"]}}
     write_set(tmp_path / "rows", task, train=bare_rows("t", 32), validation=bare_rows("v", 8))

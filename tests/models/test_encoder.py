@@ -20,9 +20,6 @@ from hpo.models.encoder import (
     max_positions,
 )
 
-# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -22,9 +22,6 @@ from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.tasks.kind import DecodingThresholds
 
-# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 def spoil(model: MultitaskModel) -> MultitaskModel:
     """Move every weight a little, so that nothing equals what a fresh load would give."""

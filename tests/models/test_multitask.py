@@ -24,9 +24,6 @@ from hpo.models.multitask import (
 )
 from hpo.tasks.registry import KINDS
 
-# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 POOLINGS = ("cls", "mean", "max", "attention")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,10 +47,39 @@ def test_flags_are_set_and_put_back_and_their_older_names_can_be_read(name: str,
     assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == before
 
 
+def test_the_compiler_caches_each_precision_apart() -> None:
+    config, tags = torch.compiler.config, set()
+    with config.patch(cache_key_tag="user"):
+        for precision in PRECISIONS.values():
+            with backend_flags(precision, AmpConfig()):
+                tags.add(config.cache_key_tag)
+        assert config.cache_key_tag == "user"
+    assert len(tags) == len(PRECISIONS)
+    assert all("user" in tag for tag in tags), "the user's own tag is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_fp16_runs_no_graph_of_bf16_from_the_compiler_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def dtype_of_product(name: str) -> torch.dtype:
+        torch._dynamo.reset()
+        amp, weight_NK = mixed(name), torch.ones(4, 4)
+        multiply = torch.compile(lambda input_BK: input_BK @ weight_NK)
+        with backend_flags(amp.precision, amp.config), amp.evaluation():
+            return multiply(torch.ones(2, 4)).dtype
+
+    assert [dtype_of_product(name) for name in ("bf16", "fp16")] == [torch.bfloat16, torch.float16]
+    torch._dynamo.reset()
+
+
 def all_switches(of: Any = torch.backends, depth: int = 2) -> set[tuple[str, str]]:
     """Every backend and operation with an `fp32_precision`, wherever it lies below `torch.backends`."""
     found = set()
-    for value in (getattr(of, name) for name in dir(of) if not name.startswith("_")):
+    for value in (getattr(of, name, None) for name in dir(of) if not name.startswith("_")):
         if hasattr(type(value), "fp32_precision") or type(value).__name__.endswith("FP32Precision"):
             found.add((value.backend, value.op) if hasattr(value, "backend") else (type(value).__name__, ""))
         if depth and type(value).__module__.startswith("torch.backends"):

@@ -86,6 +86,14 @@ def test_the_energy_is_that_of_the_steps_after_the_warm_up(machine: Machine) -> 
     assert meter.summary()["train_examples_per_second"] == pytest.approx(4.0)
 
 
+def test_the_warm_up_is_not_counted_where_it_is_a_stretch_of_its_own(machine: Machine) -> None:
+    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
+    meter.start()
+    machine.train(meter, 2, watts=500.0)
+    meter.stop()
+    assert joules(meter) is None
+
+
 def test_no_step_waits_for_the_device(machine: Machine) -> None:
     meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
     meter.start()

@@ -18,7 +18,7 @@ from hpo.errors import InputError
 from hpo.training.checkpoint import CheckpointStore
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import NO_CALLBACKS
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
 
 ENERGY = "train_joules_per_example"
 OBJECTIVE = {"metric": ENERGY, "direction": "minimize"}
@@ -75,8 +75,13 @@ def test_an_objective_of_energy_is_that_of_the_training_steps(tmp_path: Path, gp
 
 
 def test_a_copy_for_a_checkpoint_is_not_counted(tmp_path: Path, gpu: PlayedGpu) -> None:
-    result = run(tmp_path, checkpoints=tmp_path / "trial", checkpoint={"every_seconds": 1e-6})
-    assert result.headline[ENERGY] == gpu.per_step / 8
+    def raise_cost(progress: Progress) -> None:
+        gpu.per_step = progress.step  # of the next step: a mean tells which steps it is of
+
+    callbacks = Callbacks(on_progress=raise_cost)
+    checkpoints = {"every_seconds": 1e-6}  # after each step
+    result = run(tmp_path, callbacks, tmp_path / "trial", checkpoint=checkpoints)
+    assert result.headline[ENERGY] == sum(range(3, 40)) / 37 / 8
 
 
 def test_a_trial_above_the_limit_ends_at_an_evaluation(tmp_path: Path, gpu: PlayedGpu) -> None:

@@ -71,6 +71,6 @@ def store_detailed_evaluation(
         if not connection.execute(here.values(token=token)).rowcount:
             raise RunError("the study was deleted, or made anew, while its trial was evaluated.")
         connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
-        connection.execute(sa.insert(table).values(**key, document=text))
+        connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
 
     storage.write(store)

@@ -287,7 +287,7 @@ class Storage:
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
-        new = {"key": key, "result": json.dumps(json_safe(result))}
+        new = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
 
         def insert() -> None:
             with suppress(IntegrityError), self.engine.begin() as connection:

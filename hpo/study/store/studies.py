@@ -99,7 +99,8 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
-    return {"n_trials": config.num_slots, "definition": json.dumps(config.definition())}
+    definition = json.dumps(config.definition())
+    return {"space_hash": config.space_hash, "n_trials": config.num_slots, "definition": definition}
 
 
 def _resize(
