@@ -199,6 +199,13 @@ def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return process
 
 
+def run_until_killed(target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run a process that kills itself."""
+    process = start_process(target, *args, **kwargs)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def start(*args: Any, **kwargs: Any) -> Any:
     """Start a process that runs `work`."""
     return start_process(work, *args, **kwargs)

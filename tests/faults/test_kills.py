@@ -22,10 +22,12 @@ from worker_process import (
     finish,
     notes,
     outcome_of,
+    run_until_killed,
     start,
     study,
     value_of,
     wait_for,
+    work,
 )
 
 from hpo.config.study_config import StudyConfig
@@ -49,9 +51,7 @@ def test_killed_worker_is_continued(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str
 ) -> None:
     storage_url, config, log = request.getfixturevalue(f"{kind}_url"), study(4), tmp_path / "log"
-    killed = start(storage_url, config, log, kill=place, kill_at=2)
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
+    run_until_killed(work, storage_url, config, log, kill=place, kill_at=2)
     before = notes(log)
     with open_storage(storage_url) as storage:
         counts = storage.slot_counts(config.name)
