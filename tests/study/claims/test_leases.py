@@ -118,39 +118,30 @@ def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
     change_worker(storage, worker, process_start="1")
 
 
-@pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
+@pytest.mark.parametrize("died", ["after an evaluation", "after a checkpoint", "with its GPU"])
 def test_deaths_at_one_place_count_until_there_is_progress(
-    storage: Storage, opened: optuna.Study, progress: str
+    storage: Storage, opened: optuna.Study, died: str
 ) -> None:
     with ExitStack() as stack:
         peer = stack.enter_context(worker_on(storage, opened))
         for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
             victim = stack.enter_context(worker_on(storage, opened))
-            trial = victim.open_trial(victim.claim())
+            lease, trial = begin(victim)
             assert trial.number == 0
-            if step and progress == "evaluation":
+            if step and died == "after an evaluation":
                 evaluate(storage, trial, step=step)
-            die(storage, victim, step if progress == "checkpoint" else 0)
+            if died == "with its GPU":
+                lease.saved_step = step  # no heartbeat told the database yet
+                victim.record_death(lease)
+                assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+            else:
+                die(storage, victim, step if died == "after a checkpoint" else 0)
             lease = peer.claim()
-            assert lease.deaths == num_deaths
+            assert (lease.deaths, lease.death_step) == (num_deaths, step)
             assert bool(lease.crash) == (num_deaths == MAX_DEATHS)
             peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
         assert lease.crash == "its process died 3 times after step 30, without progress."
         assert peer.claim().crash, "known to whoever claims the slot next"
-
-
-def test_a_worker_counts_its_own_death_when_it_lost_its_gpu(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
-        for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
-            lease, trial = begin(worker)
-            assert trial.number == 0
-            lease.saved_step = step  # no heartbeat told the database yet
-            worker.record_death(lease)
-            assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-            lease, _ = begin(worker)
-            assert (lease.deaths, lease.death_step) == (num_deaths, step)
-            worker.release(lease)
-        assert lease.crash == "its process died 3 times after step 30, without progress."
 
 
 def test_a_worker_counts_no_death_in_a_slot_of_another_worker(storage: Storage, opened: optuna.Study) -> None:

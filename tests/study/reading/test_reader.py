@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import begin, result, study
+from worker_process import begin, result, study, worker_on
 
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -15,8 +14,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
 def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    with WorkerLease(storage, opened, max_retries=0) as worker, open_storage(storage.url) as reader:
+    with worker_on(storage, study(2)) as worker, open_storage(storage.url) as reader:
         lease, trial = begin(worker)
         ended = []
 
