@@ -1,5 +1,3 @@
-"""Which settings exclude each other with an adapter, or without one."""
-
 from __future__ import annotations
 
 from pathlib import Path

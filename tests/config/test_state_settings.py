@@ -1,5 +1,3 @@
-"""Which optimisers may keep their state in fewer bits."""
-
 from __future__ import annotations
 
 from pathlib import Path
