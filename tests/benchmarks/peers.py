@@ -359,6 +359,4 @@ CONTENDERS = {
     "trainer": run_trainer,
     "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
     "lightning": run_lightning,
-    "trainer-tuned": run_tuned_trainer,
-    "plain": run_plain,
 }

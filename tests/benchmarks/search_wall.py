@@ -194,9 +194,6 @@ def measure(arguments: argparse.Namespace) -> None:
         best = one.course[-1][1] if one.course else 0.0
         print(f"{one.search}: {one.seconds} s, {best:.4f}", file=sys.stderr, flush=True)
         found.append(one)
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-        return
     device = probe_device("cpu")
     print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, torch {device.torch_version}, "
@@ -219,7 +216,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--cap", type=float, default=300.0, help="seconds of one search")
     parser.add_argument("--results", type=Path, help="a file of searches, with which a stopped run goes on")
-    parser.add_argument("--json", action="store_true", help="print every search")
     arguments = parser.parse_args(words)
     for name in arguments.sets:
         if not (REAL_SETS / name / "tasks.json").exists():

@@ -1,5 +1,3 @@
-"""What each contender's studies say of precision, against what the hooks saw."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Whole searches of made posts by a tiny encoder, each in a process of its own; and what is said of them."""
-
 from __future__ import annotations
 
 import json
@@ -27,7 +25,6 @@ SEARCH = Search("made", "hpo", seed=1, target=MADE.target(), cap=120.0)
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the set of made posts."""
     monkeypatch.setitem(WALLS, MADE.workload.name, MADE)
 
 
