@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 Extra = Literal["adapters", "fp8", "mlflow", "nvml", "onnx", "tensorboard", "wandb"]
-"""An extra of pyproject.toml that a feature needs."""
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

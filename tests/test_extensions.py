@@ -290,9 +290,7 @@ def test_a_source(tmp_path: Path) -> None:
         ({"options": {"path": "gone"}}, "", "", r"own_kind\.py:15: FileNotFoundError: .*/gone"),
     ],
 )  # fmt: skip
-def test_a_wrong_source(
-    tmp_path: Path, changes: dict[str, Any], old: str, new: str, message: str
-) -> None:
+def test_a_wrong_source(tmp_path: Path, changes: dict[str, Any], old: str, new: str, message: str) -> None:
     with pytest.raises(InputError, match=rf"(?s){message}"):
         load_data(load_study(write(tmp_path, SOURCE.replace(old, new), data=POSTS | changes)).data)
 

@@ -212,7 +212,7 @@ def test_connections_that_tls_refuses(
     ("version", "message"),
     [
         ("v9.9.9.a", r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update Optuna"),
-        ("v2.6.0.a", r"Move them up with `hpo doctor --fix`"),
+        ("v2.6.0.a", r"run `optuna storage upgrade --storage URL`"),
     ],
 )
 def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -> None:

@@ -89,7 +89,6 @@ def test_of_many_classes_the_most_frequent_confusions_are_bars() -> None:
 
 
 def charts_of(one: Detailed) -> list[Chart]:
-    """All that the page shows."""
     first = intervals_chart(one)
     return [*([first] if first else []), *(chart for task in one.tasks for chart in task_charts(one, task))]
 

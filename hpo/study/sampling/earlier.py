@@ -1,22 +1,17 @@
-"""The configurations that a study tries first: those of its file, of earlier results and of the portfolio."""
+"""The configurations that a study tries first: from its file, an earlier study and the portfolio."""
 
 from __future__ import annotations
 
-import csv
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.known import EarlierResults, fitting
 from hpo.config.limits import violation
 from hpo.config.portfolio import portfolio
-from hpo.config.study_file import parse_yaml_value
-from hpo.config.trial_settings import setting_value
 from hpo.errors import StorageError, StudyFileError
 
 if TYPE_CHECKING:
@@ -27,17 +22,15 @@ SOURCE_ATTR = "source"
 """User attribute of a trial that was tried first: where its configuration comes from."""
 
 Configuration = tuple[dict[str, Any], str]
-"""Parameters, as Optuna holds them, and where they come from."""
 
 _logger = logging.getLogger(__name__)
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """The parameters and user attributes of the trials with which a study begins when it is made: those of
-    `first`, then those of the portfolio, at most one for each slot.
+    """The parameters and user attributes of a new study's first trials: `first`, then the portfolio.
 
-    Raises:
-        StudyFileError: the earlier results are not there, or cannot be ranked.
+    There is at most one for each slot. Raises StudyFileError if the earlier study is not there, or has
+    several objectives.
     """
     if config.comparison is not None:
         return []
@@ -55,19 +48,14 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
 
 def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults) -> Iterator[Configuration]:
     """The best earlier configurations as far as they fit this search space, each once."""
-    if earlier.study is None:
-        best_first = _of_table(config, str(earlier.csv))
-    else:
-        ranked = _ranked(_load_earlier(storage, config, earlier.study))
-        best_first = [(one.params, f"trial {one.number} of {earlier.study}") for one in ranked]
     taken: list[dict[str, Any]] = []
     left_out: set[str] = set()
-    for params, source in best_first:
-        fits = fitting(config.search_space, params)
-        left_out |= params.keys() - fits.keys()
+    for trial in _ranked_trials(storage, config, earlier.study):
+        fits = fitting(config.search_space, trial.params)
+        left_out |= trial.params.keys() - fits.keys()
         if fits and fits not in taken:
             taken.append(fits)
-            yield fits, source
+            yield fits, f"trial {trial.number} of {earlier.study}"
         if len(taken) == earlier.top:
             break
     if left_out or len(taken) < earlier.top:
@@ -76,8 +64,8 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
         _logger.warning(told, len(taken), names)
 
 
-def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.Study:
-    """The earlier study that `first.study` names. Raises StudyFileError."""
+def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[FrozenTrial]:
+    """The complete trials of the earlier study, the best first; those that break its limits come last."""
     try:
         study = storage.load_study(name)
     except StorageError as error:
@@ -85,38 +73,6 @@ def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.St
     if len(study.directions) > 1:
         message = f"must have one objective, but `{name}` has several."
         raise StudyFileError(f"{config.path}: first.study: {message}")
-    return study
-
-
-def _ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """The complete trials of a study, the best first; those that break its limits come last."""
     sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))
-
-
-def _of_table(config: StudyConfig, csv_path: str) -> list[Configuration]:
-    """The configurations of a report's table, the best first."""
-    path, objective = config.path.parent / csv_path, config.objective[0]
-    sign = -1 if objective.direction == "maximize" else 1
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            complete = [row for row in csv.DictReader(file) if row["outcome"] == "complete"]
-        complete.sort(key=lambda row: sign * float(row[f"objective.{objective.metric}"]))
-        return [(_params_of(row), f"trial {row['number']} of {path.name}") for row in complete]
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise StudyFileError(
-            f"{config.path}: first.csv: {path} must be the `trials.csv` of a report on this objective, but: "
-            f"{type(error).__name__}: {error}."
-        ) from None
-
-
-def _params_of(row: Mapping[str, str]) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    for column, text in row.items():
-        if column.startswith("param.") and text:  # else the trial had no such setting
-            name = column.removeprefix("param.")
-            params[name] = parse_yaml_value(text)
-            with suppress(ValueError):  # `fitting` leaves it out
-                params[name] = setting_value(name, params[name])
-    return params
