@@ -31,8 +31,8 @@ class Answer:
 
     precision: str
     pairs: Differences
-    ratios: Mapping[str, Mapping[str, Ratio]]
-    """Each of `RATIOS` by kind of device."""
+    ratios: Mapping[str, Ratio | None]
+    """The value of each of `RATIOS`; None where no pair was measured."""
     verdict: VerdictName = "undecided"
     difference: float = math.nan
     low: float = -math.inf
@@ -59,7 +59,7 @@ def answer_of(runs: Runs, precision: str, ahead: str) -> Answer:
     """`ahead` names the precision that keeps this one from being asked about; empty: none does."""
     pairs = runs.differences(precision, runs.metric)
     answer = Answer(
-        precision, pairs, {name: runs.ratios(precision, attribute) for name, attribute in RATIOS.items()}
+        precision, pairs, {name: runs.ratio(precision, attribute) for name, attribute in RATIOS.items()}
     )
     if ahead:
         return replace(answer, reason=f"not asked: {runs.plan.named(ahead)} comes first, and is not as good")

@@ -15,7 +15,6 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, choice_name, lacking_choices
-from hpo.study.reading.reader import read_study
 from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
@@ -80,11 +79,6 @@ def _stored(storage: Storage, name: str, of: str, request: Request, device: Devi
     if plan is None or plan.study_token != storage.study_token(of):
         raise InputError(f"The study `{name}` is no comparison of `{of}` as it is now: hpo delete {name}")
     _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
-    if not plan.device:  # of an earlier version, whose trials say it
-        facts = [trial.telemetry.get("device") for trial in read_study(storage, name).trials]
-        kinds = {DeviceInfo.from_facts(of_trial).kind for of_trial in facts if of_trial}
-        if len(kinds) == 1:
-            plan = plan.model_copy(update={"device": kinds.pop()})
     if request.max_seeds is not None:
         plan = plan.model_copy(update={"max_seeds": request.max_seeds})
     if storage.slot_counts(name)["done"] < stored.num_slots:

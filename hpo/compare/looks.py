@@ -39,7 +39,7 @@ def run_looks(
         companion = caught_up(storage, companion)
         looked = run_look(companion)
         rows = read_row_statistics(storage, companion.name, tasks)
-        result = judge(Runs(looked, companion, tasks, rows), search)
+        result = judge(Runs(looked, companion, tasks, rows))
         storage.store_comparison(search.name, result.plan.question, result.content)
         if result.next_plan is None:
             return result

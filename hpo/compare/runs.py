@@ -29,7 +29,7 @@ from hpo.config.objective import smaller_is_better
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, device_kinds
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.training.metrics import RowStatistics, primary_mean
 from hpo.trial.objectives import quality_objective, unit_of
 
@@ -99,7 +99,6 @@ class Runs:
         assert study.comparison is not None
         self.plan = study.comparison
         self.split = "test" if study.evaluation.test else "validation"
-        self.kinds = device_kinds(record.trials)
         decides = quality_objective(study.objective)
         self.metric = decides.metric
         self._minimized = decides.direction == "minimize"
@@ -187,17 +186,19 @@ class Runs:
         rows = np.mean(of_rows, axis=0) if of_rows else np.zeros(0)
         return Differences(tuple(pairs), np.array(of_runs, dtype=float), np.asarray(rows))
 
-    def ratios(self, precision: str, attribute: str) -> dict[str, Ratio]:
-        """What is measured over fp32's, by the kind of device that both of a pair had."""
-        logs: dict[str, list[float]] = {}
+    def ratio(self, precision: str, attribute: str) -> Ratio | None:
+        """Return a measured quantity relative to fp32; None where no pair measured it.
+
+        All trials of a comparison run on one kind of device.
+        """
+        logs: list[float] = []
         for pair in self.pairs(precision):
-            kinds = {self.kinds.get(one.number) for one in (pair.ours, pair.theirs)}
-            values = [self._measured(one, attribute) for one in (pair.ours, pair.theirs)]
-            same_threads = _threads(pair.ours) == _threads(pair.theirs)
-            if len(kinds) == 1 and None not in {*kinds, *values} and same_threads:
-                logs.setdefault(str(kinds.pop()), []).append(math.log(values[0] / values[1]))  # type: ignore[operator]
-        ratio = _range if attribute == STORED_BYTES else _ratio
-        return {kind: ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
+            ours, theirs = (self._measured(one, attribute) for one in (pair.ours, pair.theirs))
+            if ours and theirs and _threads(pair.ours) == _threads(pair.theirs):
+                logs.append(math.log(ours / theirs))
+        if not logs:
+            return None
+        return _range(np.array(logs)) if attribute == STORED_BYTES else _ratio(np.array(logs))
 
     def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
         """What says how the precision does; None: nothing does. Speed and memory are of a trial that had its

@@ -20,7 +20,7 @@ from hpo.report.tables import (
     precision_order,
     searched_parameters,
 )
-from hpo.report.verdicts import forests, speed_and_quality
+from hpo.report.verdicts import forests
 from hpo.study.sampling.fronts import pareto_front
 
 LINE_COLOR = "#333333"
@@ -40,7 +40,6 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     """
     metrics = tables.record.metric_names
     charts = forests(tables)
-    charts += speed_and_quality(tables) if "precisions" in tables.record.comparisons else []
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]

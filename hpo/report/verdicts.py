@@ -5,14 +5,14 @@ The sentences are `hpo.compare.words`', as they were stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
 from hpo.report.formats import format_interval, format_number
-from hpo.report.tables import ON, StudyTables
+from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord, is_number
 
 MARGIN_COLOR = "#6B6B6B"
@@ -34,10 +34,9 @@ def sentences(tables: StudyTables) -> list[str]:
 
 
 def details(comparison: Comparison) -> list[str]:
-    """The verdict on each precision with what it rests on, collapsed runs, and the search's own best."""
-    told = [row["sentence"] for row in comparison.get("verdicts", ())]
-    told += [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
-    return [*told, *filter(None, [comparison.get("tuned_sentence")])]
+    """The verdict on each precision with its evidence, then the collapsed runs."""
+    verdicts = [row["sentence"] for row in comparison.get("verdicts", ())]
+    return verdicts + [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
 
 
 def chosen_on_test(record: StudyRecord) -> list[str]:
@@ -55,9 +54,9 @@ def chosen_on_test(record: StudyRecord) -> list[str]:
 
 
 def comparison_tables(comparison: Comparison) -> list[pd.DataFrame]:
-    """Those of one comparison that have something in them."""
-    made = (verdict_table, device_table, configuration_table)
-    return [table for table in (make(comparison) for make in made) if not table.empty]
+    """The tables of one comparison that have rows."""
+    made = (verdict_table(comparison), configuration_table(comparison))
+    return [table for table in made if not table.empty]
 
 
 def verdict_table(comparison: Comparison) -> pd.DataFrame:
@@ -95,21 +94,6 @@ def configuration_table(comparison: Comparison) -> pd.DataFrame:
             **{name: _cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)},
         }
         for row in rows
-    )
-
-
-def device_table(comparison: Comparison) -> pd.DataFrame:
-    """Speed and memory on each kind of device, a row for each precision; empty where there was one kind."""
-    return pd.DataFrame(
-        {
-            "precision": _name(row),
-            "device": there["device"],
-            "speed": _ratio(there, "speed_ratio"),
-            "memory": _ratio(there, "memory_ratio"),
-        }
-        for row in comparison.get("verdicts", ())
-        for there in row["devices"]
-        if len(row["devices"]) > 1
     )
 
 
@@ -162,47 +146,9 @@ def forest(tables: StudyTables, question: str = "precisions") -> Chart:
     )
 
 
-def speed_and_quality(tables: StudyTables) -> list[Chart]:
-    """Speed over fp32's against the difference, both with their intervals, on each kind of device."""
-    key, title = "verdicts_speed", "Speed against quality on new seeds"
-    rows = list(tables.record.comparisons.get("precisions", {}).get("verdicts", ()))
-    devices = sorted({there["device"] for row in rows for there in row["devices"]})
-    if len(devices) < 2:
-        return [_speed_and_quality(rows, key, title)]
-    charts = []
-    for place, device in enumerate(devices, 1):
-        here = [{**row, **there} for row in rows for there in row["devices"] if there["device"] == device]
-        charts.append(_speed_and_quality(here, f"{key}_device_{place}", f"{title}{ON}{device}"))
-    return charts
-
-
-def _speed_and_quality(rows: Sequence[Comparison], key: str, title: str) -> Chart:
-    rows = [row for row in rows if is_number(row["speed_ratio"]) and is_number(row["low"])]
-    if not rows:
-        return Chart(key, title, absent="No pair of trials tells the speed: each must have its device alone.")
-    series = [Series("fp32", PRECISION_STYLES["fp32"][0], [1.0], [0.0], markers=PRECISION_STYLES["fp32"][1])]
-    for row in rows:
-        color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        x, y = row["speed_ratio"], row["difference"]
-        text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} {row['unit']}"
-        series.append(Series(row["precision"], color, [x], [y], markers=markers, hover=[text]))
-        series.append(interval_line(row["precision"], color, [x, x], [row["low"], row["high"]]))
-        if is_number(row["speed_ratio_low"]):
-            ends = [row["speed_ratio_low"], row["speed_ratio_high"]]
-            series.append(interval_line(row["precision"], color, ends, [y, y]))
-    return Chart(
-        key,
-        title,
-        x_label="training speed over fp32's, of pairs",
-        y_label=f"{rows[0]['unit']} of {rows[0]['metric']} against fp32",
-        series=series,
-        caption="The same configurations and seeds under each precision.",
-    )
-
-
 def _name(row: Comparison) -> str:
-    """What is compared with fp32; results of an earlier version are of `fp_precision` alone."""
-    return str(row.get("name", row["precision"]))
+    """What is compared with fp32."""
+    return str(row["name"])
 
 
 def _bounds(row: Comparison) -> tuple[Any, Any, Any]:
@@ -210,8 +156,6 @@ def _bounds(row: Comparison) -> tuple[Any, Any, Any]:
 
 
 def _ratio(row: Comparison, name: str) -> str:
-    if len(row.get("devices", ())) > 1:
-        return "by device"
     return format_interval(row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
 
 
