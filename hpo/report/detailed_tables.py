@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 """In the order of the page: what the search has not seen comes first."""
 
+MAX_CONFUSIONS = 20
 _WHERE = ("number", "split", "task")
 """The first columns of every CSV table; `number` is the trial's."""
 _CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")
@@ -146,14 +147,12 @@ def outside_text(num_spans: int) -> str:
     return f"and {num_spans} wrong span{'s' * (num_spans > 1)} outside this excerpt" if num_spans else ""
 
 
-def off_diagonal(of_task: Mapping[str, Any]) -> list[tuple[str, str, int]]:
-    """(true class, predicted class, rows) of two different classes, the most frequent first."""
-    confusion = of_task["confusion"]
-    if not confusion:
-        return []
-    labels = confusion["labels"]
-    pairs = [(labels[true], labels[said], count) for true, said, count in confusion["counts"] if true != said]
-    return sorted(pairs, key=lambda pair: -pair[2])
+def confusions_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
+    """The most frequent pairs of a true class and another one that was predicted, for people."""
+    pairs = [pair for pair in _confusions(of_task) if pair[0] != pair[1]]
+    pairs = sorted(pairs, key=lambda pair: -pair[2])[:MAX_CONFUSIONS]
+    rows = [(true, predicted, format_number(count)) for true, predicted, count in pairs]
+    return pd.DataFrame(rows, columns=["true", "predicted", "rows"])
 
 
 def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
