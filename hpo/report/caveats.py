@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from hpo.config.limits import MEASURED_METRICS
-from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
 from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
@@ -164,18 +163,6 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
         yield Notice(
             f"The precision table compares different configurations (settings: {', '.join(settings)}).",
             "It shows what the search found under each precision, not the effect of precision alone.",
-        )
-    went_on = [trial.origin for trial in tables.record.trials if trial.origin != trial.number]
-    stopped = tables.trials["outcome"].eq(Outcome.PRUNED) & ~tables.trials["number"].isin(went_on)
-    pruned = tables.trials[stopped]["precision"].value_counts()
-    if len(pruned) and counted["precision"].nunique() > 1:
-        names = sorted(pruned.index, key=precision_order)
-        by_precision = ", ".join(f"{name} {pruned[name]}" for name in names)
-        yield Notice(
-            f"The pruner stopped {_count(pruned.sum())} ({by_precision}): the medians by precision are over "
-            "the trials that it let finish.",
-            "A precision that lost more of its weak trials has the higher median. Compare the best, or "
-            "search with `pruner: {name: none}`.",
         )
 
 

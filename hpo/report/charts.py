@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -49,7 +49,7 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
             charts += metric_throughput(tables, index)
     charts.append(importances(tables))
     for index in range(len(metrics)):
-        charts += [*learning_curves(tables, index, "epochs"), *learning_curves(tables, index, "seconds")]
+        charts.append(learning_curves(tables, index))
     charts.append(timeline(tables, max_timeline_rows))
     return [chart for chart in charts if not chart.absent]
 
@@ -87,13 +87,10 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         return Chart(key, title, absent="No complete trial ran the precision that it requested.")
     groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
-    medians = []
     for position, (_, group) in enumerate(groups):
         # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
-        line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2
-        medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
     caption = f"The trials differ in these settings too: {differing}." if differing else ""
     devices = [*tables.devices, "not known"]  # numbers, since names would not fit under the points
@@ -109,7 +106,7 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         key,
         title,
         y_label=_label(metric),
-        series=[*_points(rows, x, y), *medians],
+        series=_points(rows, x, y),
         x_ticks=ticks,
         caption=caption.strip(),
     )
@@ -206,32 +203,12 @@ def importances(tables: StudyTables) -> Chart:
     )
 
 
-def learning_curves(tables: StudyTables, index: int, axis: Literal["epochs", "seconds"]) -> list[Chart]:
-    """The metric at every evaluation against epochs, or on each kind of device against seconds."""
-    numbers = tables.trials[["number", "device"]]
-    if axis == "epochs":
-        return [_learning_curves(tables, index, axis, tables.evaluations)]
-    return [
-        _learning_curves(tables, index, axis, tables.evaluations[shown], place, on)
-        for rows, place, on in _by_device(tables, numbers)
-        for shown in [tables.evaluations["number"].isin(rows["number"])]
-    ]
-
-
-def _learning_curves(
-    tables: StudyTables,
-    index: int,
-    axis: Literal["epochs", "seconds"],
-    evaluations: pd.DataFrame,
-    suffix: str = "",
-    on: str = "",
-) -> Chart:
+def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
+    """The metric at every evaluation against epochs."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
-    names = {"epochs": ("epoch", "epoch", "epoch"), "seconds": ("seconds", "time", "seconds in the trial")}
-    column, by, x_label = names[axis]
-    key, title = _key(f"learning_curves_{axis}", index) + suffix, f"{metric} while training, by {by}{on}"
+    key, title, evaluations = _key("learning_curves", index), f"{metric} while training", tables.evaluations
     if metric in evaluations:
-        evaluations = evaluations.dropna(subset=[metric, column])
+        evaluations = evaluations.dropna(subset=[metric, "epoch"])
     if metric not in evaluations or evaluations.empty:
         return Chart(key, title, absent=f"No evaluation with `{metric}` is stored.")
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
@@ -248,7 +225,7 @@ def _learning_curves(
                 Series(
                     precision,
                     color,
-                    list(curve[column]),
+                    list(curve["epoch"]),
                     list(_shown(curve[metric], metric)),
                     "line",
                     markers=markers,
@@ -260,7 +237,7 @@ def _learning_curves(
             )
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
-    return Chart(key, title, x_label=x_label, y_label=_label(metric), series=series, caption=caption)
+    return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
 
 
 def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:

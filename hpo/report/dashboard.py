@@ -30,7 +30,7 @@ from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.tables import StudyTables, precision_comparison
+from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details, sentences
 from hpo.study.store.storage import open_storage
 
@@ -99,7 +99,7 @@ def study_note(tables: StudyTables) -> str:
         for one in detailed:
             lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}."]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
-    lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
+    lines += ["", "## By requested precision", "", _markdown_table(brief_summary(tables)), ""]
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)

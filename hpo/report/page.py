@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup, escape
 
+from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.detailed_page import HEADING, evaluation
 from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, interval_text, intervals
@@ -34,11 +35,9 @@ from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.status import trial_seconds
 from hpo.report.tables import (
-    ON,
     StudyTables,
     brief_summary,
     objective_column,
-    precision_comparison,
     searched_parameters,
     task_metrics_table,
 )
@@ -62,7 +61,8 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     plots = [(chart, plot(chart)) for chart in charts]
-    reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
+    not_complete = tables.trials[tables.trials["outcome"].ne(Outcome.COMPLETE)]
+    reasons = not_complete.assign(time=not_complete["seconds"].map(format_seconds))
     return render(
         "report.html.j2",
         name=tables.record.name,
@@ -85,8 +85,6 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         ],
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
-        precisions=precision_comparison(tables),
-        by_precision_told=_by_precision_told(tables),
         brief=brief_summary(tables),
         verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
         first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
@@ -96,32 +94,6 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         ],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
-    )
-
-
-def _by_precision_told(tables: StudyTables) -> str:
-    """The best value under each precision, and what it takes to know whether they differ; empty where no
-    trial is complete, or precisions were compared."""
-    record, metric = tables.record, tables.record.metric_names[0]
-    known = tables.by_precision.dropna(subset=[f"best_{metric}"])
-    if "precisions" in record.comparisons or known.empty:
-        return ""
-    names = known["precision"] + (ON + known["device"] if len(tables.devices) > 1 else "")
-    best = known.assign(name=names).sort_values(
-        f"best_{metric}", ascending=record.directions[0] == "minimize"
-    )
-    told = ", ".join(
-        f"{format_metric(metric, value)} under {name}"
-        for name, value in best[["name", f"best_{metric}"]].to_numpy()
-    )
-    if known["precision"].nunique() == 1:
-        return (
-            f"The best {metric} found is {told}. No other precision has a complete trial: `hpo verify` "
-            "shows which ones this machine runs, and `search_space.fp_precision` tries them."
-        )
-    return (
-        f"The best {metric} found is {told}. One search does not tell whether the precisions differ: "
-        f"`hpo compare {shlex.quote(record.name)}` does, on new seeds."
     )
 
 
@@ -256,9 +228,6 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
     if trials["train_joules_per_example"].notna().any():
         table["joules/example"] = trials["train_joules_per_example"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
-    for name in ("weights_bytes", "state_bytes"):
-        if trials[name].nunique() > 1:
-            table[name.replace("_bytes", "")] = trials[name].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):
         table[name] = trials[f"param.{name}"].map(_cell)

@@ -54,7 +54,6 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "evaluations": tables.evaluations,
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
         "importances": tables.importances.table,
-        "not_complete": tables.not_complete,
         **csv_tables(tables),
     }
 

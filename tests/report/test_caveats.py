@@ -94,12 +94,6 @@ def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
     assert "different configurations" not in texts(trials[::2]), "one precision alone"
 
 
-def test_medians_over_what_the_pruner_left_are_a_caveat() -> None:
-    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "pruned")]
-    assert "The pruner stopped 1 trial (bf16 1): the medians" in texts(trials)
-    assert "pruner" not in texts(trials[:2])
-
-
 def test_precisions_that_no_trial_ran_are_said() -> None:
     said = texts([fake_trial(0, "fp32")])
     assert "Not run here: tf32, fp16. `tf32` needs CUDA with compute capability >= 8.0" in said

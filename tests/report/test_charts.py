@@ -72,11 +72,11 @@ def test_throughput_front_is_what_no_other_trial_beats() -> None:
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     record = fake_record()
-    (chart,) = learning_curves(StudyTables(record), 0, "seconds")
+    chart = learning_curves(StudyTables(record))
     assert len(chart.series) == MAX_CURVES
     assert f"{MAX_CURVES} best of 32" in chart.caption
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
-    assert [row.seconds for row in best.evaluations] in [list(series.x) for series in chart.series]
+    assert [row.epoch for row in best.evaluations] in [list(series.x) for series in chart.series]
     assert sum(series.in_legend for series in chart.series) == 3
 
 

@@ -47,7 +47,7 @@ def serving(url: str) -> Iterator[int]:
 def test_publish_puts_note_charts_and_metric_names_into_the_study(study: optuna.Study) -> None:
     publish(study, fake_record())
     assert study.metric_names == ["score"]
-    assert "| requested precision | fp32 | tf32 | bf16 | fp16 |" in get_note(study)
+    assert "| fp32 | native |" in get_note(study)
     attributes = study._storage.get_study_system_attrs(study._study_id)
     charts = {key.split(":")[2] for key in attributes if key.startswith("dashboard:plot_data:")}
     assert {"history", "metric_throughput", "importances", "timeline"} <= charts
