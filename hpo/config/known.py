@@ -1,4 +1,4 @@
-"""What is known before a study begins: the configurations that it tries before its sampler draws any."""
+"""The configurations that a study tries before its sampler draws any."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpo.config.search_space import SearchSpace, decode, encode, refusal
-from hpo.config.study_file import CheckedSection, Problem, refuse, show
+from hpo.config.study_file import Problem, refuse, show
 from hpo.config.trial_settings import setting_value
-from hpo.section import Count
+from hpo.section import Count, Section
 
 
-class EarlierResults(CheckedSection):
-    """Where the configurations come from that are tried first; or a list of them, each a mapping of settings
-    to values, of which the sampler draws those that are missing."""
+class EarlierResults(Section):
+    """An earlier study whose best configurations are tried first; or a list of configurations, each a mapping
+    of settings to values, of which the sampler draws those that are missing."""
 
-    study: str | None = None
+    study: str
     """An earlier study of the same database."""
-    csv: str | None = None
-    """The table `trials.csv` of a report, whose trials have this study's objective."""
     top: Count = 3
     """So many of its best configurations. What this study does not search, or not in that range, is left
     out."""
-
-    def problems(self) -> Iterator[Problem]:
-        if (self.study is None) == (self.csv is None):
-            yield Problem((), "must have either `study`, one of the database, or `csv`, a report's table.")
 
 
 First = tuple[dict[str, Any], ...] | EarlierResults

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -15,8 +13,6 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.known import EarlierResults, fitting
 from hpo.config.limits import violation
 from hpo.config.portfolio import portfolio
-from hpo.config.study_file import parse_yaml_value
-from hpo.config.trial_settings import setting_value
 from hpo.errors import StorageError, StudyFileError
 
 if TYPE_CHECKING:
@@ -55,19 +51,15 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
 
 def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults) -> Iterator[Configuration]:
     """The best earlier configurations as far as they fit this search space, each once."""
-    if earlier.study is None:
-        best_first = _of_table(config, str(earlier.csv))
-    else:
-        ranked = _ranked(_load_earlier(storage, config, earlier.study))
-        best_first = [(one.params, f"trial {one.number} of {earlier.study}") for one in ranked]
+    ranked = _ranked(_load_earlier(storage, config, earlier.study))
     taken: list[dict[str, Any]] = []
     left_out: set[str] = set()
-    for params, source in best_first:
-        fits = fitting(config.search_space, params)
-        left_out |= params.keys() - fits.keys()
+    for trial in ranked:
+        fits = fitting(config.search_space, trial.params)
+        left_out |= trial.params.keys() - fits.keys()
         if fits and fits not in taken:
             taken.append(fits)
-            yield fits, source
+            yield fits, f"trial {trial.number} of {earlier.study}"
         if len(taken) == earlier.top:
             break
     if left_out or len(taken) < earlier.top:
@@ -93,30 +85,3 @@ def _ranked(study: optuna.Study) -> list[FrozenTrial]:
     sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))
-
-
-def _of_table(config: StudyConfig, csv_path: str) -> list[Configuration]:
-    """The configurations of a report's table, the best first."""
-    path, objective = config.path.parent / csv_path, config.objective[0]
-    sign = -1 if objective.direction == "maximize" else 1
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            complete = [row for row in csv.DictReader(file) if row["outcome"] == "complete"]
-        complete.sort(key=lambda row: sign * float(row[f"objective.{objective.metric}"]))
-        return [(_params_of(row), f"trial {row['number']} of {path.name}") for row in complete]
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise StudyFileError(
-            f"{config.path}: first.csv: {path} must be the `trials.csv` of a report on this objective, but: "
-            f"{type(error).__name__}: {error}."
-        ) from None
-
-
-def _params_of(row: Mapping[str, str]) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    for column, text in row.items():
-        if column.startswith("param.") and text:  # else the trial had no such setting
-            name = column.removeprefix("param.")
-            params[name] = parse_yaml_value(text)
-            with suppress(ValueError):  # `fitting` leaves it out
-                params[name] = setting_value(name, params[name])
-    return params

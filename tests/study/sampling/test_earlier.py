@@ -12,7 +12,6 @@ from worker_process import finish, result, run_trials, start_process, study
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StudyChangedError, StudyFileError
-from hpo.report.tables import StudyTables
 from hpo.study.reading.reader import read_study
 from hpo.study.store import studies
 from hpo.study.store.storage import Storage, open_storage
@@ -80,26 +79,23 @@ def earlier_study(storage: Storage, *, values: str = "learning_rate") -> StudyCo
 
 
 def test_the_best_of_an_earlier_study_are_tried_as_far_as_they_fit(
-    storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     earlier_study(storage)
     ranked = sorted(read_study(storage, "earlier").trials, key=lambda trial: -trial.values[0])  # type: ignore[index]
-    StudyTables(read_study(storage, "earlier")).trials.to_csv(tmp_path / "trials.csv", index=False)
     space = {
         "learning_rate": {"type": "float", "low": 1e-5, "high": ranked[1].params["learning_rate"]},
         "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
     }
-    for name, source in (("by_name", {"study": "earlier"}), ("by_table", {"csv": "trials.csv"})):
-        config = study(9, name=name, search_space=space, first={**source, "top": 3})
-        create_or_resume_study(storage, config.model_copy(update={"path": tmp_path / "study.yaml"}))
-        assert waiting(storage, name) == [
-            {"fp_precision": ranked[0].params["fp_precision"]},
-            *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
-        ]
-        assert "3 configurations are tried; left out, as it does not fit: `batch_size`, `learning_rate`." in (
-            caplog.text
-        )
-        caplog.clear()
+    config = study(9, name="later", search_space=space, first={"study": "earlier", "top": 3})
+    create_or_resume_study(storage, config)
+    assert waiting(storage, "later") == [
+        {"fp_precision": ranked[0].params["fp_precision"]},
+        *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
+    ]
+    assert "3 configurations are tried; left out, as it does not fit: `batch_size`, `learning_rate`." in (
+        caplog.text
+    )
 
 
 def test_earlier_trials_that_break_limits_or_did_not_complete_come_last_or_not_at_all(
@@ -121,14 +117,9 @@ def test_earlier_trials_that_break_limits_or_did_not_complete_come_last_or_not_a
 def test_earlier_results_that_are_not_there_are_refused(storage: Storage, tmp_path: Path) -> None:
     two = [{"metric": "score"}, {"metric": "train_tokens_per_second"}]
     create_or_resume_study(storage, study(1, name="two", objective=two, pruner={"name": "none"}))
-    (tmp_path / "other.csv").write_text("number,outcome,objective.x/f1\n0,complete,1\n")
-    (tmp_path / "broken.csv").write_text("number,outcome,objective.score\n0,complete,good\n")
     for first, problem in (
         ({"study": "twice"}, r"first.study: There is no study `twice` in .*"),
         ({"study": "two"}, r"first.study: must have one objective, but `two` has several."),
-        ({"csv": "absent.csv"}, r"first.csv: .*absent.csv must be .*: FileNotFoundError"),
-        ({"csv": "other.csv"}, r"first.csv: .*other.csv must be .*: KeyError: 'objective.score'."),
-        ({"csv": "broken.csv"}, r"first.csv: .*broken.csv must be .*: ValueError: .* 'good'."),
     ):
         config = study(2, first=first).model_copy(update={"path": tmp_path / "study.yaml"})
         with pytest.raises(StudyFileError, match=rf"study.yaml: {problem}"):
