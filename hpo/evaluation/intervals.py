@@ -26,7 +26,6 @@ defined in none, or a task has fewer than two annotated rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,11 +52,6 @@ class Interval:
     value: float
     low: float | None
     high: float | None
-
-    @property
-    def width(self) -> float:
-        """Infinite without bounds."""
-        return math.inf if self.low is None or self.high is None else self.high - self.low
 
 
 @dataclass(frozen=True)

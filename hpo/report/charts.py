@@ -93,22 +93,13 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         x[group.index] = position + np.linspace(-spread, spread, len(group))
     differing = ", ".join(differing_settings(rows))
     caption = f"The trials differ in these settings too: {differing}." if differing else ""
-    devices = [*tables.devices, "not known"]  # numbers, since names would not fit under the points
-    ticks = []
-    for group, points in groups:
-        precision, on, device = group.partition(ON)
-        ticks.append(f"{precision}{on}{devices.index(device) + 1 if on else ''} (n = {len(points)})")
-    if any(ON in group for group, _ in groups):
-        ticks = [tick.replace(" (", "\n(") for tick in ticks]
-        told = (f"{number} is {device}" for number, device in enumerate(tables.devices, 1))
-        caption += f" Devices that are kept apart: {', '.join(told)}."
     return Chart(
         key,
         title,
         y_label=_label(metric),
         series=_points(rows, x, y),
-        x_ticks=ticks,
-        caption=caption.strip(),
+        x_ticks=[group.replace(ON, "\non ") + f" (n = {len(points)})" for group, points in groups],
+        caption=caption,
     )
 
 
