@@ -44,20 +44,17 @@ def open_comparison(
     device: DeviceInfo,
     has_test: bool,
 ) -> StudyConfig:
-    """The comparison that is stored, or a new one, which is not stored yet.
+    """The stored comparison, or a new one, which is not stored yet.
 
-    Of one that is stored nothing can be asked anew but the number of seeds, which may be raised at any look.
-    A looser margin, other precisions or configurations would be chosen by somebody who has seen the results,
-    and its errors would not be those stated.
+    Only the number of seeds of a stored comparison may change. Anybody who has seen the results could choose
+    a looser margin or other precisions by them, and the stated errors would not hold.
 
     Args:
         config: of the study that is compared.
-        device: on which it is begun, or goes on; one that names no precisions has all that this one runs.
+        device: a request without precisions compares all that it runs.
         has_test: whether the data have a test split with labels.
 
-    Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values; the
-            study is a comparison; `device` cannot run the trials that are left.
+    Raises InputError.
     """
     if config.comparison is not None:
         of, command = config.comparison.study, config.comparison.command

@@ -29,10 +29,7 @@ def run_looks(
 ) -> Result:
     """Run the trials of a comparison up to its next look, judge and store that, until it is decided.
 
-    Args:
-        search: the study whose configurations are compared.
-        run_look: trains what the plan names and has no result yet.
-
+    `search` is the study that is compared; `run_look` trains what the plan names and has no result yet.
     Raises RunError where trials of a look that has ended are not there.
     """
     while True:

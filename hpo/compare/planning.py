@@ -1,13 +1,9 @@
-"""What of a study is compared.
+"""Chooses what a comparison trains: the best `top` configurations of the study, each under every precision
+with the same seeds. A setting that `when` left out of a configuration has its default.
 
-The best `top` configurations of the study, whatever their precision, each under every precision with the same
-seeds.
-
-Precisions are asked about one after the other, in a fixed sequence: a precision gets no trial before the one
-ahead of it is as good. So each question has the whole error, and all `as good` together have it too (Westfall
-& Krishen, Journal of Statistical Planning and Inference 2001).
-
-A setting that the search left out of a configuration (`when`) has its default there.
+Precisions are compared in a fixed sequence: a precision gets no trial before the one ahead of it is as good.
+So each question has the whole error, and all `as good` together have it too (Westfall & Krishen, Journal of
+Statistical Planning and Inference 2001).
 """
 
 from __future__ import annotations
@@ -132,11 +128,9 @@ Settings = Mapping[int, dict[str, Any]]
 def _compared(
     best: Sequence[TrialRecord], settings: Settings, own: Container[str], top: int
 ) -> Iterator[ComparedConfiguration]:
-    """The best configurations, which are trained under every precision.
-
-    Trials that differ in precision alone have one configuration, by the better of them. So have those that
-    differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
-    searched it.
+    """The best configurations. Trials that differ in precision alone have one configuration, by the better of
+    them. So have trials that differ in settings `own` to a precision (`when`): each setting has its best
+    trial's value.
     """
     groups: dict[str, list[TrialRecord]] = {}
     for trial in best:

@@ -1,7 +1,4 @@
-"""What a comparison says so far, as it is stored, and whether it goes on.
-
-The words are in `hpo.compare.words`; the terminal, the report and the dashboard show what is stored.
-"""
+"""The results of a comparison so far, as they are stored, and whether it goes on."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""The runs of a comparison as arrays: what each scores, and what each row of the split adds to that.
+"""The runs of a comparison as arrays: the score of each run, and what each row of the split adds to it.
 
-Scores are times 100 (points) but for `mae` and `rmse`, which are in the units of the labels, and all are
-turned so that higher is better. A metric that is no mean over rows has pseudo-values in place of rows: N
-times the metric less N - 1 times that of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter
-11). Their mean is nearly the metric, and of one that is such a mean they are the rows' own values.
+Scores are times 100 (points), but `mae` and `rmse` are in the units of the labels; all are turned so that
+higher is better. A metric that is no mean over rows has pseudo-values in place of rows: N times the metric
+less N - 1 times that of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter 11).
 
-A pair is one configuration with one seed, under a precision and under fp32. It counts where fp32 has trained.
-Where the precision then ended without a score, its score is 0, the worst there is: nothing that fails to
-train is as good. `mae` and `rmse` have no worst score; there such a pair has no difference, and forbids `as
-good`. A run that failed by a bug or the machine, or that fell back to another precision, says nothing of the
-precision, and its pair is left out.
+A pair is one configuration with one seed, under a precision and under fp32. It counts if fp32 has trained. A
+precision that then ended without a score has the score 0, the worst; `mae` and `rmse` have no worst score, so
+such a pair has no difference and forbids `as good`. A run that failed by a bug or the machine, or fell back
+to another precision, says nothing about the precision, and its pair is left out.
 """
 
 from __future__ import annotations

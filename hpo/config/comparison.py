@@ -1,16 +1,12 @@
-"""What `hpo compare` runs: configurations of another study, each under several precisions and seeds.
+"""The plan of `hpo compare`: configurations of another study, each under several precisions and seeds.
 
-A precision is that of training (`fp_precision`), of the weights under an adapter (`base_precision`) or of the
-optimiser's moments (`optimizer_state`). A comparison is of one of these, its `setting`; the others are as in
-the search.
+A comparison is of one `setting`: the precision of training (`fp_precision`), of the weights under an adapter
+(`base_precision`) or of the optimiser's moments (`optimizer_state`).
 
-A comparison is a study like any other, with workers, leases and a budget, but its trials are planned. A
-*block* is one configuration with one seed under every precision that it is compared in: a matched set, whose
-trials have the same initial weights, order of data and dropout masks. The seeds are new ones, never those of
-the search, so that the luck of its winners does not count.
-
-The points of the plan are a function of this section alone. `hpo compare` looks at what there is and raises
-`num_seeds` of what is not decided yet.
+It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
+its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
+search, so that the luck of its winners does not count. The points are a function of this section alone. `hpo
+compare` raises `num_seeds` of what is not decided yet.
 """
 
 from __future__ import annotations

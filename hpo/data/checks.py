@@ -1,9 +1,7 @@
-"""What can be known of a data set before anything is trained: facts alone, without an opinion.
+"""Facts about a data set before anything is trained; the advice is in `hpo.data.advice`.
 
-Texts are the same where they differ in case and white space alone (`normalised`); they are compared by
-their 64-bit hashes in this process, so that a million rows take 8 MB for it. For their lengths in tokens, and
-what a `max_length` cuts off, every split is tokenised whole and at each length as for training, from the
-cache where it is there. What to change is in `hpo.data.advice`.
+Texts are the same if they differ in case and white space alone. Their 64-bit hashes are compared, so that a
+million rows take 8 MB.
 """
 
 from __future__ import annotations

@@ -39,11 +39,10 @@ class Reader:
 
 
 def located(config: DataConfig) -> DataConfig:
-    """`config` with the paths at which its data lie on this machine.
+    """`config` with the paths of its data on this machine.
 
-    Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the
-    longest end first: for /home/a/sets/sgd in /data, /data/home/a/sets/sgd, /data/a/sets/sgd,
-    /data/sets/sgd, /data/sgd.
+    Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the longest
+    end first: /home/a/sets/sgd in /data as /data/home/a/sets/sgd, then /data/a/sets/sgd, and so on.
     """
     given = config.files
     files = {split: path and _located(path) for split, path in given}

@@ -1,9 +1,8 @@
 """Texts as streams of tokens, each token with the characters that it stands for.
 
-The fast tokenizer says for every token which characters it stands for. Byte-level and SentencePiece
-tokenizers count the space before a word to the word's token; white space at a token's edges is therefore
-taken off, and a span becomes the smallest run of tokens that covers it. A text is tokenised without special
-tokens; where those stand is asked of the tokenizer with a probe, so that a stream can be cut anywhere.
+Some tokenizers count the space before a word to its token. So white space is taken off a token's edges, and a
+span becomes the smallest run of tokens that covers it. Texts are tokenised without special tokens, whose
+places a probe finds, so that a stream can be cut anywhere.
 
 Suffixes: T tokens of all texts one after the other; E texts; S spans.
 """

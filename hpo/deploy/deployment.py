@@ -1,13 +1,9 @@
-"""Finds the form of a study's best model that is as good as fp32 and the fastest.
+"""Finds the fastest form of a study's best model that is as good as fp32.
 
     make each form -> score it on validation -> time all in turn -> choose -> score the chosen one on test
 
-Validation chooses, and the test split is used once: it says what the chosen form has lost on rows that chose
-nothing. A form that is worse there is not deployed; fp32 is then.
-
-All forms are in memory while they are timed. One that cannot be made or timed is left out, with the reason;
-it does not end the others. So are those that are not scored when the time is over or somebody asks to stop:
-then the choice is among the forms that are.
+Validation chooses. The test split is used once, and a form that is worse there is not deployed. A form that
+cannot be made, scored in time or timed is left out with the reason.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 
 
 class Workshop:
-    """The artifacts of one trained model, each in a folder of its name under `folder`.
-
-    `exported` is the export of its trial, `calibration` its training split.
+    """The artifacts of one trained model, each in a folder of its name; `exported` is the export of its
+    trial.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
-"""Export of a trained model to an ONNX graph. onnxruntime runs the graph without PyTorch.
+"""Export of a trained model to an ONNX graph in fp32, which onnxruntime runs without PyTorch.
 
-`torch.onnx` writes the graph: it comes with PyTorch and follows its operators. `optimum-onnx` wraps it and
-onnxruntime, but lags behind the versions of transformers in pyproject.toml.
-
-It computes in fp32 what the model computes in evaluation.
+`torch.onnx` writes the graph: it comes with PyTorch and follows its operators, which `optimum-onnx` lags
+behind.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""How long predictions take: the latency that a user waits for, of several artifacts in one run.
+"""The latency of `TrainedModel.predict` for several artifacts: texts in, predictions out.
 
-What is timed is `TrainedModel.predict`: texts in, predictions out, with tokenisation, batching and decoding.
-Another program on the machine slows whatever runs at that moment, so the artifacts take turns: in each round
-each of them predicts the same texts, and the next round begins with another one. The first call of a turn is
-not counted: threads and caches are still busy with the artifact before. The speed-up is the ratio of the
-medians of all rounds; its range over the rounds tells how far the machine's noise moves it.
+Other programs slow down whatever runs at that moment, so the artifacts take turns on the same texts. The
+first call of a turn does not count. The speed-up is the ratio of the medians of all rounds, with its range
+over the rounds.
 """
 
 from __future__ import annotations

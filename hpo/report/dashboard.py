@@ -1,10 +1,9 @@
 """optuna-dashboard with our notes and charts in it.
 
-The dashboard reads, writes and deletes studies without authentication. It listens on loopback, unless
-another address is asked for (a container's own network), and answers only requests that name this server as
-their host: a page on another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs
-inside our process because `optuna-dashboard URL` would show the database's password in the process list. It
-has no artifacts: nothing can be uploaded.
+The dashboard has no authentication. So it listens on loopback, unless another address is given, and answers
+only requests that name this server as their host: this stops another site whose name points at 127.0.0.1 (DNS
+rebinding). It runs in our process, because `optuna-dashboard URL` would show the database's password in the
+process list.
 """
 
 from __future__ import annotations

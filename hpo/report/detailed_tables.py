@@ -1,6 +1,5 @@
-"""Detailed evaluations of the best trials as tables: what a model gets right and wrong.
-
-What is not known is None in a document (`hpo.evaluation`), NaN or empty in a table and a dash on the page.
+"""Detailed evaluations of the best trials as tables. An unknown value is None in a document, NaN or empty in
+a table and a dash on the page.
 """
 
 from __future__ import annotations
@@ -206,9 +205,8 @@ def _as_text(value: Any) -> Any:
 
 
 def _metrics(tables: StudyTables, every: Sequence[Detailed]) -> pd.DataFrame:
-    """Every metric of the best trials on each split that they were evaluated on.
-
-    Those of the search are of the split `validation`, without intervals unless it was evaluated in detail.
+    """Every metric of the best trials on each split that they were evaluated on; the search's own have no
+    intervals.
     """
     columns = ["task", "metric", "value", "low", "high", "split", "number"]
     rows = [row | {"split": one.split, "number": one.trial_number} for one in every for row in intervals(one)]

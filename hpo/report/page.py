@@ -1,7 +1,5 @@
-"""The report's HTML page, drawn by `report.html.j2`.
-
-It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text of users
-and trials (names, parameters, error messages) is escaped.
+"""The HTML page of the report. It opens offline, since plotly.js is inside, and its policy forbids it to load
+anything. Text of users and trials is escaped.
 """
 
 from __future__ import annotations
@@ -54,10 +52,7 @@ _OF_PRECISION = "precision_metric"
 
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
-    """The page. Sections without data say so in a sentence.
-
-    `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
-    """
+    """The page. `study_file` is the study in the command that trains a trial again, as `hpo train` takes it."""
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     plots = [(chart, plot(chart)) for chart in charts]

@@ -1,14 +1,10 @@
 """A study as tables, which the report, the dashboard and the command line read.
 
-What counts where, so that precisions can be compared:
-
-- A trial belongs to the precision that was *requested*. Its metric, speed and memory count there only when
-  that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
-  is counted among the trials and left out of the statistics.
-- A trial that shared its device is left out of speed. Speeds of different devices are never put together:
-  a study that ran on several has one row for each precision and device. Nor are scores: other kernels round
-  otherwise, and in equal time (`max_seconds`) a faster device trains more.
-- Wasted time is time in trials that ended as neither `complete` nor `pruned`; preempted ones have not ended.
+- A trial belongs to the precision that was *requested*. Its metric, speed and memory count only when that
+  precision is what ran: requested = effective, and the observed dtypes agree.
+- The speed of a trial that shared its device does not count. Kinds of device are kept apart, in scores too:
+  kernels round differently, and in equal time (`max_seconds`) a faster device trains more.
+- Wasted time is time in trials that ended as neither `complete` nor `pruned`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The results of `hpo compare`, as tables and charts: for terminal, page and dashboard.
-
-The sentences are `hpo.compare.words`', as they were stored.
-"""
+"""The results of `hpo compare` as tables and charts; the sentences are stored with them."""
 
 from __future__ import annotations
 
