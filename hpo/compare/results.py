@@ -50,7 +50,7 @@ def judge(runs: Runs) -> Result:
         "split": runs.split,
         "margin": plan.margin,
         "verdicts": [_as_json(runs, answer) for answer in answers],
-        "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
+        "collapsed": [words.collapsed(*one, runs) for one in collapsed_runs(runs)],
         "recommendation": words.recommendation(answers, runs),
     }
     return Result(plan, content, next_plan)

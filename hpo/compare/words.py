@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpo.compare.answer import Answer, CollapsedRun
+from hpo.compare.answer import Answer
 from hpo.compare.decision import collapse_share, next_look
 from hpo.compare.runs import Ratio, Runs
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import is_number
+from hpo.study.reading.study_record import TrialRecord, is_number
 
 
 def verdict(answer: Answer, runs: Runs) -> str:
@@ -70,18 +70,13 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
     return f" More seeds may decide: {plan.command} --max-seeds {more}"
 
 
-def collapsed(run: CollapsedRun, runs: Runs) -> str:
+def collapsed(trial: TrialRecord, configuration: int, difference: float | None, runs: Runs) -> str:
     """One run that collapsed."""
-    trial = run.trial
-    precision = runs.plan.named(trial.params[runs.plan.setting])
-    which = (
-        f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
-    )
-    if run.difference is not None:
-        return f"{which}: {-run.difference:.2f} {runs.unit} below its twin."
-    return (
-        f"{which}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
-    )
+    precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
+    run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
+    if difference is not None:
+        return f"{run}: {-difference:.2f} {runs.unit} below its twin."
+    return f"{run}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
 
 
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:

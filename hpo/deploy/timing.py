@@ -19,9 +19,6 @@ import numpy as np
 from hpo.data.examples import Example
 
 BATCH_SIZES = (1, 32)
-_MOST_CALLS = {1: 20}
-"""Calls of a turn, by the batch size; of other sizes `_MOST_CALLS_OF_MANY`."""
-_MOST_CALLS_OF_MANY = 5
 
 Rows = Sequence[str | Mapping[str, Any]]
 Predict = Callable[[Rows], object]
@@ -71,7 +68,7 @@ def time_in_turn(
     """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over; of
     those until `ends`, at least one."""
     slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in artifacts.values())
-    most = _MOST_CALLS.get(batch_size, _MOST_CALLS_OF_MANY)
+    most = 20 if batch_size == 1 else 5
     calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
     keys = list(artifacts)
     seconds_of: dict[str, Seconds] = {key: [] for key in keys}

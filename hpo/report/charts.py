@@ -17,7 +17,6 @@ from hpo.report.tables import (
     differing_settings,
     group_order,
     objective_column,
-    precision_order,
     searched_parameters,
 )
 from hpo.report.verdicts import forests
@@ -206,7 +205,8 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
     outcomes = tables.trials.set_index("number")["outcome"]
     series: list[Series] = []
-    for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
+    shown = evaluations[evaluations["number"].isin(chosen)]
+    for precision, group in _by_group(shown, shown["precision"]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         # The first curve stands in the legend: a complete one, if any.
         curves = sorted(group.groupby("number"), key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
@@ -288,10 +288,6 @@ def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
     return _shown(rows[objective_column(metric)], metric)
 
 
-def _by_precision(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return sorted(rows.groupby("precision"), key=lambda pair: precision_order(pair[0]))
-
-
 def _by_group(rows: pd.DataFrame, groups: pd.Series) -> list[tuple[str, pd.DataFrame]]:
     return sorted(rows.groupby(groups), key=lambda pair: group_order(pair[0]))
 
@@ -309,7 +305,7 @@ def _by_device(tables: StudyTables, rows: pd.DataFrame) -> list[tuple[pd.DataFra
 def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
     """One series for each precision."""
     series = []
-    for precision, group in _by_precision(rows):
+    for precision, group in _by_group(rows, rows["precision"]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         places = list(x[group.index]), list(y[group.index])
         series.append(Series(precision, color, *places, markers=markers, hover=_hover(group)))

@@ -127,14 +127,8 @@ def _changes(changes: Stored | None) -> str:
 
 
 def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
-    """`0.9012 [0.8870, 0.9151]` without a break in it."""
-    if interval is None:
-        return "–"
-    value, low, high = (
-        f"{interval[name]:{sign}.{digits}f}" if interval[name] is not None else "–"
-        for name in ("value", "low", "high")
-    )
-    return f"{value} [{low}, {high}]".replace(" ", "\u00a0")
+    bounds = (interval[name] for name in ("value", "low", "high")) if interval else (None, None, None)
+    return format_interval(*bounds, sign=sign, digits=digits)
 
 
 def _megabytes(size: int) -> str:

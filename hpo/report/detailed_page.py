@@ -89,13 +89,11 @@ def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
         if outside := outside_text(row["num_outside"]):
             answer += f", {outside}"
-        return shown | {"text": marked_text(text, *sides, named=_has_names(of_task)), "answer": answer}
+        return shown | {
+            "text": marked_text(text, *sides, named=len(of_task["classes"] or ()) > 1),
+            "answer": answer,
+        }
     if kind.is_number:
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]
         return shown | {"answer": "· true {}, predicted {}".format(*numbers)}
     return shown | {"answer": marked_labels(row["truth"], row["predicted"])}
-
-
-def _has_names(of_task: Mapping[str, Any]) -> bool:
-    """Whether the spans of a task have different names."""
-    return len(of_task["classes"] or ()) > 1

@@ -131,10 +131,6 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
         **own,
     )
-    if chart.absent:
-        sentence = "<br>".join(map(html.escape, textwrap.wrap(chart.absent, 44)))
-        figure.add_annotation(text=sentence, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
-        figure.update_layout(xaxis_visible=False, yaxis_visible=False)
     if chart.x_log:
         figure.update_xaxes(type="log")
     if chart.x_whole and max(x for series in chart.series for x in series.x) < 10:

@@ -34,13 +34,18 @@ def format_number(value: Any) -> str:
     return f"{number:.4g}"
 
 
-def format_interval(value: Any, low: Any, high: Any, sign: str = "") -> str:
+def format_cell(value: Any) -> str:
+    """A setting in a table."""
+    return format_number(value) if value is None or isinstance(value, float) else str(value)
+
+
+def format_interval(value: Any, low: Any, high: Any, sign: str = "", digits: int = 2) -> str:
     """1.60 [1.50, 1.70] without a break in it; with `sign` "+", -0.10 [-0.40, +0.20]."""
     if not is_number(value):
         return "–"
     if not (is_number(low) and is_number(high)):
-        return f"{value:{sign}.2f}"
-    shown, *ends = (f"{number:{sign}.2f}" for number in (value, low, high))
+        return f"{value:{sign}.{digits}f}"
+    shown, *ends = (f"{number:{sign}.{digits}f}" for number in (value, low, high))
     return f"{shown} [{', '.join(ends)}]".replace(" ", "\u00a0")
 
 

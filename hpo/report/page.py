@@ -22,6 +22,7 @@ from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, int
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
+    format_cell,
     format_metric,
     format_number,
     format_seconds,
@@ -52,7 +53,7 @@ _OF_PRECISION = "precision_metric"
 
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
-    """The page. `study_file` is the study in the command that trains a trial again, as `hpo train` takes it."""
+    """The page; `study_file` is the study in the command that trains a trial again."""
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     plots = [(chart, plot(chart)) for chart in charts]
@@ -162,7 +163,7 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     if "peak_memory_bytes" not in cards:
         cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
     if len(tables.devices) > 1:
-        cards["device"] = tables.device_of(trial.number)
+        cards["device"] = tables.trials.set_index("number")["device"].fillna("not known")[trial.number]
     return cards | {"time": format_seconds(trial_seconds(trial))}
 
 
@@ -225,9 +226,5 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):
-        table[name] = trials[f"param.{name}"].map(_cell)
+        table[name] = trials[f"param.{name}"].map(format_cell)
     return table
-
-
-def _cell(value: Any) -> str:
-    return format_number(value) if value is None or isinstance(value, float) else str(value)

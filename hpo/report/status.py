@@ -79,7 +79,7 @@ def _promotion(record: StudyRecord) -> Promotion | None:
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial, without the time that it waited, and without the trial that it continues."""
+    """Seconds of work in the trial, without its waits and without the trial that it continues."""
     if trial.telemetry.get("resumed_from_step") is None:
         return trial.seconds
     parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]

@@ -138,10 +138,6 @@ class StudyTables:
         """The kinds of device that the study ran on."""
         return sorted(self.trials["device"].dropna().unique())
 
-    def device_of(self, number: int) -> str:
-        """The kind of device that a trial ran on."""
-        return str(self.trials.set_index("number")["device"].fillna("not known")[number])
-
     def groups(self, rows: pd.DataFrame) -> pd.Series:
         """What rows of `trials` are put together by: the precision, and the kind of device where the study
         ran on several, `bf16 on Tesla T4`."""

@@ -8,13 +8,11 @@ from typing import Any
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
-from hpo.report.formats import format_interval, format_number
+from hpo.report.formats import format_cell, format_interval
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord, is_number
 
 MARGIN_COLOR = "#6B6B6B"
-
-NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
 _COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory", "stored"]
 
@@ -88,27 +86,26 @@ def configuration_table(comparison: Comparison) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "trial": str(row["trial"]),
-            **{name: _cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)},
+            **{
+                name: format_cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)
+            },
         }
         for row in rows
     )
 
 
 def forests(tables: StudyTables) -> list[Chart]:
-    """`forest` of each comparison with fp32."""
+    """`forest` of each comparison."""
     compared = tables.record.comparisons.items()
-    return [forest(tables, question) for question, comparison in compared if comparison.get("verdicts")]
+    return [forest(question, comparison) for question, comparison in compared if comparison.get("verdicts")]
 
 
-def forest(tables: StudyTables, question: str = "precisions") -> Chart:
+def forest(question: str, comparison: Comparison) -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
     if question != "precisions":
         key, title = f"{key}_{question}", f"{title}: {question.replace('_', ' ')}"
-    comparison: Comparison = tables.record.comparisons.get(question, {})
-    rows = list(comparison.get("verdicts", ()))[::-1]
-    if not rows:
-        return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
+    rows = list(comparison["verdicts"])[::-1]
     margin = comparison["margin"]
     ends = [-0.6, len(rows) - 0.4]
     series = [
@@ -161,7 +158,3 @@ def _collapsed(row: Comparison) -> str:
     if not row["num_runs"]:
         return "–"
     return f"{row['num_collapsed']} (≤ {100 * row['collapse_share']:.0f} %)"
-
-
-def _cell(value: Any) -> str:
-    return format_number(value) if value is None or isinstance(value, float) else str(value)
