@@ -92,7 +92,7 @@ def plan_comparison(
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
-    asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
+    asked = {option: DEFAULTS[option] if value is None else value for option, value in given.items()}
     if {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "

@@ -108,9 +108,9 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
         utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()
         if not utilization.median() < LOW_UTILIZATION:
             continue
-        which = f"The device {device}" if len(devices) > 1 else "The device"
+        busy = f"{utilization.median():.0%} of the time (median of {len(utilization)} trials)"
         yield Notice(
-            f"{which} was busy {utilization.median():.0%} of the time (median of {len(utilization)} trials).",
+            f"{device} was busy {busy}.",
             "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
             "counts any running kernel as busy, so less of it may be in use.",
         )

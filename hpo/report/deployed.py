@@ -127,8 +127,9 @@ def _changes(changes: Stored | None) -> str:
 
 
 def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
-    bounds = (interval[name] for name in ("value", "low", "high")) if interval else (None, None, None)
-    return format_interval(*bounds, sign=sign, digits=digits)
+    if interval is None:
+        return "–"
+    return format_interval(interval["value"], interval["low"], interval["high"], sign, digits)
 
 
 def _megabytes(size: int) -> str:

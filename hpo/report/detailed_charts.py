@@ -25,7 +25,7 @@ def confusion_chart(of_task: Mapping[str, Any], key: str, task: str) -> Chart | 
     confusion = of_task["confusion"]
     if not confusion or not confusion["counts"] or len(confusion["labels"]) > MAX_CLASSES:
         return None
-    labels, counts = of_task["confusion"]["labels"], of_task["confusion"]["counts"]
+    labels, counts = confusion["labels"], confusion["counts"]
     supports = _supports(of_task)
     cells = [
         (true, said, count, count / max(supports[labels[true]], count, 1)) for true, said, count in counts

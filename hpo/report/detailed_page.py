@@ -89,10 +89,8 @@ def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
         if outside := outside_text(row["num_outside"]):
             answer += f", {outside}"
-        return shown | {
-            "text": marked_text(text, *sides, named=len(of_task["classes"] or ()) > 1),
-            "answer": answer,
-        }
+        marked = marked_text(text, *sides, named=len(of_task["classes"] or ()) > 1)
+        return shown | {"text": marked, "answer": answer}
     if kind.is_number:
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]
         return shown | {"answer": "· true {}, predicted {}".format(*numbers)}

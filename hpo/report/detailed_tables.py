@@ -86,9 +86,7 @@ def headline(one: Detailed) -> str:
     rows = intervals(one)
     shown = [row for row in rows if not row["task"]]
     shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
-    values = ", ".join(
-        f"{' '.join(filter(None, (row['task'], row['metric'])))} {interval_text(row)}" for row in shown
-    )
+    values = ", ".join(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip() for row in shown)
     return f"{one.split}, {num_rows(one)}: {values}"
 
 

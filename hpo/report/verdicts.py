@@ -79,17 +79,13 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
 
 
 def configuration_table(comparison: Comparison) -> pd.DataFrame:
-    """A row for each configuration: its trial, and the settings that differ; of one, all."""
+    """A row for each configuration with its trial and the settings that differ; of one, all settings."""
     rows = comparison.get("configurations", ())
-    names = dict.fromkeys(name for row in rows for name in row["params"])
-    differing = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
+    names = list(dict.fromkeys(name for row in rows for name in row["params"]))
+    if len(rows) > 1:
+        names = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
     return pd.DataFrame(
-        {
-            "trial": str(row["trial"]),
-            **{
-                name: format_cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)
-            },
-        }
+        {"trial": str(row["trial"]), **{name: format_cell(row["params"].get(name)) for name in names}}
         for row in rows
     )
 

@@ -23,7 +23,7 @@ def texts(trials: list[TrialRecord], **changes: Any) -> str:
         "fp16 ran emulated on Example CPU",
         "1 trial (number 6): the compatibility check found larger errors",
         "1 trial (number 12) shared a device",
-        "The device was busy 62% of the time (median of",
+        "Example CPU was busy 62% of the time (median of",
         "complete configurations was trained with one seed only",
     ],
 )
