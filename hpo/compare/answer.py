@@ -51,7 +51,6 @@ class Answer:
 
     @property
     def collapse_share(self) -> float:
-        """Of all runs, that may collapse."""
         return collapse_share(self.num_runs, self.num_collapsed)
 
 

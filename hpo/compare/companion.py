@@ -31,7 +31,6 @@ SUFFIXES = {
 
 
 def comparison_name(study: str, question: str) -> str:
-    """The name of a comparison in the database."""
     return f"{study[: 100 - len(SUFFIXES[question])]}{SUFFIXES[question]}"
 
 
@@ -84,7 +83,6 @@ def _stored(storage: Storage, name: str, of: str, request: Request, device: Devi
 
 
 def _runnable(request: Request, device: DeviceInfo, config: StudyConfig) -> tuple[str, ...]:
-    """All that can be compared on `device`."""
     setting = request.setting
     lacking = lacking_choices({setting: VALUES[setting]}, device, config.amp)
     return tuple(name for name in VALUES[setting] if choice_name(setting, name) not in lacking)
@@ -192,7 +190,6 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
 
 
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
-    """The comparison with another plan: with more seeds."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
 
 

@@ -56,7 +56,6 @@ class Request:
 
     @property
     def setting(self) -> str:
-        """Whose values are compared."""
         return SETTINGS[self.question]
 
     def checked(self, runnable: Sequence[str]) -> Request:

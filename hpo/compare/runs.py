@@ -108,7 +108,6 @@ class Runs:
 
     @property
     def unit(self) -> str:
-        """Of differences in the metric that decides: `points`, or `label units`."""
         return unit_of(self.metric)
 
     @property
@@ -122,7 +121,6 @@ class Runs:
         return self._trials.get(_key(self.plan.point(arm, index)))
 
     def scored(self, trial: TrialRecord, metric: str) -> Scored | None:
-        """None: it ended without a score."""
         key = (trial.number, metric)
         if key not in self._scored:
             statistics = self._statistics.get(trial.number)
@@ -149,7 +147,6 @@ class Runs:
         return unit_of(metric) == "points" and not self._is_minimized(metric)
 
     def _is_minimized(self, metric: str) -> bool:
-        """Whether less of it is better: its scores are below 0."""
         return self._minimized if metric == self.metric else smaller_is_better(metric)
 
     def says_nothing(self, trial: TrialRecord) -> bool:

@@ -43,7 +43,6 @@ def _within(runs: Runs) -> str:
 
 
 def unseen(num_runs: int, num_collapsed: int) -> str:
-    """What stands beside every verdict."""
     share = 100 * collapse_share(num_runs, num_collapsed)
     if num_collapsed:
         return f"{num_collapsed} of {num_runs} runs collapsed, and up to {share:.0f} % may"
@@ -71,7 +70,6 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
 
 
 def collapsed(trial: TrialRecord, configuration: int, difference: float | None, runs: Runs) -> str:
-    """One run that collapsed."""
     precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
     run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
     if difference is not None:

@@ -27,7 +27,6 @@ DATA_DIR = "HPO_DATA_DIR"
 
 
 def places(config: StudyConfig) -> dict[str, str]:
-    """The folders, files and buckets that a study names, by their keys."""
     data = config.data
     named = {"data.path": data.path, **{f"data.files.{split}": path for split, path in data.files}}
     if isinstance(data.tasks, Path):

@@ -51,7 +51,6 @@ Arm = tuple[int, str]
 
 
 def question_of(setting: str) -> Question:
-    """What is asked where the values of a precision are compared."""
     return next(question for question, compared in SETTINGS.items() if compared == setting)
 
 
@@ -102,17 +101,14 @@ class ComparisonConfig(Section):
 
     @property
     def setting(self) -> str:
-        """Whose values `precisions` are."""
         return SETTINGS[self.question]
 
     @property
     def command(self) -> str:
-        """What goes on with it."""
         over = f" --over {self.setting}" if self.setting != PRECISION else ""
         return f"hpo compare {self.study}{over}"
 
     def named(self, precision: str) -> str:
-        """A precision as sentences name it."""
         return precision if self.setting == PRECISION else f"{self.setting} {precision}"
 
     def needs(self) -> dict[str, list[str]]:
@@ -160,7 +156,6 @@ class ComparisonConfig(Section):
 
     @property
     def last_seed(self) -> int:
-        """The highest that any trial may ever have."""
         return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1)
 
     def _arms_with_seed(self, index: int) -> Iterator[Arm]:
@@ -170,5 +165,4 @@ class ComparisonConfig(Section):
                 yield arm
 
     def arms(self) -> list[Arm]:
-        """All arms, those of a configuration together."""
         return [(place, name) for place in range(len(self.configurations)) for name in self.precisions]

@@ -42,7 +42,6 @@ class Task:
 
     @property
     def num_outputs(self) -> int:
-        """Size of the logits' last dimension; for the layouts see `hpo.tasks.kind`."""
         return kind_of(self).num_outputs
 
     @property

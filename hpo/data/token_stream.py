@@ -38,18 +38,15 @@ class TokenStream:
 
     @property
     def count_E(self) -> IntArray:
-        """Tokens of each text."""
         return np.diff(self.start_E1)
 
 
 def empty_stream(num_texts: int) -> TokenStream:
-    """Texts without a token."""
     empty = np.zeros(0, dtype=np.int32)
     return TokenStream(empty, empty, empty, np.zeros(num_texts + 1, dtype=np.int64))
 
 
 def concatenated(*streams: TokenStream) -> TokenStream:
-    """The texts of all streams in one."""
     return TokenStream(
         np.concatenate([stream.ids_T for stream in streams]),
         np.concatenate([stream.char_start_T for stream in streams]),

@@ -115,7 +115,6 @@ class TokenizedSplit:
 
     @property
     def lengths_W(self) -> IntArray:
-        """Tokens of each window, special tokens included."""
         return np.diff(self.window_start_W1)
 
     @property

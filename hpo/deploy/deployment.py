@@ -114,7 +114,6 @@ class _Run:
         self._num_rounds = 0
 
     def score_all(self) -> None:
-        """Make and score the forms."""
         for artifact in self._artifacts:
             try:
                 self._leave_if_asked()
@@ -223,7 +222,6 @@ class _Run:
         return self._forms[name].timings[self._request.batch_size].p50_ms
 
     def _confirmed(self, name: str) -> Confirmation:
-        """What test says of a form."""
         fp32_score = self._judged(REFERENCE.name, CONFIRMED_BY).score
         assert fp32_score is not None
         rows = self._data.splits[CONFIRMED_BY]

@@ -38,12 +38,10 @@ class Scale:
 
     @classmethod
     def of(cls, objective: ObjectiveConfig, max_drop: float) -> Scale:
-        """That of an objective that says something of the model."""
         return cls(objective.metric, objective.direction == "minimize", max_drop)
 
     @property
     def unit(self) -> str:
-        """Of drops in the objective: `points` or `label units`."""
         return unit_of(self.metric)
 
     def judge(self, statistics: Statistics, reference: Statistics) -> Judged:
@@ -69,7 +67,6 @@ class Scale:
         return Judged(verdict, reason, self._objective(values), drop, changes, tasks)
 
     def _of_objective(self, statistics: Statistics) -> Statistics:
-        """Of the tasks that the objective is of."""
         task = self.metric.rpartition("/")[0]
         return {name: of for name, of in statistics.items() if task in ("", name)}
 

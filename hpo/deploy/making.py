@@ -66,5 +66,4 @@ class Workshop:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of the files with weights in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _WEIGHTS)

@@ -192,7 +192,6 @@ def _products_of_matrices(graph: Any) -> None:
 
 
 def _without_paths(proto: Any) -> None:
-    """Drop the paths of this machine's files from the graph."""
     graph = proto.graph
     for node in graph.node:
         del node.metadata_props[:]

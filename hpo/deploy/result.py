@@ -87,7 +87,6 @@ class Deployment:
 
     @property
     def best(self) -> DeployedArtifact:
-        """The form to use."""
         return self.artifacts[self.chosen]
 
     def as_json(self) -> dict[str, Any]:

@@ -97,7 +97,6 @@ def timing(seconds: Seconds, reference: Seconds) -> Timing:
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """What `predict` takes of these examples."""
     return [
         {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
         for example in examples
@@ -117,7 +116,6 @@ def batches_untold() -> Iterator[None]:
 
 
 def _batch(rows: Rows, batch_size: int, index: int) -> Rows:
-    """The `index`-th batch of the rows, which begin again where they end."""
     return [rows[(index * batch_size + offset) % len(rows)] for offset in range(batch_size)]
 
 

@@ -38,13 +38,11 @@ class SplitPredictions:
 
     @cached_property
     def statistics(self) -> Mapping[str, RowStatistics]:
-        """By task: what metrics and intervals are made of."""
         return {
             task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
         }
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{task: {metric: value}}."""
         return {name: of.scores() for name, of in self.statistics.items()}
 
 

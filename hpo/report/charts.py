@@ -28,11 +28,8 @@ LINE_COLOR = "#333333"
 MAX_CURVES = 24
 """More learning curves than this cannot be told apart; the best ones are drawn."""
 
-MAX_TIMELINE_ROWS = 48
-"""Up to here the timeline has one row per trial, beyond it one per worker."""
 
-
-def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
+def all_charts(tables: StudyTables) -> list[Chart]:
     """Every chart of the report, in its order; those that cannot be drawn are left out.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
@@ -49,12 +46,11 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     charts.append(importances(tables))
     for index in range(len(metrics)):
         charts.append(learning_curves(tables, index))
-    charts.append(timeline(tables, max_timeline_rows))
+    charts.append(timeline(tables))
     return [chart for chart in charts if not chart.absent]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
-    """The metric of every complete trial by trial number, and the best so far."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     key, title = _key("history", index), f"{metric} by trial"
     rows = tables.complete
@@ -78,7 +74,6 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
 
 
 def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
-    """The metric of every complete trial by the precision that was requested and ran."""
     metric = tables.record.metric_names[index]
     key, title = _key("precision_metric", index), f"{metric} by precision"
     rows = tables.complete[tables.complete["counts"]]
@@ -194,7 +189,6 @@ def importances(tables: StudyTables) -> Chart:
 
 
 def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
-    """The metric at every evaluation against epochs."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     key, title, evaluations = _key("learning_curves", index), f"{metric} while training", tables.evaluations
     if metric in evaluations:
@@ -231,8 +225,8 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
 
 
-def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
-    """When each trial ran, coloured by outcome: a row per trial, or per worker in a long study."""
+def timeline(tables: StudyTables) -> Chart:
+    """When each trial ran, coloured by outcome, with a row for each worker."""
     key, title = "timeline", "Trials over time"
     rows = tables.trials.dropna(subset=["start_seconds"])
     if rows.empty:
@@ -241,15 +235,9 @@ def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
     units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
     scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
     starts, ends = rows["start_seconds"] / scale, rows["end_seconds"].fillna(now) / scale
-    if len(rows) <= max_rows:
-        labels = [f"{row.number}  {row.precision}" for row in rows.itertuples()]
-        caption = "One row per trial: its number and the precision requested."
-        positions = pd.Series(range(len(rows) - 1, -1, -1), index=rows.index)
-    else:
-        workers = sorted(rows["worker"].unique())
-        labels = [worker or "worker not known" for worker in workers]
-        caption = "One row per worker. Gaps are time without a trial."
-        positions = len(workers) - 1 - rows["worker"].map(workers.index)
+    workers = sorted(rows["worker"].unique())
+    labels = [worker or "worker not known" for worker in workers]
+    positions = len(workers) - 1 - rows["worker"].map(workers.index)
     series = [
         Series(
             outcome,
@@ -269,13 +257,12 @@ def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
         x_label=f"{unit} since the first trial began",
         series=series,
         y_ticks=labels[::-1],
-        caption=caption,
+        caption="One row per worker. Gaps are time without a trial.",
         height=170 + 19 * len(labels),
     )
 
 
 def _label(metric: str) -> str:
-    """Of a metric's axis."""
     return f"{metric[: -len('_bytes')].replace('_', ' ')} (GiB)" if metric.endswith("_bytes") else metric
 
 
@@ -303,7 +290,6 @@ def _by_device(tables: StudyTables, rows: pd.DataFrame) -> list[tuple[pd.DataFra
 
 
 def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
-    """One series for each precision."""
     series = []
     for precision, group in _by_group(rows, rows["precision"]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
@@ -325,7 +311,6 @@ def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
 
 
 def _hover(rows: pd.DataFrame) -> list[str]:
-    """What is shown where the pointer is over a trial."""
     metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
     texts = []
     for row in rows.to_dict("records"):

@@ -45,9 +45,6 @@ NOTE_END = "*Above is written by `hpo` and replaced each time; what you write be
 MAX_HOVER_POINTS = 500
 """The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
 
-MAX_TIMELINE_ROWS = 16
-"""A chart's place in the dashboard has one size; more rows would not be readable in it."""
-
 
 def publish(study: optuna.Study, record: StudyRecord) -> None:
     """Put the metric names, our note and our charts into the study, over those published before.
@@ -64,7 +61,7 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
     before = get_note(study)
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
     save_note(study, f"{study_note(tables)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
-    for chart in all_charts(tables, MAX_TIMELINE_ROWS):
+    for chart in all_charts(tables):
         figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
             figure.update_traces(hovertext=None, hoverinfo="x+y")

@@ -55,7 +55,6 @@ def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
 
 
 def _windowings(config: StudyConfig) -> list[Windowing]:
-    """How each `max_length` of the study cuts texts."""
     data = config.data
     return [
         Windowing(length, data.long_text, data.stride_of(length), data.pair_segments)
@@ -101,7 +100,6 @@ def tasks_table(check: DataCheck) -> pd.DataFrame:
 
 
 def leaks_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each pair of splits that have texts in common."""
     return pd.DataFrame(
         {
             "texts of": leak.split,

@@ -47,7 +47,6 @@ def latency_table(stored: Stored) -> pd.DataFrame:
 
 
 def _named(row: Stored) -> dict[str, str]:
-    """The form, in words that a line can break at."""
     return {"form": str(row["artifact"]).replace("_", " ")}
 
 
@@ -65,7 +64,6 @@ def task_table(stored: Stored) -> pd.DataFrame:
 
 
 def sentences(stored: Stored) -> list[str]:
-    """Why forms are not as good, and what limits the numbers."""
     said = []
     if cast := [row["artifact"] for row in stored["artifacts"] if row["artifact"] in _KEEPS_FP32]:
         each = "it computes" if len(cast) == 1 else "they compute"

@@ -43,7 +43,6 @@ class Detailed:
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        """The task's part of the document by its name."""
         of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
         return of_task
 
@@ -77,7 +76,6 @@ def intervals(one: Detailed) -> list[dict[str, Any]]:
 
 
 def interval_text(row: Mapping[str, Any]) -> str:
-    """0.821 [0.790, 0.848]."""
     return format_metric_interval(row["value"], row["low"], row["high"])
 
 
@@ -100,7 +98,6 @@ def decided_text(one: Detailed) -> str:
 
 
 def num_rows(one: Detailed) -> str:
-    """`500 rows`."""
     count = one.document["num_examples"]
     return f"{format_number(count)} row{'' if count == 1 else 's'}"
 
@@ -122,7 +119,6 @@ def sorted_classes(of_task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
-    """The table of a task's classes for people."""
     rows = [
         [
             one["name"],

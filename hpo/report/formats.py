@@ -19,7 +19,6 @@ def format_metric(metric: str, value: Any) -> str:
 
 
 def objective_values(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
-    """The values of a complete trial by metric."""
     pairs = zip(record.metric_names, trial.values or (), strict=True)
     return {metric: format_metric(metric, value) for metric, value in pairs}
 
@@ -35,7 +34,6 @@ def format_number(value: Any) -> str:
 
 
 def format_cell(value: Any) -> str:
-    """A setting in a table."""
     return format_number(value) if value is None or isinstance(value, float) else str(value)
 
 

@@ -57,7 +57,6 @@ def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, na
 
 
 def marked_labels(truth: Any, predicted: Any) -> Markup:
-    """The classes of a row that are true, predicted or both."""
     true, said = _labels(truth), _labels(predicted)
     looks = [
         *(("missed", name) for name in true if name not in said),

@@ -104,7 +104,6 @@ def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None
 
 
 def _facts(tables: StudyTables) -> list[str]:
-    """The lines under the name of the study."""
     record = tables.record
     goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
     environments = sorted({_environment(trial) for trial in record.trials} - {""})
@@ -133,7 +132,6 @@ def _environment(trial: TrialRecord) -> str:
 
 
 def _time(tables: StudyTables) -> str:
-    """Of each kind of device."""
     trials = tables.trials
     if len(tables.devices) < 2:
         return format_seconds(float(trials["seconds"].sum()))
@@ -142,7 +140,6 @@ def _time(tables: StudyTables) -> str:
 
 
 def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
-    """The headline of one of the best trials."""
     record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
     precision = trial.telemetry.get("precision") or {}
@@ -168,7 +165,6 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
-    """One of the best trials below its headline."""
     searched = {name: format_value(value) for name, value in trial.params.items()}
     # A None stands for a default that is decided elsewhere.
     fixed = {

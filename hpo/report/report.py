@@ -44,7 +44,6 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
 
 
 def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
-    """The report's CSV tables by file name (without `.csv`)."""
     return {
         "precision": tables.by_precision,
         "trials": tables.trials,

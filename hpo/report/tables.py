@@ -135,7 +135,6 @@ class StudyTables:
 
     @cached_property
     def devices(self) -> list[str]:
-        """The kinds of device that the study ran on."""
         return sorted(self.trials["device"].dropna().unique())
 
     def groups(self, rows: pd.DataFrame) -> pd.Series:
@@ -260,7 +259,6 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 
 
 def fell_back(trials: pd.DataFrame) -> pd.Series:
-    """Which rows of `trials` ran another precision than the one requested."""
     return trials["effective"].notna() & trials["effective"].ne(trials["precision"])
 
 
@@ -284,7 +282,6 @@ def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
 
 
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
-    """Every metric of every task of one trial: task, metric, value."""
     metrics = trial.telemetry.get("metrics") or {}
     rows = [(task, metric, value) for task, values in metrics.items() for metric, value in values.items()]
     return pd.DataFrame(rows, columns=["task", "metric", "value"])

@@ -21,7 +21,6 @@ Comparison = Mapping[str, Any]
 
 
 def sentences(tables: StudyTables) -> list[str]:
-    """What each comparison of the study comes to."""
     return [
         f"{comparison['recommendation']}{'' if comparison['has_ended'] else ' (the comparison goes on)'}"
         for comparison in tables.record.comparisons.values()
@@ -49,7 +48,6 @@ def chosen_on_test(record: StudyRecord) -> list[str]:
 
 
 def comparison_tables(comparison: Comparison) -> list[pd.DataFrame]:
-    """The tables of one comparison that have rows."""
     made = (verdict_table(comparison), configuration_table(comparison))
     return [table for table in made if not table.empty]
 
@@ -91,7 +89,6 @@ def configuration_table(comparison: Comparison) -> pd.DataFrame:
 
 
 def forests(tables: StudyTables) -> list[Chart]:
-    """`forest` of each comparison."""
     compared = tables.record.comparisons.items()
     return [forest(question, comparison) for question, comparison in compared if comparison.get("verdicts")]
 
@@ -137,7 +134,6 @@ def forest(question: str, comparison: Comparison) -> Chart:
 
 
 def _name(row: Comparison) -> str:
-    """What is compared with fp32."""
     return str(row["name"])
 
 
@@ -150,7 +146,6 @@ def _ratio(row: Comparison, name: str) -> str:
 
 
 def _collapsed(row: Comparison) -> str:
-    """How many did, and how many may."""
     if not row["num_runs"]:
         return "–"
     return f"{row['num_collapsed']} (≤ {100 * row['collapse_share']:.0f} %)"

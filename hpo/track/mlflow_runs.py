@@ -130,14 +130,12 @@ class MlflowTracker:
         known.digest = run.digest
 
     def _log(self, run_id: str, at_most: int, **entities: Sequence[Any]) -> None:
-        """Send the entities of one kind, so many in a request."""
         ((kind, rows),) = entities.items()
         left = iter(rows)
         while chunk := list(islice(left, at_most)):
             self._client.log_batch(run_id, **{kind: chunk})
 
     def _find(self, run: Run) -> _Known:
-        """The run of a trial, made if there is none."""
         if not self._experiment_id:
             experiment = self._find_experiment()
             self._known = self._search(experiment)

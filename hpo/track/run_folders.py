@@ -15,12 +15,10 @@ NOTE = "hpo.json"
 
 
 def is_noted(folder: Path, run: Run) -> bool:
-    """Whether the folder holds the trial as it is."""
     return _note(folder / NOTE) == _content(run)
 
 
 def note(folder: Path, run: Run) -> None:
-    """Say that the folder holds the trial as it is."""
     temporary = folder / f".{NOTE}"
     temporary.write_text(json.dumps(_content(run)))
     temporary.replace(folder / NOTE)

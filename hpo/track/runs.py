@@ -55,7 +55,6 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """Another one when anything of the run is."""
         return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
 
 
@@ -69,7 +68,6 @@ def runs_of(record: StudyRecord, token: str) -> list[Run]:
 
 
 def is_over(record: StudyRecord) -> bool:
-    """Whether nothing will happen in the study any more."""
     return record.state == "cancelled" or record.slots["done"] == sum(record.slots.values())
 
 
