@@ -158,7 +158,6 @@ def by_rank(record: StudyRecord) -> list[TrialRecord]:
 
 
 def configuration_key(trial: TrialRecord) -> str:
-    """The same for trials of one configuration, which differ in their seeds at most."""
     params = {name: value for name, value in trial.params.items() if name != SEED}
     return json.dumps(params | {PRECISION: precision_of(trial)}, sort_keys=True)
 

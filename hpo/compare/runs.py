@@ -112,12 +112,10 @@ class Runs:
 
     @property
     def task_metrics(self) -> tuple[str, ...]:
-        """The primary metric of each task, where it is not the metric that decides."""
         named = [f"{task.name}/{task.primary_metric}" for task in self._tasks]
         return tuple(name for name in named if name != self.metric) if len(named) > 1 else ()
 
     def trial(self, arm: Arm, index: int) -> TrialRecord | None:
-        """The trial of an arm with the seed of this index, if it has ended."""
         return self._trials.get(_key(self.plan.point(arm, index)))
 
     def scored(self, trial: TrialRecord, metric: str) -> Scored | None:

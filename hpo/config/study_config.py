@@ -162,12 +162,10 @@ class StudyConfig(CheckedSection):
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
-        """The metrics of the objectives and of the limits."""
         return (*(objective.metric for objective in self.objective), *self.constraints)
 
     @property
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
-        """Of the objectives."""
         return tuple(objective.direction for objective in self.objective)
 
     @property

@@ -51,7 +51,6 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
         return int(self.lengths_B.sum())
 
     def to(self, device: str | torch.device) -> Batch:

@@ -31,7 +31,6 @@ _logger = logging.getLogger("hpo.data")
 
 
 def normalised(text: str) -> str:
-    """`text` in one case, with single spaces."""
     return " ".join(text.casefold().split())
 
 
@@ -75,7 +74,6 @@ class TaskFacts:
 
     @property
     def counts_spans(self) -> bool:
-        """Whether `counts` are of spans."""
         return KINDS[self.kind].in_spans
 
 
@@ -89,7 +87,6 @@ class DataFacts:
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
-    """Look at every row of the data set."""
     tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}

@@ -50,7 +50,6 @@ def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConf
 
 
 def shown(delimiter: str | None) -> str:
-    """A delimiter in a message."""
     return "tab" if delimiter == "\t" else f"`{delimiter}`"
 
 

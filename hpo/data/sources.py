@@ -64,7 +64,6 @@ def _located(path: Path) -> Path:
 
 
 def _elsewhere(path: Path) -> list[Path]:
-    """Where `path` may be in HPO_DATA_DIR."""
     if not (root := os.environ.get(DATA_DIR)):
         return []
     parts = Path(os.path.normpath(path)).parts[1:]
@@ -72,14 +71,12 @@ def _elsewhere(path: Path) -> list[Path]:
 
 
 def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
-    """Readers of the splits that are there."""
     if config.source in SOURCES:
         return _own_readers(config)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
 def _own_readers(config: DataConfig) -> dict[str, Reader]:
-    """Of a source that the study's own code brings."""
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
     for split in SPLITS:

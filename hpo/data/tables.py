@@ -33,7 +33,6 @@ class Row:
 
 
 def column_names(columns: ColumnsConfig) -> list[str]:
-    """The columns that are read."""
     names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
     return [name for name in dict.fromkeys(names) if name is not None]
 

@@ -37,7 +37,6 @@ class Task:
 
     @property
     def level(self) -> str:
-        """`sequence` (one vector of logits a window) or `token` (one a token)."""
         return KINDS[self.kind].level
 
     @property
@@ -52,7 +51,6 @@ class Task:
 
     @property
     def primary_metric(self) -> str:
-        """The metric that enters the objective `score`."""
         return self.metrics[0]
 
 

@@ -84,7 +84,6 @@ def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
-    """Tokenise `texts`, which begin at character `offset_E` of their examples."""
     encoded = tokenizer(
         list(texts),
         add_special_tokens=False,

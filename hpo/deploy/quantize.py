@@ -224,7 +224,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _evenly(values: Sequence[Any], most: int) -> Sequence[Any]:
-    """`values`, or so many of them at equal distances."""
     if len(values) <= most:
         return values
     return [values[i] for i in np.linspace(0, len(values) - 1, most).astype(int).tolist()]

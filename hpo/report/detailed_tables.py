@@ -38,7 +38,6 @@ class Detailed:
 
     @property
     def name(self) -> str:
-        """Unique in a study; letters, digits and `_`."""
         return f"{self.split}_trial_{self.trial_number}"
 
     @property
@@ -48,7 +47,6 @@ class Detailed:
 
     @property
     def warnings(self) -> list[str]:
-        """Those of all tasks, each with the task's name before it."""
         return [f"{task}: {text}" for task, of in self.tasks.items() for text in of["warnings"] or ()]
 
 
@@ -134,7 +132,6 @@ def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def outside_text(num_spans: int) -> str:
-    """Of wrong spans in the part of a text that is not shown; empty without any."""
     return f"and {num_spans} wrong span{'s' * (num_spans > 1)} outside this excerpt" if num_spans else ""
 
 

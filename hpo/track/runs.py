@@ -72,7 +72,6 @@ def is_over(record: StudyRecord) -> bool:
 
 
 def _run(record: StudyRecord, key: str, trials: Sequence[TrialRecord]) -> Run:
-    """The run of the `trials` that are one to a person."""
     first, last = trials[0], trials[-1]
     assert first.started is not None
     started, status = first.started.timestamp(), _status(last, is_over(record))
