@@ -44,7 +44,7 @@ def german_study(folder: Path, **changes: Any) -> Path:
 def test_check_prints_tables_and_what_to_change(tmp_path: Path) -> None:
     german_study(tmp_path)
     finished = ok(hpo_command(tmp_path, "check", "tiny.yaml", width=120))
-    for line in (r"train +140 ", r"tags +train +140 +0 % +33.6 % +33.6 %", r"64 \(this study\) +0", r"note"):
+    for line in (r"train +140 ", r"tags +train +140 +0 % +33.6 %", r"64 +0", r"note"):
         assert re.search(line, finished.out), line
     assert "of validation is in train too" in finished.out
     assert "max_length" in finished.out

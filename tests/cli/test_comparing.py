@@ -40,7 +40,6 @@ def test_precisions(tmp_path: Path) -> None:
     (row,) = found["verdicts"]
     assert (row["precision"], row["num_seeds"]) == ("bf16", 3)
     assert row["verdict"] in ("as_good", "worse", "undecided")
-    assert [one["precision"] for one in found["tuned"]] == ["fp32", "bf16"]
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         trials = read_study(storage, "tiny-compare").trials
     assert all(trial.telemetry["test_metrics"] for trial in trials)

@@ -116,7 +116,7 @@ def test_report(folder: Path, study: optuna.Study, chromium: Any, width: int) ->
     )
     with page_that_fits(chromium, path, width, num_plots=8) as page:
         first = page.inner_text("body")
-        assert f"{study.best_value:.4f} under {study.best_trial.params['fp_precision']}" in first
+        assert f"{study.best_value:.4f}" in first
         for summary in page.locator("summary").all():
             summary.click()
         text = page.inner_text("body")
@@ -153,8 +153,8 @@ def test_dashboard(folder: Path, study: optuna.Study, chromium: Any) -> None:
         note = page.inner_text("body")
         assert f"{study.best_value:.4f}" in note
         assert not UNKNOWN.search(note)
-        row = page.get_by_role("row", name="support native").inner_text().split()
-        assert row[:3] == ["support", "native", "unsupported"], "tf32, on a CPU"
+        row = page.get_by_role("row", name="tf32 unsupported").inner_text().split()
+        assert row[:2] == ["tf32", "unsupported"], "on a CPU"
         assert errors == []
         page.close()
     finally:
