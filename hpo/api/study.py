@@ -20,6 +20,7 @@ from hpo.api.messages import progress_shown
 from hpo.api.opening import (
     RUNS,
     check_positive,
+    check_workers,
     existing_database,
     find_study,
     is_path,
@@ -173,8 +174,11 @@ class Study:
         """
         from hpo.api.running import run_here, worker_processes
 
-        config = to_run(self.file, n_trials, hours)
+        # Before anything is made.
         check_positive(timeout=timeout)
+        check_workers(workers, workers_per_device)
+        end_of_job(until)
+        config = to_run(self.file, n_trials, hours)
         processes = worker_processes(config, self._storage, workers, workers_per_device)
         with self._stopping(until, timeout) as stop:
             return run_here(config, processes, stop, self._storage, quiet=self._quiet)
