@@ -1,9 +1,8 @@
-"""Code that a study brings: Python files, and modules of installed packages, which add what
-`hpo.extensions` has, and kinds of tasks.
+"""Code that a study brings: Python files and installed modules, which add extensions and kinds of tasks.
 
-A study's definition names each with the SHA-256 of its content, and no more. Where it lies is said on each
-machine by its user alone: in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to
-the database has nothing run that the user did not name, and no study goes on with other code.
+A study's definition names each with the SHA-256 of its content. The user of each machine says where it lies:
+in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to the database has nothing run
+that the user did not name, and no study goes on with other code.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from hpo.errors import HpoError, InputError
 from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
-"""The group of entry points by which an installed package names its code."""
 
 T = TypeVar("T")
 _takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
@@ -73,9 +71,7 @@ class Code:
     things: list[_Thing] | None = None
     """What it has added; None: it has not run."""
     in_use: bool = False
-    """Whether its names are known now."""
     stays: bool = False
-    """Whether they stay (`use_code`)."""
 
     @property
     def is_file(self) -> bool:
@@ -98,10 +94,10 @@ _codes: dict[str, Code] = {}
 
 
 def name_code(given: str, folder: Path = Path()) -> Code:
-    """Let studies use the code that a user of this machine names: a path to a `.py` file, relative to
-    `folder`, an entry point of `ENTRY_POINTS` or a module.
+    """Let studies use the code that a user of this machine names.
 
-    Raises ValueError where there is none.
+    `given` is the path of a `.py` file, relative to `folder`, an entry point of `ENTRY_POINTS` or a module.
+    Raises ValueError if there is none.
     """
     if given.endswith(".py"):
         path = Path(os.path.normpath(Path(folder, Path(given).expanduser()).absolute()))
@@ -135,14 +131,14 @@ def _files_of(module: str) -> list[Path]:
 
 
 def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
-    """Run the code of a study or a model, unless it has run, and let the names that it brings be known.
+    """Run the code of a study or a model, unless it has run, and make its names known.
 
     Args:
         code: hashes by name.
         who: asks for it, as a message begins.
         stays: beside the code in use, and for good; left out, in place of it.
 
-    Raises InputError where the user has not named code of that hash, or it cannot be run.
+    Raises InputError if the user has not named code of that hash, or it cannot be run.
     """
     for name, sha in code.items():
         if sha not in _codes:
@@ -183,8 +179,7 @@ def is_in_use(code: object) -> bool:
 
 @contextmanager
 def names_of(code: object) -> Iterator[None]:
-    """Take any name in this block where the code that may bring it is not in use, as for those who only read
-    what a study has."""
+    """Take any name in this block if the code that may bring it is not in use, as for readers of a study."""
     token = _takes_unknown.set(not is_in_use(code))
     try:
         yield

@@ -1,11 +1,10 @@
-"""What the machine is: the only place that probes hardware.
+"""The machine. This is the only place that probes hardware.
 
-`probe_device` returns a plain record, and everything that decides by hardware takes the record, so a
-test can describe a GPU that is not there. What the record says about reduced precision is native
+`probe_device` returns a plain record, so a test can describe a GPU that is not there. The record has native
 support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
 
-PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it: (9, 0) for an
-MI250X. That number has nothing to do with NVIDIA's, so the record has none and names the GPU's architecture.
+PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it that has nothing to
+do with NVIDIA's. So the record of an AMD GPU has none and names its architecture.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.errors import InputError
+from hpo.versions import install_hint
 
 CUDA_CONTEXT_BYTES = 2**30
 """Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
@@ -80,10 +80,7 @@ class DeviceInfo:
 
     @property
     def kind(self) -> str:
-        """What devices on which a trial computes alike have in common: model and instructions.
-
-        A cloud's CPUs often have one name and different instructions.
-        """
+        """The name and the instructions. A trial computes alike on devices of one kind."""
         facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
@@ -129,8 +126,7 @@ class DeviceInfo:
 def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     """Describe the device that trials run on here: `auto` takes CUDA where there is one.
 
-    `root` is where `/proc` and `/sys` are. Raises InputError when `kind` is `cuda` and no CUDA device is
-    usable.
+    `root` is where `/proc` and `/sys` are. Raises InputError if `kind` is `cuda` and there is none.
     """
     import torch
 
@@ -198,7 +194,7 @@ def device_uuid(visible: str | None, reported: str) -> str:
 def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
     """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
 
-    Raises InputError as `probe_device` does, and for several AMD GPUs beside HIP_VISIBLE_DEVICES. HIP then
+    Raises InputError as `probe_device` does, and for several AMD GPUs with HIP_VISIBLE_DEVICES: HIP then
     ignores CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
     """
     if kind == "cpu":
@@ -250,7 +246,7 @@ def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: those of its affinity, or fewer where its cgroups have a CPU quota.
+    """Cores that this process may use: its affinity, or fewer where its cgroups have a CPU quota.
 
     A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
     """
@@ -278,10 +274,10 @@ def limit_threads(device: DeviceInfo) -> None:
 
 
 def _limits(root: Path, name: str) -> list[str]:
-    """What the files of that name say in this process's cgroup (v2) and all above it.
+    """The content of the files of that name in this process's cgroup (v2) and all above it.
 
-    In a container that sees its own cgroup as the top, the path that the kernel tells is not there, and
-    what limits the process lies at the top. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    A container that sees its own cgroup as the top has its limits there:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     own = root / "proc/self/cgroup"
     lines = own.read_text().splitlines() if own.exists() else []
@@ -300,11 +296,8 @@ class Utilization:
     """How busy the device was, between 0 and 1, averaged since it was made or last read.
 
     CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
-    None without the package nvidia-ml-py. AMD: None, because ROCm defines utilisation in another way.
-
-    NVML reports the share of time in which at least one kernel ran (`nvmlUtilization_t`). A kernel on one of
-    132 multiprocessors counts as much as one on all of them, and kernels of other processes count too. So a
-    low value means an idle GPU, and a high value does not mean a GPU in full use.
+    None without nvidia-ml-py. AMD: None, as ROCm defines it in another way. NVML reports the share of time in
+    which at least one kernel ran, also of other processes: a high value does not mean a GPU in full use.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:
@@ -336,8 +329,8 @@ class Utilization:
 class EnergyCounter:
     """The energy of an NVIDIA GPU as NVML counts it: of the whole board, since its driver was loaded.
 
-    It says nothing of one worker where others share the GPU, nor of a part of a GPU. The GPU is found by its
-    UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta and later.
+    The GPU is found by its UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta
+    and later.
     """
 
     def __init__(self, device: DeviceInfo, *, shared: bool = False, num_ranks: int = 1) -> None:
@@ -361,7 +354,7 @@ class EnergyCounter:
         try:
             import pynvml
         except ImportError:
-            self.missing = "the package nvidia-ml-py is not installed. Install it."
+            self.missing = f"the package nvidia-ml-py is not installed. {install_hint('nvml')}"
             return
         self._nvml = pynvml
         try:

@@ -144,10 +144,9 @@ class Preempted(TrialEnd):
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near.
+    """Return ` Did you mean ...?` with the nearest of `known`, else the list of them; empty if none is known.
 
-    The initials of a name stand for it: `lr` for `learning_rate`, and for `lora_rank`. Of nothing known there
-    is no hint.
+    The initials of a name stand for it: `lr` for `learning_rate`, and for `lora_rank`.
     """
     if not known:
         return ""

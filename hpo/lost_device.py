@@ -42,8 +42,7 @@ def raise_if_lost(device: DeviceInfo, error: Exception | None = None) -> None:
 def is_lost(device: DeviceInfo) -> bool:
     """Return whether this process can no longer compute on the device.
 
-    A library may leave an error behind that the next call reports, once. A lost context fails every time, so
-    the device is tried twice.
+    A library may leave an error behind that the next call reports once, so the device is tried twice.
     """
     return device.type == "cuda" and _fails(device) and _fails(device)
 

@@ -16,8 +16,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 def disable_malloc_trim() -> None:
     """Let glibc keep the memory of freed tensors for the next ones (mallopt(3)); elsewhere do nothing.
 
-    By default it gives every tensor of some megabytes back to the kernel at once, which clears the pages of
-    the next one again: about a fifth of a training step. The process then holds on to its peak.
+    By default it gives large tensors back to the kernel at once, which clears the pages of the next one
+    again: about a fifth of a training step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -39,9 +39,8 @@ def reset_peak_memory(device: DeviceInfo) -> None:
 def peak_memory_bytes(device: DeviceInfo) -> int:
     """The peak of the memory held since `reset_peak_memory`.
 
-    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
-    Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.
-    Where the reset is not allowed, it is the peak since the process began.
+    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), with the
+    interpreter and the libraries; since the process began where Linux does not allow the reset.
     """
     if device.type == "cuda":
         import torch

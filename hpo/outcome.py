@@ -41,8 +41,7 @@ class Outcome(StrEnum):
     def optuna_state(self) -> str:
         """The name of the `optuna.trial.TrialState` that a trial with this outcome ends in.
 
-        A deterministic failure is PRUNED and never FAIL: Optuna's samplers ignore FAIL, and would come back
-        to what failed. A preempted trial has not ended.
+        A deterministic failure is PRUNED: Optuna's samplers ignore FAIL, and would repeat it.
         """
         return _OPTUNA_STATES.get(self, "PRUNED")
 

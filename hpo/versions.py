@@ -6,8 +6,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-Extra = Literal["adapters", "fp8", "mlflow", "onnx", "tensorboard", "wandb"]
-"""An extra of pyproject.toml that a feature needs."""
+Extra = Literal["adapters", "fp8", "mlflow", "nvml", "onnx", "tensorboard", "wandb"]
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

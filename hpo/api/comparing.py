@@ -29,8 +29,7 @@ class ComparisonStopped(RunError):
     """A comparison ended before it was decided; what has been trained is kept."""
 
     def __init__(self, result: RunResult) -> None:
-        name, ended = result.record.name, result.ended
-        super().__init__(f"The comparison `{name}` was {ended}; call it again to go on.")
+        super().__init__(f"The comparison `{result.record.name}` was {result.ended}; call it again to go on.")
         self.result = result
 
 

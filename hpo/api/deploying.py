@@ -41,18 +41,13 @@ MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
 
 @dataclass(frozen=True)
 class DeploymentOptions:
-    """As `hpo deploy` takes them."""
+    """The options of `hpo deploy`, whose help describes them. None: the default."""
 
     timeout: float = 1800.0
-    """Seconds after which no further form is begun."""
     max_drop: float | None = None
-    """What loses more is refused; in hundredths, of mae and rmse in the labels' units. None: 1 hundredth."""
     batch: int = 1
-    """Whose latency decides: 1 or 32."""
     threads: int | None = None
-    """None: one a core."""
     artifacts: str | None = None
-    """Which, beside fp32: `bf16,onnx_int8_dynamic`; None: all that this machine can have."""
     device: str = "cpu"
 
 
@@ -70,7 +65,7 @@ def deploy_best(
 ) -> dict[str, Any]:
     """Find the form of the best model and write it to `folder`, with deploy.json and deploy.html.
 
-    Returns what is in deploy.json. Raises RunError where no trial is complete or has weights.
+    Returns the content of deploy.json. Raises RunError if no trial is complete or has weights.
     """
     trial = best_model_of(record)
     study = config_of(record), database
@@ -81,10 +76,7 @@ def deploy_best(
 
 
 def best_model_of(record: StudyRecord) -> TrialRecord:
-    """The best trial; with several objectives by the first of them that says something of the model.
-
-    Raises RunError where there is none, or none meets the limits of the study.
-    """
+    """The best trial, by the first objective that concerns the model. Raises RunError if there is none."""
     ranked = by_rank(record)
     if not ranked:
         none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
@@ -93,7 +85,7 @@ def best_model_of(record: StudyRecord) -> TrialRecord:
 
 
 def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, stop: Stop) -> DeploymentRequest:
-    """What the options ask for. Raises InputError where that cannot be done with the study's data."""
+    """Turn the options into a request. Raises InputError if the study's data do not allow it."""
     batch, max_drop = options.batch, options.max_drop
     if batch not in BATCH_SIZES:
         raise InputError(f"--batch must be {' or '.join(map(str, BATCH_SIZES))}, but got {batch}.")
@@ -126,8 +118,7 @@ def _deploy(
 ) -> Deployment:
     """Export the trial and compare the forms of its model, all in folders of `staging`.
 
-    Raises RunError where it has no weights, or not even fp32 is scored in time, and DeploymentStopped where
-    it is stopped before.
+    Raises RunError if it has no weights or time runs out before fp32 is scored, DeploymentStopped if stopped.
     """
     device = probe_device(options.device)
     executor, checkpoint = checkpoint_of(*study, trial, device=options.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,42 +27,29 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Use:
-    """What is wanted of the best model of a study."""
-
-    split: str | None = None
-    """To evaluate it on in detail."""
-    folder: Path | None = None
-    """To export it to."""
-    merge: bool = False
-    """Whether an adapter is added to the weights of the encoder."""
-    overwrite: bool = False
-    """Whether a model of another study is replaced."""
-
-
 def use_best(
-    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], use: Use
+    database: Storage,
+    record: StudyRecord,
+    config_of: Callable[[StudyRecord], StudyConfig],
+    split: str | None,
+    folder: Path | None,
+    merge: bool,
 ) -> tuple[StudyRecord, dict[str, Any]]:
-    """Evaluate and export the best trial; with several objectives the best by the first of them.
-
-    Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial is
-    complete.
-    """
+    """Evaluate and export the best trial, see `hpo.Study.use_best`."""
     used: dict[str, Any] = {}
-    if use.folder is not None:
-        _check_export(use.folder, record, overwrite=use.overwrite)
+    if folder is not None:
+        _check_export(folder, record)
     if not best_trials(record):
         return record, used
     trial = best_trials(record)[0]
     executor, checkpoint = checkpoint_of(config_of(record), database, trial)
-    if use.split is not None:
-        used["evaluation"] = _evaluate(database, executor, checkpoint, trial, use.split)
+    if split is not None:
+        used["evaluation"] = _evaluate(database, executor, checkpoint, trial, split)
         record = with_evaluation(record, trial.number, used["evaluation"]["detailed"])
         trial = next(each for each in record.trials if each.number == trial.number)
-    if use.folder is not None:
+    if folder is not None:
         source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
-        used["export"] = str(export_checkpoint(executor, checkpoint, use.folder, source, merge=use.merge))
+        used["export"] = str(export_checkpoint(executor, checkpoint, folder, source, merge=merge))
     return record, used
 
 
@@ -82,14 +68,13 @@ def _evaluate(
     return {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
 
 
-def _check_export(folder: Path, record: StudyRecord, *, overwrite: bool) -> None:
-    """Raise ModelError where `folder` can take no model, InputError where it has that of another study, and
-    RunError where no complete trial meets the limits of the study."""
+def _check_export(folder: Path, record: StudyRecord) -> None:
+    """Raise an error if the folder cannot take this study's model, or no trial meets the limits."""
     check_export_folder(folder)
     if told := nearest_told(record):
         raise RunError(told)
     metadata = folder / "hpo.json"
-    if overwrite or not metadata.exists():
+    if not metadata.exists():
         return
     try:
         other = json.loads(metadata.read_text())["provenance"]["study"]
@@ -98,7 +83,7 @@ def _check_export(folder: Path, record: StudyRecord, *, overwrite: bool) -> None
     if other != record.name:
         raise InputError(
             f"{folder} must be free for a model of `{record.name}`, but holds one of the study `{other}`. "
-            "Name another folder, or give --overwrite."
+            "Name another folder, or remove that one."
         )
 
 

@@ -18,17 +18,14 @@ if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable of the processes of torchrun."""
 
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""
 
 
 def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
-    """The study with so many trials or device-hours if given, and a folder for what a run makes.
-
-    Raises InputError where that cannot be made.
-    """
+    """The study with so many trials or device-hours if given; its folder in `runs/` is made. Raises
+    InputError."""
     from hpo.config.budget import MAX_TRIALS, BudgetConfig
 
     make_runs_folder(config.name)
@@ -104,12 +101,10 @@ def study_of(content: Mapping[str, Any]) -> StudyConfig:
 
 
 def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyConfig, bool]:
-    """The study as a worker runs it, and whether it is that of the user's own file.
+    """Return the study as a worker runs it, and whether it is the one in the user's own file.
 
-    `stop` as in `existing_database`.
-
-    A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
-    that the database does not have, are of a study file.
+    A name is that of a study in the database, if there is one, whatever lies in studies/. A path, and a name
+    that the database does not have, are a study file. `stop` as in `existing_database`.
     """
     from hpo.config.study_config import load_study, stored_study
     from hpo.errors import NoDatabaseError, StudyFileError
@@ -185,11 +180,9 @@ def checkpoint_of(
     device: str | None = None,
     kind: Literal["best", "step"] = "best",
 ) -> tuple[Executor, Path]:
-    """An executor of the study, on `device` in place of the study's, and the folder with the newest
-    checkpoint of that kind of one of its trials, brought here.
+    """Return an executor of the study and the folder with a trial's newest checkpoint of that kind.
 
-    Raises InputError where the trial has parameters that are not of the study, such as the encoder of whoever
-    writes to the database.
+    Raises InputError if the trial has parameters that are not in the study, such as another encoder.
     """
     from hpo.config.search_space import refusal
     from hpo.device import probe_device

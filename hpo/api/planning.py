@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import typer
 
 from hpo.api.opening import RUNS
 from hpo.device import probe_device
@@ -23,20 +21,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def measured_plan(
-    config: StudyConfig,
-    record: StudyRecord | None,
-    workers: int | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Plan:
+def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None = None) -> Plan:
     """The plan of a study by its complete trials, and by some steps here in a precision that has none.
 
-    Args:
-        record: of the study, where it is in the database.
-        workers: so many work; None: those that do, or one.
-
-    Raises:
-        RunError: the steps did not work, or were stopped.
+    `workers` defaults to the live ones, or one. Raises RunError if the steps did not work.
     """
     device = probe_device(config.device)
     lacking = check_precisions(config, device)
@@ -44,19 +32,11 @@ def measured_plan(
     for name in config.precisions or apply_preset(config.amp, device)[1:]:
         if name not in costs and name not in lacking:
             _logger.info("measuring %s ...", name)
-            costs[name] = measure_cost(config, device, RUNS, name, should_stop)
+            costs[name] = measure_cost(config, device, RUNS, name)
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
     return make_plan(config, list(costs.values()), record, workers or live or 1)
-
-
-def say_what_it_buys(config: StudyConfig, workers: int, should_stop: Callable[[], bool]) -> None:
-    """Print what the budget of a study comes to, of which no trial has trained."""
-    try:
-        typer.echo("\n".join(plan_told(measured_plan(config, None, workers, should_stop))))
-    except RunError as error:  # the trials will tell
-        typer.echo(f"What the budget buys is not known yet. {error}")
 
 
 def plan_told(plan: Plan) -> Iterator[str]:

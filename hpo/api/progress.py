@@ -35,7 +35,6 @@ OUTCOME_STYLES: dict[str, str] = {
 }
 
 _LINE_SECONDS = 30.0
-"""Between two lines of a running trial."""
 
 
 class StudyDisplay:
@@ -96,7 +95,8 @@ class StudyDisplay:
 def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Say which study is run and what of it is not, and show its progress during the block.
 
-    `own`: of the trials of this process alone, and less often, as there may be a hundred such workers.
+    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
+    workers.
     """
     if quiet:
         yield

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
-from hpo.api.planning import say_what_it_buys
 from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
 from hpo.study.reading.reader import read_study
@@ -32,7 +31,6 @@ class RunResult(RunSummary):
     """What a run on this machine was."""
 
     record: StudyRecord = field(repr=False)
-    """The study as it was then."""
     left_out: Mapping[str, str]
     """Precisions of the study that no trial drew here, with the reason."""
 
@@ -40,10 +38,7 @@ class RunResult(RunSummary):
 def worker_processes(
     config: StudyConfig, storage: str | None, workers: int | None = None, per_device: int | None = None
 ) -> WorkerProcesses:
-    """Those in which the trials of a study run; without shares, the one worker is this process.
-
-    Arguments as of `share_devices`. Raises InputError where they contradict each other.
-    """
+    """The processes that run a study's trials, see `share_devices`. Raises InputError for contradictions."""
     check_workers(workers, per_device)
     return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
 
@@ -73,16 +68,10 @@ def run_here(
 ) -> RunResult:
     """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
 
-    Args:
-        processes: in which its trials run; without shares, in this one.
-        storage: the database, as a user names it.
-        quiet: show no progress.
+    Without `processes.shares` they run in this process. `quiet` shows no progress.
     """
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
-        is_new = opened.stored.state == "open" and not opened.stored.has_trained
-        if config.budget is not None and is_new and not quiet and TORCHRUN not in os.environ:
-            say_what_it_buys(opened.config, max(1, len(processes.shares)), stop.is_set)
         url = processes.storage_as_given or opened.storage.url
         with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)

@@ -94,10 +94,8 @@ class Study:
 
     @property
     def config(self) -> StudyConfig:
-        """The study of its file; without one, as the database has it.
-
-        Raises InputError where neither is there, or the database asks for code that is not trusted.
-        """
+        """The study of its file, else as in the database. Raises InputError if there is none, or its code
+        is not trusted."""
         if self._file is not None:
             return self.file
         config, _ = find_study(self._word, storage_url(self._storage))
@@ -112,10 +110,9 @@ class Study:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
-        """The database and what it has of the study.
+        """The database and what it has of the study. Raises StorageError if it has nothing.
 
-        A name is that of a study in the database, if there is one, whatever lies in `studies/`. Raises
-        StorageError where there is none.
+        A name is that of a study in the database, if there is one, whatever lies in `studies/`.
         """
         with existing_database(self._storage) as database:
             yield database, read_study(database, self._name_in(database))
@@ -136,10 +133,10 @@ class Study:
         return self._word if is_stored or self._file is None else self._file.name
 
     def config_of(self, record: StudyRecord) -> StudyConfig:
-        """The study as in its file, or as stored without one, or where the file is of another study.
+        """The study as in its file; as stored if there is no file, or it is of another study.
 
-        Raises StudyChangedError when the file says something else than the study was made with, and
-        InputError as `check_trust` does.
+        Raises StudyChangedError if the file differs from the stored study, and InputError as `check_trust`
+        does.
         """
         given = self._file if self._file is not None and self._file.name == record.name else None
         stored = record.definition
@@ -194,11 +191,8 @@ class Study:
     def train(
         self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
     ) -> TrialResult:
-        """Run one trial with `params` without a database. It leaves no checkpoint.
-
-        Args:
-            show: called with each evaluation.
-        """
+        """Run one trial with `params` without a database or checkpoint; `show` is called with each
+        evaluation."""
         from hpo.trial.executor import Executor
 
         config = to_run(self.file)
@@ -215,10 +209,9 @@ class Study:
             return check_data(to_run(self.config), RUNS)
 
     def verify(self, repeats: int = 3) -> list[PrecisionCheck]:
-        """What this device does with each precision: support, errors, speed and memory against fp32.
+        """Check each precision on this device: support, errors, speed and memory against fp32.
 
-        Args:
-            repeats: timed passes of each precision; the fastest counts.
+        `repeats` passes of each precision are timed; the fastest counts.
         """
         from hpo.trial.executor import Executor
         from hpo.trial.verify import check_precision, verify
@@ -232,13 +225,10 @@ class Study:
     def plan(
         self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None
     ) -> Plan:
-        """What the trials of the study or its budget come to: hours, starts, and how many go on to the end.
+        """Estimate the trials of the study or its budget: hours, starts, and how many go on to the end.
 
-        By its complete trials; in a precision of which there is none, some steps are trained here.
-
-        Args:
-            n_trials, hours: in place of the study's.
-            workers: so many work; None: those that do, or one.
+        By its complete trials; in a precision of which there is none, some steps are trained here. `n_trials`
+        and `hours` replace the study's; `workers` defaults to the live ones, or one.
         """
         from hpo.api.planning import measured_plan
         from hpo.data.dataset import load_data
@@ -277,44 +267,36 @@ class Study:
         return best_trials(self.record)
 
     def evaluate(self, split: str = "validation") -> dict[str, Any]:
-        """Evaluate the checkpoint of the best trial in detail, and store that.
+        """Evaluate the checkpoint of the best trial on `train`, `validation` or `test` in detail, and store
+        that.
 
-        Args:
-            split: `train`, `validation` or `test`.
-
-        Returns `trial`, `split`, `metrics` by task, and `detailed`. Raises RunError where no trial is
-        complete.
+        Returns `trial`, `split`, `metrics` by task, and `detailed`. Raises RunError if no trial is complete.
         """
         evaluation: dict[str, Any] = self._use_best(split=split)["evaluation"]
         return evaluation
 
-    def export(self, folder: str | Path, *, merge: bool = False, overwrite: bool = False) -> Path:
+    def export(self, folder: str | Path, *, merge: bool = False) -> Path:
         """Write the model of the best trial, which transformers and `hpo.load` read; returns the folder.
 
-        Args:
-            merge: add an adapter to the weights of the encoder.
-            overwrite: replace a model of another study.
-
-        Raises RunError where no trial is complete or meets the limits, ModelError or InputError where the
-        folder cannot be used.
+        `merge` adds an adapter to the weights of the encoder. Raises RunError if no trial is complete or
+        meets the limits, ModelError or InputError if the folder cannot be used.
         """
-        return Path(self._use_best(folder=Path(folder), merge=merge, overwrite=overwrite)["export"])
+        return Path(self._use_best(folder=Path(folder), merge=merge)["export"])
 
-    def use_best(self, **use: Any) -> tuple[StudyRecord, dict[str, Any]]:
-        """Evaluate and export the best trial at once, as `hpo best` does.
+    def use_best(
+        self, *, split: str | None = None, folder: Path | None = None, merge: bool = False
+    ) -> tuple[StudyRecord, dict[str, Any]]:
+        """Evaluate the best trial on a split and export it to a folder, as `hpo best` does.
 
-        Args:
-            **use: those of `hpo.api.models.Use`.
-
-        Returns the record with the evaluation, and what was done: `evaluation`, `export`; {} where no trial
-        is complete.
+        With several objectives the best trial by the first of them is used. Returns the record with the
+        evaluation, and what was done: `evaluation`, `export`; {} where no trial is complete.
         """
-        if use.get("split") is None and use.get("folder") is None:
+        if split is None and folder is None:
             return self.record, {}
-        from hpo.api.models import Use, use_best
+        from hpo.api.models import use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
-            return use_best(database, record, self.config_of, Use(**use))
+            return use_best(database, record, self.config_of, split, folder, merge)
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial` and what helps; changes nothing in the study."""
@@ -379,13 +361,9 @@ class Study:
     def deploy(self, folder: str | Path | None = None, **options: Any) -> dict[str, Any]:
         """Find the fastest form of the best model that is as good as fp32, as `hpo deploy` does.
 
-        An interrupt ends the search with the forms that are scored by then.
-
-        Args:
-            folder: default: `runs/NAME/deploy`.
-            **options: those of `DeploymentOptions`.
-
-        Returns what is in deploy.json, `folder`, and `was_stopped`.
+        An interrupt ends the search with the forms that are scored by then. `folder` defaults to
+        `runs/NAME/deploy`; `options` are those of `DeploymentOptions`. Returns the content of deploy.json,
+        `folder` and `was_stopped`.
         """
         from hpo.api.deploying import DeploymentOptions, deploy_best
 

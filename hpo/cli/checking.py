@@ -4,35 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    TrustOption,
-    app,
-    print_json,
-)
+from hpo.cli.options import print_json, study_command
 
 if TYPE_CHECKING:
+    from hpo.api.study import Study
     from hpo.report.data_check import DataCheck
 
 MAX_CLASSES = 12
 """A terminal shows the classes of a task with at most so many; `--json` has them all."""
 
 
-@app.command()
-def check(
-    study: StudyArgument,
-    storage: StorageOption = None,
-    trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
-) -> None:
+@study_command()
+def check(opened: Study, as_json: bool) -> None:
     """Show what a study's data hold and what to change, before anything is trained."""
-    from hpo.api.study import Study
-
-    result = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json).check()
+    result = opened.check()
     if as_json:
         print_json(result.as_json())
     else:

@@ -19,6 +19,7 @@ from hpo.cli.options import (
     TrustOption,
     answer,
     app,
+    option,
     with_options,
 )
 from hpo.errors import InputError
@@ -28,21 +29,17 @@ if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
 
 
-def _option(kind: Any, metavar: str, help_text: str, **more: Any) -> Any:
-    return Annotated[kind, typer.Option(metavar=metavar, help=help_text, **more)]
-
-
 _SLURM_OPTIONS: Mapping[str, Any] = {
     "n_trials": NumTrialsOption,
-    "time": _option(
+    "time": option(
         str | None, "D-HH:MM:SS", "sbatch --time: limit of a job, which is requeued when it reaches it."
     ),
-    "gpus_per_node": _option(str | None, "[TYPE:]G", "GPUs of a job, which runs a worker on each."),
-    "cpus_per_task": _option(int | None, "N", "CPU cores of a job.", min=1),
-    "mem": _option(str | None, "SIZE", "Memory of a job, such as 60G."),
-    "partition": _option(str | None, "NAME", "sbatch --partition: where the jobs run."),
-    "account": _option(str | None, "NAME", "sbatch --account: what the jobs are charged to."),
-    "sbatch": _option(
+    "gpus_per_node": option(str | None, "[TYPE:]G", "GPUs of a job, which runs a worker on each."),
+    "cpus_per_task": option(int | None, "N", "CPU cores of a job.", min=1),
+    "mem": option(str | None, "SIZE", "Memory of a job, such as 60G."),
+    "partition": option(str | None, "NAME", "sbatch --partition: where the jobs run."),
+    "account": option(str | None, "NAME", "sbatch --account: what the jobs are charged to."),
+    "sbatch": option(
         list[str] | None,
         "NAME[=VALUE]",
         "Any other option of sbatch, such as qos=long or exclusive. Repeatable.",

@@ -22,8 +22,6 @@ from hpo.cli import (  # noqa: F401  (their commands)
     cluster,
     comparing,
     deploying,
-    diagnosing,
-    planning,
     predicting,
     running,
     starting,
@@ -33,22 +31,14 @@ from hpo.cli import (  # noqa: F401  (their commands)
 )
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    TrustOption,
-    answer,
-    app,
-    print_json,
-)
+from hpo.cli.options import HoursOption, NumTrialsOption, answer, app, print_json, study_command
 from hpo.config.removed import removed_command
 from hpo.errors import HpoError, InputError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpo.api.study import Study
     from hpo.study.reading.study_record import StudyRecord
 
 
@@ -89,26 +79,21 @@ def _options_of_hpo(
     pass
 
 
-@app.command()
+@study_command()
 def verify(
-    study: StudyArgument,
+    opened: Study,
+    as_json: bool,
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
     ] = 3,
-    storage: StorageOption = None,
-    trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
 
-    from hpo.api.study import Study
     from hpo.cli.display import print_verification
     from hpo.device import probe_device
     from hpo.trial.verify import recommendation
 
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code)
     checks = opened.verify(repeats)
     device, advice = probe_device(opened.config.device), recommendation(checks)
     if as_json:
@@ -118,14 +103,33 @@ def verify(
         print_verification(checks, device.describe(), advice)
 
 
-@app.command()
-def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
+@study_command()
+def plan(
+    opened: Study,
+    as_json: bool,
+    n_trials: NumTrialsOption = None,
+    hours: HoursOption = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="W", help="So many work; left out, those that do, or one.")
+    ] = None,
+) -> None:
+    """Show what a study's trials or its budget come to: hours, starts, and how many go on to the end.
+
+    By its complete trials; in a precision of which there is none, some steps are trained here.
+    """
+    from hpo.api.planning import plan_told
+
+    result = opened.plan(n_trials=n_trials, hours=hours, workers=workers)
+    answer(result.as_json(), "\n".join(plan_told(result)), as_json=as_json)
+
+
+@study_command(runs_code=False)
+def status(opened: Study, as_json: bool) -> None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
-    from hpo.api.study import Study
     from hpo.cli.display import print_status
     from hpo.report.status import study_status
 
-    record = Study(study, storage=storage).record
+    record = opened.record
     summary = study_status(record)
     if as_json:
         print_json(summary)
@@ -133,10 +137,10 @@ def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOpt
         print_status(record, summary)
 
 
-@app.command()
+@study_command()
 def best(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     evaluate: Annotated[
         Literal["train", "validation", "test"] | None,
         typer.Option(
@@ -148,27 +152,19 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
-    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of --export: add an adapter to the weights of the encoder.")
     ] = False,
-    trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
 ) -> None:
     """Show the best configuration and its scores; evaluate or export its model.
 
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
-    from hpo.api.study import Study
     from hpo.study.reading.study_record import choosable_trials
 
     if merge and export is None:
         raise InputError("--merge is how a model is exported: give --export DIR, too.")
-    opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
-    record, used = opened.use_best(split=evaluate, folder=export, merge=merge, overwrite=overwrite)
+    record, used = opened.use_best(split=evaluate, folder=export, merge=merge)
     if as_json:
         print_json(_described(record) | used)
     else:
@@ -223,40 +219,65 @@ def _described(record: StudyRecord) -> dict[str, Any]:
     }
 
 
-@app.command()
+@study_command()
+def diagnose(
+    opened: Study,
+    as_json: bool,
+    trial: Annotated[int, typer.Option("--trial", min=0, metavar="N", help="Its number.")],
+) -> None:
+    """Name the operator that broke a trial and what helps, by the batch after its checkpoint.
+
+    Tries a lower loss scale, bf16 and fp32. Changes nothing in the study. Exit code 1: that batch is finite.
+    """
+    from dataclasses import asdict
+
+    found = opened.diagnose(trial)
+    broken = found.broken
+    if as_json:
+        print_json({"study": opened.name, **asdict(found)})
+        raise typer.Exit(0 if broken else 1)
+    weights = "the last checkpoint" if found.has_checkpoint else "the initial weights (it has no checkpoint)"
+    result = f"{broken.what} not finite" if broken else "all is finite, so it broke in a later step"
+    typer.echo(f"Trial {found.trial} ({found.outcome}, {found.precision}), step {found.step}: {result}")
+    typer.echo(f"Run with {weights}.")
+    if broken and broken.operator:
+        typer.echo(f"First: {broken.operator}")
+    for remedy in found.remedies:
+        settings = ", ".join(f"{name}: {value}" for name, value in remedy.settings.items())
+        typer.echo(f"With {settings}: {remedy.result}")
+    if broken and not any(remedy.heals for remedy in found.remedies):
+        typer.echo("The precision is not the cause. Lower `learning_rate` or `max_grad_norm`.")
+    raise typer.Exit(0 if broken else 1)
+
+
+@study_command(runs_code=False)
 def report(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/report"),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file and CSV tables."""
-    from hpo.api.study import Study
-
-    opened = Study(study, storage=storage)
     path = str(opened.report(out))
     answer({"study": opened.name, "report": path}, path, as_json=as_json)
 
 
-@app.command()
+@study_command(runs_code=False)
 def dashboard(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")] = 8080,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="0.0.0.0 in a container that publishes the port.")
     ] = "127.0.0.1",
-    as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.api.study import Study
     from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
     from hpo.study.store.optuna_internals import study_id_of
 
-    with Study(study, storage=storage).opened() as (database, record):
+    with opened.opened() as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
         with dashboard_server(database.url, port, host) as server:

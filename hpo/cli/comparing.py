@@ -3,88 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    UntilOption,
-    WorkersOption,
-    app,
-    ended_at_once,
-    print_json,
-    with_options,
-)
+from hpo.cli.options import UntilOption, WorkersOption, ended_at_once, option, print_json, study_command
 from hpo.cli.running import run_told, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, question_of
 
+if TYPE_CHECKING:
+    from hpo.api.study import Study
+
 COMPARISON_OPTIONS: Mapping[str, Any] = {
-    "precisions": Annotated[
+    "precisions": option(
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="What is compared with fp32: bf16,fp16.",
-            show_default="all that this device runs",
-        ),
-    ],
-    "top": Annotated[
-        int | None, typer.Option(min=1, max=20, metavar="K", help="Configurations.", show_default="3")
-    ],
-    "seeds": Annotated[
+        "NAMES",
+        "What is compared with fp32: bf16,fp16.",
+        show_default="all that this device runs",
+    ),
+    "top": option(int | None, "K", "Configurations.", min=1, max=20, show_default="3"),
+    "seeds": option(
+        int | None, "N", "New seeds before the first look.", min=3, max=MOST_SEEDS, show_default="3"
+    ),
+    "max_seeds": option(
         int | None,
-        typer.Option(
-            min=3, max=MOST_SEEDS, metavar="N", help="New seeds before the first look.", show_default="3"
-        ),
-    ],
-    "max_seeds": Annotated[
-        int | None,
-        typer.Option(
-            min=3,
-            max=MOST_SEEDS,
-            metavar="N",
-            help="No more are added. It may be raised when they have not decided.",
-            show_default="12",
-        ),
-    ],
-    "margin": Annotated[
+        "N",
+        "No more are added. It may be raised when they have not decided.",
+        min=3,
+        max=MOST_SEEDS,
+        show_default="12",
+    ),
+    "margin": option(
         float | None,
-        typer.Option(
-            min=1e-6,
-            metavar="POINTS",
-            help="A smaller loss is none; in hundredths, of mae and rmse in the labels' units.",
-            show_default="0.5",
-        ),
-    ],
+        "POINTS",
+        "A smaller loss is none; in hundredths, of mae and rmse in the labels' units.",
+        min=1e-6,
+        show_default="0.5",
+    ),
 }
 
 
-@app.command()
-@with_options(COMPARISON_OPTIONS)
+@study_command(COMPARISON_OPTIONS)
 def compare(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     over: Annotated[
         Literal["fp_precision", "base_precision", "optimizer_state"],
         typer.Option(help="What is compared: of training, of the weights under an adapter, of the moments."),
     ] = "fp_precision",
     workers: WorkersOption = None,
     until: UntilOption = None,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.api.comparing import ComparisonStopped
-    from hpo.api.study import Study
     from hpo.cli.display import print_comparison
 
     if options["precisions"]:
         options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
-    opened = Study(study, storage=storage, quiet=as_json)
     with ended_at_once():
         try:
             result = opened.compare(question_of(over), workers=workers, until=until, **options)

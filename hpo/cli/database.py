@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpo.api.opening import RUNS, existing_database, load_file
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StoredStudyArgument,
-    answer,
-    app,
-)
+from hpo.cli.options import JsonOption, StorageOption, StoredStudyArgument, answer, app
 from hpo.errors import RunError
+from hpo.study.running.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from hpo.cluster.postgres.postgres_server import Running
@@ -28,8 +23,6 @@ FolderOption = Annotated[
     Path, typer.Option(metavar="DIR", file_okay=False, help="Where the database has its files.")
 ]
 _FOLDER = RUNS / "postgres"
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What people and schedulers end a job with, or warn it with."""
 
 
 @database.command()
@@ -53,13 +46,13 @@ def start(
     from hpo.cluster.postgres.postgres_server import PostgresServer
 
     if foreground:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     server = PostgresServer(folder.absolute())
     running = server.start(host, port)
     _say(folder, running, "runs" if running.is_new else "runs already,", as_json=as_json)
     if foreground and running.is_new:
         while server.running() is not None:
-            if signal.sigtimedwait(_STOP_SIGNALS, 0.5) is not None:
+            if signal.sigtimedwait(STOP_SIGNALS, 0.5) is not None:
                 server.stop()
                 return
         raise RunError(f"The database has ended by itself. See {server.log}.")

@@ -4,76 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    TrustCodeOption,
-    TrustOption,
-    app,
-    ended_at_once,
-    print_json,
-    with_options,
-)
+from hpo.cli.options import ended_at_once, option, print_json, study_command
+
+if TYPE_CHECKING:
+    from hpo.api.study import Study
 
 DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
-    "timeout": Annotated[
+    "timeout": option(
         float | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="After so long no further form is begun, and the choice is among those that are scored.",
-            show_default="1800",
-        ),
-    ],
-    "max_drop": Annotated[
+        "SECONDS",
+        "After so long no further form is begun, and the choice is among those that are scored.",
+        min=1,
+        show_default="1800",
+    ),
+    "max_drop": option(
         float | None,
-        typer.Option(
-            min=1e-6,
-            metavar="POINTS",
-            help="What loses more is refused; in hundredths, of mae and rmse in the labels' units.",
-            show_default="1",
-        ),
-    ],
-    "batch": Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", help="Batch whose latency decides: 1 or 32.", show_default="1"),
-    ],
-    "threads": Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, metavar="N", help="Threads.", show_default="one a core"),
-    ],
-    "artifacts": Annotated[
+        "POINTS",
+        "What loses more is refused; in hundredths, of mae and rmse in the labels' units.",
+        min=1e-6,
+        show_default="1",
+    ),
+    "batch": option(int | None, "SIZE", "Batch whose latency decides: 1 or 32.", show_default="1"),
+    "threads": option(int | None, "N", "Threads.", min=1, max=1024, show_default="one a core"),
+    "artifacts": option(
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Which, beside fp32: bf16,onnx_int8_dynamic.",
-            show_default="all that this machine can have",
-        ),
-    ],
-    "device": Annotated[
-        Literal["auto", "cpu", "cuda"] | None,
-        typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", show_default="cpu"),
-    ],
+        "NAMES",
+        "Which, beside fp32: bf16,onnx_int8_dynamic.",
+        show_default="all that this machine can have",
+    ),
+    "device": option(
+        Literal["auto", "cpu", "cuda"] | None, "DEVICE", "auto, cpu or cuda.", show_default="cpu"
+    ),
 }
 
 
-@app.command()
-@with_options(DEPLOYMENT_OPTIONS)
+@study_command(DEPLOYMENT_OPTIONS)
 def deploy(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
-    trust_remote_code: TrustOption = False,
-    _trust_code: TrustCodeOption = [],  # noqa: B006
-    as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Find the fastest form of the best model that is as good as fp32: bf16, fp16, ONNX, int8.
@@ -82,11 +58,9 @@ def deploy(
     ends the search with the forms that are scored by then; a second one leaves nothing.
     """
     from hpo.api.deploying import DeploymentStopped
-    from hpo.api.study import Study
     from hpo.cli.display import print_deployment
 
     with ended_at_once():
-        opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
         try:
             stored = opened.deploy(out, **options)
         except DeploymentStopped as stopped:

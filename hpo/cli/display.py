@@ -16,15 +16,7 @@ from rich.text import Text
 
 from hpo.api.progress import OUTCOME_STYLES
 from hpo.errors import printable
-from hpo.report.deployed import (
-    latency_table,
-    loading,
-    quality_table,
-    sentences,
-    task_table,
-    threads,
-    verdict,
-)
+from hpo.report.deployed import latency_table, loading, quality_table, sentences, task_table, threads, verdict
 from hpo.report.detailed_tables import (
     Detailed,
     decided_text,
@@ -175,15 +167,14 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "live worker": worker["number"],
-            **{name: _known(worker[name]) for name in ("host", "device", "job", "trial")},
+            **{
+                name: "" if worker[name] is None else worker[name]
+                for name in ("host", "device", "job", "trial")
+            },
             "last seen": f"{format_seconds(worker['silent_seconds'])} ago",
         }
         for worker in workers
     )
-
-
-def _known(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> None:

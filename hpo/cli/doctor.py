@@ -11,7 +11,7 @@ from hpo.cli.options import JsonOption, StorageOption, app, print_json
 from hpo.errors import printable
 
 if TYPE_CHECKING:
-    from hpo.cluster.doctor.study_checks import Finding
+    from hpo.cluster.doctor.doctor import Finding
 
 
 @app.command()
@@ -48,8 +48,7 @@ def doctor(
 
 
 def _print(finding: Finding) -> None:
-    colour = {"error": "red", "warning": "yellow"}[finding.severity]
-    typer.secho(f"{finding.severity} ({finding.check})", fg=colour, bold=True)
+    typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
     typer.echo(printable(f"  {finding.problem}"))
     if finding.remedy:
         how = "Mended. " if finding.mended else "--fix: " if finding.mend else ""
@@ -57,5 +56,5 @@ def _print(finding: Finding) -> None:
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
-    names = ("check", "severity", "problem", "remedy", "mended")
+    names = ("check", "problem", "remedy", "mended")
     return {name: getattr(finding, name) for name in names} | {"can_fix": finding.mend is not None}

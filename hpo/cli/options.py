@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.api.opening import check_workers, trust
+from hpo.api.opening import trust
 from hpo.errors import printable
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ def _positive_seconds(value: float | None) -> float | None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"must be a number of seconds > 0, but got {value:g}.")
     return value
+
+
+def option(kind: Any, metavar: str, help_text: str, **more: Any) -> Any:
+    """An option in a table for `with_options` or `study_command`."""
+    return Annotated[kind, typer.Option(metavar=metavar, help=help_text, **more)]
 
 
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
@@ -100,40 +106,82 @@ WorkersOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 WORK_OPTIONS: Mapping[str, Any] = {
     "workers": WorkersOption,
-    "workers_per_device": Annotated[
+    "workers_per_device": option(
         int | None,
-        typer.Option(
-            min=1,
-            max=100,
-            metavar="K",
-            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
-        ),
-    ],
-    "timeout": Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
-        ),
-    ],
+        "K",
+        "Processes for each GPU of this machine, or on its CPU; not with --workers.",
+        min=1,
+        max=100,
+    ),
+    "timeout": option(
+        float | None, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
+    ),
     "until": UntilOption,
 }
-"""Of the commands that run workers on this machine."""
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _own_options(
+    command: Callable[..., None], tables: Sequence[Mapping[str, Any]]
+) -> list[inspect.Parameter]:
+    """The parameters of a command, with the options of the tables in place of its `**options`."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+    return named + [_parameter(name, annotation) for table in tables for name, annotation in table.items()]
+
+
+def _set_options(command: Callable[..., None], options: Sequence[inspect.Parameter]) -> None:
+    """Have typer read these options instead of the parameters in the code of the command."""
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command that takes `**options` those of the tables, None where they are not given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for table in tables
-            for name, annotation in table.items()
-        ]
-        command.__signature__ = signature.replace(parameters=named + more)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in named + more}
+        _set_options(command, _own_options(command, tables))
         return command
+
+    return decorate
+
+
+def study_command(
+    *tables: Mapping[str, Any], runs_code: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command about one study.
+
+    The function takes the `hpo.Study`, `as_json` and its own options. STUDY, --storage, --json and,
+    with `runs_code`, the options to trust code are added.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(
+            study: str, storage: str | None, *, as_json: bool, trust_remote_code: bool = False, **options: Any
+        ) -> None:
+            from hpo.api.study import Study
+
+            options.pop("trust_code", None)  # its callback has named the code
+            opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
+            command(opened, as_json=as_json, **options)
+
+        for name in ("opened", "as_json"):
+            del command.__annotations__[name]
+        own = [each for each in _own_options(command, tables) if each.name not in ("opened", "as_json")]
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        trust = [
+            _parameter("trust_remote_code", TrustOption, False),
+            _parameter("trust_code", TrustCodeOption, []),
+        ]
+        shared = [_parameter("storage", StorageOption), *(trust if runs_code else [])]
+        study = _parameter("study", StudyArgument, inspect.Parameter.empty)
+        _set_options(run, [study, *own, *shared, _parameter("as_json", JsonOption, False)])
+        app.command()(run)
+        return run
 
     return decorate
 
@@ -169,11 +217,3 @@ def stop_signals(until: str | None = None, timeout: float | None = None) -> Iter
 
     with ended_at_once(), stop_on_signals(end_of_job(until), timeout) as stop:
         yield stop
-
-
-def check_work_options(options: Mapping[str, Any]) -> None:
-    """Raise InputError where `WORK_OPTIONS` contradict each other, before anything is made."""
-    from hpo.study.running.stopping import end_of_job
-
-    end_of_job(options["until"])
-    check_workers(options["workers"], options["workers_per_device"])

@@ -18,38 +18,34 @@ from hpo.cli.options import (
     StudyArgument,
     answer,
     app,
-    check_work_options,
     ended_at_once,
     print_json,
-    with_options,
+    study_command,
 )
 from hpo.errors import RunError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     from hpo.api.running import RunResult
+    from hpo.api.study import Study
     from hpo.study.reading.study_record import StudyRecord
     from hpo.study.running.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
 
-@app.command()
-@with_options(WORK_OPTIONS)
+@study_command(WORK_OPTIONS, runs_code=False)
 def run(
-    study: StudyArgument,
-    storage: StorageOption = None,
+    opened: Study,
+    as_json: bool,
     n_trials: NumTrialsOption = None,
     hours: HoursOption = None,
-    as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
-    from hpo.api.study import Study
     from hpo.study.reading.study_record import complete_trials
 
-    check_work_options(options)
     with ended_at_once():
-        result = Study(study, storage=storage, quiet=as_json).run(n_trials=n_trials, hours=hours, **options)
+        result = opened.run(n_trials=n_trials, hours=hours, **options)
     record = result.record
     if as_json:
         print_json(run_told(result))

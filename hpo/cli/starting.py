@@ -12,7 +12,6 @@ from hpo.cli.options import JsonOption, answer, app
 from hpo.errors import InputError
 
 FILES = {"study.yaml": "study.yaml", "my_tasks.py": "my_tasks.py.txt"}
-"""What is written, and what it is written from."""
 
 
 @app.command()

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpo.cli.options import (
-    JsonOption,
-    StorageOption,
-    StudyArgument,
-    answer,
-    app,
-    stop_signals,
-)
+from hpo.cli.options import answer, stop_signals, study_command
 from hpo.config.trackers import TrackerName
 from hpo.errors import InputError
 
+if TYPE_CHECKING:
+    from hpo.api.study import Study
 
-@app.command()
+
+@study_command(runs_code=False)
 def track(
-    study: StudyArgument,
+    opened: Study,
+    as_json: bool,
     to: Annotated[
         TrackerName,
         typer.Option(
@@ -46,16 +43,13 @@ def track(
             show_default="runs/STUDY/tensorboard, runs/STUDY",
         ),
     ] = None,
-    storage: StorageOption = None,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", hidden=True, help="End when the standard input does.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Show a study in a tracker: each trial as one run. Called again, it adds what is new."""
     from hpo.api.messages import progress_shown
     from hpo.api.opening import RUNS
-    from hpo.api.study import Study
     from hpo.study.reading.reader import read_study
     from hpo.study.running.stopping import stop_at_end_of_input
     from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
@@ -65,7 +59,7 @@ def track(
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        Study(study, storage=storage).opened() as (database, record),
+        opened.opened() as (database, record),
     ):
         stop.can_checkpoint = True
         if with_parent:

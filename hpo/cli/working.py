@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from hpo.api.messages import progress_shown
-from hpo.api.opening import RUNS, load_to_work
+from hpo.api.opening import RUNS, check_workers, load_to_work
 from hpo.cli.options import (
     WORK_OPTIONS,
     JsonOption,
@@ -21,7 +21,6 @@ from hpo.cli.options import (
     TrustCodeOption,
     TrustOption,
     app,
-    check_work_options,
     print_json,
     stop_signals,
     with_options,
@@ -47,7 +46,7 @@ def worker(
     from hpo.api.running import ranks_of_torchrun
     from hpo.cluster.batch.slurm import requeue_this_job
 
-    check_work_options(options)
+    check_workers(options["workers"], options["workers_per_device"])  # in each process of torchrun
     with (
         progress_shown(quiet=as_json),
         stop_signals(options["until"], options["timeout"]) as stop,

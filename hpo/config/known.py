@@ -1,4 +1,4 @@
-"""The configurations that a study tries before its sampler draws any."""
+"""What is known before a study begins: the configurations that it tries before its sampler draws any."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpo.section import Count, Section
 
 
 class EarlierResults(Section):
-    """An earlier study whose best configurations are tried first; or a list of configurations, each a mapping
-    of settings to values, of which the sampler draws those that are missing."""
+    """The configurations that are tried first: the best of an earlier study. In place of it, a list of
+    mappings of settings to values, of which the sampler draws those that are missing."""
 
     study: str
     """An earlier study of the same database."""

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
-    "comparison.configurations.precisions": "Delete the study of this comparison, and compare anew.",
     "hpo compare --configurations": "Its winner was often not the best trial. See `hpo best`.",
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
+    "hpo best --overwrite": "Name another folder, or remove the model that is in this one.",
     "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",
     "budget.cost_per_hour": "Use `budget.hours`: the cost divided by the price of an hour.",
     "priority": "Start workers for each study: `hpo worker STUDY`.",
     "hpo worker --idle-timeout": "Start `hpo worker STUDY` when the study has trials to run.",
-    "first.csv": "Copy that study into this database (`hpo copy`), and use `first: {study: NAME}`.",
     "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",
+    "first.csv": "Use `first: {study: NAME}`; `hpo copy` brings that study into this database.",
     "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
     "hpo submit --kubernetes": "Apply the manifests in docker/kubernetes (docker/README.md).",
     "hpo submit --image": "Apply the manifests in docker/kubernetes (docker/README.md).",

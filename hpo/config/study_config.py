@@ -6,6 +6,8 @@ device is refused here, all of it at once.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -167,6 +169,12 @@ class StudyConfig(CheckedSection):
     @property
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
         return tuple(objective.direction for objective in self.objective)
+
+    @property
+    def space_hash(self) -> str:
+        """A name for what is searched: the same in every process, whatever the order of the settings."""
+        space = json.dumps(self.definition()["search_space"], sort_keys=True)
+        return hashlib.sha256(space.encode()).hexdigest()[:16]
 
     @property
     def precisions(self) -> tuple[str, ...]:

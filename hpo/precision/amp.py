@@ -54,9 +54,12 @@ def fp32_backends() -> dict[str, tuple[Any, ...]]:
 def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
     """Set how products that stay in fp32 are computed, and put the old flags back at the end.
 
+    Compiled graphs of one precision are not used for another, whatever the folder of the compiler's cache.
+
     Under `fp32` they are IEEE fp32 whatever the config says: cuDNN's default is TF32.
     """
     backends: Any = torch.backends
+    compiler: Any = torch.compiler.config
     allows_tf32 = precision.tf32 or (precision.autocast is not None and config.tf32)
     fp32_precision = "tf32" if allows_tf32 else "ieee"
     switches = fp32_backends()
@@ -66,6 +69,9 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
         *((switch, "fp32_precision", "ieee") for switch in switches["cpu"]),
         (backends.cuda.matmul, "allow_fp16_accumulation", False),
         (backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
+        # Below 2.13, PyTorch's cache of compiled graphs does not distinguish the dtypes of autocast:
+        # https://github.com/pytorch/pytorch/pull/181564.
+        (compiler, "cache_key_tag", f"{compiler.cache_key_tag}/{precision.name}"),
     ]
     with contextlib.ExitStack() as undo:
         for backend, name, _ in flags:

@@ -125,7 +125,7 @@ class AmpConfig(Section):
     """fp16: a step that overflows with the scale at or under this floor ends the trial as `nonfinite`."""
     tf32: Switch | None = None
     """TF32 for the products that autocast leaves in fp32. It never touches `fp_precision: fp32`, which is
-    IEEE fp32."""
+    IEEE fp32. On AMD GPUs it must be false."""
     cudnn_benchmark: Switch | None = None
     """`torch.backends.cudnn.benchmark`."""
     fallback_to_fp32: Switch | None = None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.device import synchronize
+from hpo.device import DeviceInfo, synchronize
+from hpo.memory import release_free_memory
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
@@ -38,6 +39,12 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
     for module in [model] if scope == "model" else encoder_layers(model.encoder):
         module.compile(mode=mode)
     return model
+
+
+def drop_compiled(device: DeviceInfo) -> None:
+    """Drop all compiled code, and give back the memory that CUDA graphs keep for their next run."""
+    torch._dynamo.reset()
+    release_free_memory(device)
 
 
 def keep_gradients(model: nn.Module) -> None:

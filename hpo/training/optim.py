@@ -191,8 +191,8 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
             return nn.utils.get_total_norm(gradients)
         # get_total_norm would return a bf16 norm for bf16 gradients.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
     # Faster than get_total_norm, whose kernel does not use the processor's vectors where it converts.
     flat = (gradient.reshape(-1).float() for gradient in gradients)
     return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()

@@ -2,8 +2,8 @@
 
     resolve precision -> tokens -> model -> compatibility check -> train / evaluate -> TrialResult
 
-Every way a trial can end becomes a `TrialResult`; only what concerns the whole study (bad data, a full
-disk, a lost lease) is raised.
+Every way a trial can end becomes a `TrialResult`. An error that concerns more than the trial is raised: bad
+data, a full disk, a lost lease, a lost GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset
 from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
+from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
 from hpo.training.metrics import score
@@ -88,7 +89,7 @@ class Executor:
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
         self.cache = compatibility_cache
         self._num_started = 0
-        self._has_compiled = False
+        self._compiles = False
         raise_if_lost(device)  # before a trial is claimed
         check_metrics(study, self.tasks)
         if study.evaluation.test and "test" not in self.dataset.splits:
@@ -145,7 +146,7 @@ class Executor:
 
         def train() -> tuple[float, ...]:
             parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
-            self._has_compiled |= parts.compile is not None
+            self._compiles = parts.compile is not None
             trial = TrialRun(parts, recorder, callbacks, self.cache, counter)
             return trial.run(folder, resume_key, mirror)
 
@@ -154,7 +155,11 @@ class Executor:
             self._collect_garbage()
             recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
             reset_peak_memory(self.device)
-            return self._with_limits(recorder, self._end_of(train))
+            try:
+                return self._with_limits(recorder, self._end_of(train))
+            finally:
+                if self._compiles:
+                    drop_compiled(self.device)
 
     def _check_ranks(self, params: Mapping[str, Any]) -> None:
         """Tell the other ranks of the trial, and check that all have the same."""
@@ -205,8 +210,7 @@ class Executor:
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles, such as the model of a trial that failed
         # Keep the collector from what is imported, and before the second trial from what the first imported.
-        # Not after compilation, whose objects are freed later.
-        if self._num_started < 2 and not self._has_compiled:
+        if self._num_started < 2:
             gc.freeze()
         self._num_started += 1
 

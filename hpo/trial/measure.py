@@ -30,7 +30,7 @@ from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Observation, left_as_it_was, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.training.compilation import compiled_modules
+from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
@@ -198,7 +198,11 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
     """Run the trial's model on `batch` in fp32 and under the trial's precision; see `measure_work`."""
     amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
     with use_training_attention():
-        return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, repeats)
+        try:
+            return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, repeats)
+        finally:
+            if parts.compile:
+                drop_compiled(parts.device)
 
 
 def measure_work(

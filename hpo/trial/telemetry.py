@@ -200,6 +200,7 @@ class TrialRecorder:
     ) -> TrialResult:
         """The trial's end with everything that it stores."""
         telemetry = json_safe(self.telemetry())
+        self._sources.clear()  # they hold the model
         throughput = telemetry.get("throughput", {})
         headline = {
             "fp_precision_effective": telemetry.get("precision", {}).get("effective"),

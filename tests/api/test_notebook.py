@@ -1,5 +1,3 @@
-"""A study in Jupyter: run, shown, and a precision checked, in a kernel of its own."""
-
 from __future__ import annotations
 
 import re
@@ -25,7 +23,6 @@ print(hpo.check_precision(model, lambda model, batch: model(batch).square().mean
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each cell shows."""
     monkeypatch.delenv("HPO_STORAGE", raising=False)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     write_study(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, start_hpo
+from command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
 from tiny import write_study
 
 import hpo
@@ -170,7 +170,6 @@ def test_an_unexpected_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytes
 def test_verify(tmp_path: Path) -> None:
     write_study(tmp_path)
     ended = ok(hpo_command(tmp_path, "verify", "tiny.yaml", "--repeats", "1", "--json"))
-    assert re.search(r"checking fp16 \.\.\..* passes in fp32 and in fp16 in turn, timed 1 time", ended.err)
     found = ended.json
     assert found.keys() == {"device", "precisions", "recommendation"}
     assert [row["name"] for row in found["precisions"]] == list(PRECISION_NAMES)
@@ -205,9 +204,7 @@ def test_verify(tmp_path: Path) -> None:
 )
 def test_nonsense_options(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     write_study(tmp_path)
-    finished = hpo_command(tmp_path, *arguments, width=200)
-    assert finished.exit_code == 2
-    assert message in finished.err
+    refused(hpo_command(tmp_path, *arguments, width=200), message)
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,5 +1,3 @@
-"""`hpo plan`: what a study's trials or its budget come to."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -53,18 +51,3 @@ def test_it_is_measured_first_and_then_by_the_trials(tmp_path: Path) -> None:
     assert after["spent_hours"] > 0
     told = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01")).out
     assert "of the budget of 0.01" in told
-
-
-def test_a_run_says_first_what_its_budget_buys(tmp_path: Path) -> None:
-    """Before the first trial; a run that goes on, one of a number of trials and one with --json do not."""
-    write_study(tmp_path, n_trials=2, budget={"hours": 0.5}, pruner=PROMOTE)
-    told = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out
-    assert told.index("of the budget of 0.5") < told.index("Study tiny (new)")
-    assert "of the budget" not in ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "3")).out
-
-
-def test_a_budget_whose_first_steps_break_is_run_all_the_same(tmp_path: Path) -> None:
-    broken = {"max_steps": 4, "learning_rate": 10.0, "optimizer": "sgd", "max_grad_norm": None}
-    write_study(tmp_path, n_trials=2, budget={"hours": 0.5}, training=broken, search_space={})
-    told = hpo_command(tmp_path, "run", "tiny.yaml")
-    assert "What the budget buys is not known yet" in told.out

@@ -1,5 +1,3 @@
-"""Whole comparisons with planted scores: what is planted is what is said."""
-
 from __future__ import annotations
 
 import random
@@ -50,8 +48,6 @@ def planted(loss: float, own_noise: float = 0.0, precision: str = "bf16") -> Any
 
 
 def by_state(loss: float) -> Any:
-    """Moments in int8 lose so many points."""
-
     def score(params: dict[str, Any]) -> float:
         value = BASE[params["learning_rate"]] + noise(params, 1.0, "seed", "learning_rate")
         return value - loss * (params.get("optimizer_state") == "int8")
@@ -92,7 +88,6 @@ def test_moments_that_were_kept_in_fp32_say_nothing_of_int8() -> None:
 
 
 def shown(found: Any) -> str:
-    """What the terminal shows."""
     with StringIO() as text, redirect_stdout(text):
         print_comparison(json_safe(found.content))
         return text.getvalue()

@@ -1,5 +1,3 @@
-"""Each name that a setting takes is known to the code that runs by it."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -13,9 +11,6 @@ from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
 from hpo.models.multitask import _POOLINGS
 from hpo.tasks.registry import KINDS
 from hpo.training.optim import OPTIMIZERS, SCHEDULES
-
-# The compiler's modules use `torch.jit.script_method`, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 
 
 def choices(setting: str) -> set[str]:

@@ -1,5 +1,3 @@
-"""The forms of a trained model: what they score, what is refused, what is chosen."""
-
 from __future__ import annotations
 
 import json
@@ -34,7 +32,6 @@ QUICK = Effort(rounds=2, seconds=0.1)
 
 
 def trained(executor: Executor, folder: Path, **params: Any) -> Candidate:
-    """A trial of `executor`, exported as one with these parameters."""
     result = executor.run({}, folder / "trial", "key")
     assert result.outcome == "complete", result.reason
     source = TrialSource(0, params, result.telemetry)

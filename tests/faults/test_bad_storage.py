@@ -212,7 +212,7 @@ def test_connections_that_tls_refuses(
     ("version", "message"),
     [
         ("v9.9.9.a", r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update Optuna"),
-        ("v2.6.0.a", r"Move them up with `hpo doctor --fix`"),
+        ("v2.6.0.a", r"run `optuna storage upgrade --storage URL`"),
     ],
 )
 def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -> None:
@@ -269,7 +269,7 @@ def test_worker_waits_for_a_database_that_may_come(
 
 def insert_compat(storage: Storage, key: str) -> None:
     with storage.engine.begin() as connection:
-        connection.execute(sa.insert(compat).values(key=key, result="{}"))
+        connection.execute(sa.insert(compat).values(key=key, result="{}", created=storage.now))
 
 
 @pytest.mark.postgres

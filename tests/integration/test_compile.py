@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,17 @@ import torch
 from safetensors.torch import load_file
 from tiny import ENCODER, tiny_executor
 
+from hpo.device import DeviceInfo
+from hpo.errors import RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.progress import CompileClock, TrainState
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialParts
+from hpo.trial.trial_run import TrialRun
+
+TOO_STRICT = {"degraded_gradient_cosine": 1.0, "incompatible_gradient_cosine": 1.0}
+COMPILED = {"max_steps": 2, "batch_size": 4, "max_length": 16, "dropout": 0.0, "compile": "default"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +53,81 @@ def compile_layers_alone(model: MultitaskModel, *_: Any, backend: str = "eager")
         layer.compile(backend=backend, dynamic=False)
 
 
-def executor_of(folder: Path, **changes: Any) -> Executor:
+class KeepsMemory:
+    """A backend that keeps every graph until the compiler is reset, as CUDA graphs keep their memory."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def reset(self) -> None:
+        self.graphs.clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("end", ["complete", "failed", "incompatible", "raised"])
+def test_no_compiled_code_outlives_the_check_or_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    backend = KeepsMemory()
+    models: list[weakref.ref[MultitaskModel]] = []
+    num_compiled: list[int] = []
+    released: list[tuple[int, int]] = []
+
+    def apply_compile(model: MultitaskModel, *_: Any) -> None:
+        compile_layers_alone(model, backend=backend)
+        models.append(weakref.ref(model))
+
+    def prepare(parts: TrialParts) -> torch.optim.Optimizer:
+        num_compiled.append(len(backend.graphs))
+        return optimizer_of(parts)
+
+    def step(run: TrialRun) -> bool:
+        num_compiled.append(len(backend.graphs))
+        if end == "failed":
+            raise ValueError("the step failed")
+        if end == "raised":
+            raise RunError("the disk is full")
+        return after_step(run)
+
+    def release(_: DeviceInfo) -> None:
+        gc.collect()
+        released.append((len(backend.graphs), sum(model() is not None for model in models)))
+
+    optimizer_of, after_step = TrialParts.prepare, TrialRun._on_step
+    monkeypatch.setattr(TrialParts, "prepare", prepare)
+    monkeypatch.setattr(TrialRun, "_on_step", step)
+    monkeypatch.setattr("hpo.training.compilation.release_free_memory", release)
+    compat = {"enabled": True} | (TOO_STRICT if end == "incompatible" else {})
+    executor = executor_of(tmp_path, compat=compat, training=COMPILED | {"fp_precision": "bf16"})
+    executor.loader.apply_compile = apply_compile
+    if end == "raised":
+        with pytest.raises(RunError, match="the disk is full"):
+            executor.run({}, tmp_path / "trial", "trial")
+    else:
+        result = executor.run({}, tmp_path / "trial", "trial")
+        assert result.outcome == end, result.traceback
+        assert released[-1] == (0, 0), "the model was still held"
+    assert backend.graphs == []
+    assert models
+    if end != "incompatible":
+        assert (num_compiled[0], num_compiled[1] > 0) == (0, True), "the check left compiled code behind"
+
+
+def executor_of(folder: Path, num_train: int = 8, num_validation: int = 4, **changes: Any) -> Executor:
     model = {"encoder": ENCODER | {"num_hidden_layers": 1}}
-    executor = tiny_executor(folder, model=model, compat={"enabled": False}, **changes)
+    sizes = {"num_train": num_train, "num_validation": num_validation, "max_sentences": 4}
+    defaults = {"model": model, "compat": {"enabled": False}}
+    defaults["data"] = {"source": "synthetic", "synthetic": sizes}
+    executor = tiny_executor(folder, **(defaults | changes))
     executor.loader.apply_compile = compile_layers_alone
     return executor
+
+
+COMPILED = {"max_steps": 1, "batch_size": 8, "max_length": 16, "compile": "default"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,13 +148,9 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
     count_step = TrainState.count_step
     monkeypatch.setattr(TrainState, "count_step", after_a_step)
     monkeypatch.setattr(CompileClock, "start", start_with_an_hour)
-    executor = executor_of(
-        tmp_path,
-        # One batch of the epoch has 4 rows, and the evaluation 6.
-        data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 6, "max_sentences": 4}},
-        training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"}
-        | {"fp_precision": "bf16"},
-    )
+    training = {"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default", "fp_precision": "bf16"}
+    # One batch of the epoch has 4 rows, and the evaluation 6.
+    executor = executor_of(tmp_path, 20, 6, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert result.outcome == "complete", result.traceback
     precision = result.telemetry["precision"]
@@ -100,12 +175,7 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
         return forward(model, *inputs)
 
     monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
-    executor = executor_of(
-        tmp_path,
-        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
-        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 4, "max_length": 16}
-        | {"compile": "default"},
-    )
+    executor = executor_of(tmp_path, training=COMPILED | {"micro_batch_size": 4})
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.reason) == ("complete", ""), result.traceback
     assert max(sizes) == 4, "never the whole batch"
@@ -116,13 +186,8 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
 @pytest.mark.filterwarnings("ignore")
 def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) -> None:
     """It may be the settings of this trial alone, so the study goes on."""
-    executor = executor_of(
-        tmp_path,
-        objective={"metric": "train_tokens_per_second"},
-        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
-        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 3, "max_length": 16}
-        | {"compile": "default"},
-    )
+    training = COMPILED | {"micro_batch_size": 3}
+    executor = executor_of(tmp_path, objective={"metric": "train_tokens_per_second"}, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
     message = (
@@ -143,7 +208,7 @@ def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> N
         settings |= {"optimizer": "sgd"}  # Adam's first steps have the sign of gradients that are nearly 0
         settings |= {"attention_dropout": 0.0, "head_dropout": 0.0}  # compiled, the masks are others
         training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
-        executor = executor_of(folder, training={**training, **settings})
+        executor = executor_of(folder, 48, 24, training={**training, **settings})
         executor.loader.apply_compile = partial(compile_layers_alone, backend="aot_eager")
         results.append(executor.run({}, folder / "trial", "trial"))
         assert results[-1].outcome == "complete", results[-1].traceback

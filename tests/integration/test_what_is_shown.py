@@ -47,18 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def study(folder: Path) -> optuna.Study:
-    """The study as plain Optuna reads it."""
-    return optuna.load_study(study_name="tiny", storage=f"sqlite:///{folder}/runs/hpo.db")
+    """The study as plain Optuna reads it, with all that the pages have to show."""
+    study = optuna.load_study(study_name="tiny", storage=f"sqlite:///{folder}/runs/hpo.db")
+    assert outcomes(study).keys() >= {"complete", "nonfinite", "unsupported"}
+    complete = {trial.params["fp_precision"] for trial in study.trials if trial.values}
+    assert complete == {"fp32", "bf16", "bf16-true"}
+    return study
 
 
 def outcomes(study: optuna.Study) -> Counter[str]:
     return Counter(trial.user_attrs["outcome"] for trial in study.trials)
-
-
-def test_the_study_has_what_the_pages_are_to_show(study: optuna.Study) -> None:
-    assert outcomes(study).keys() >= {"complete", "nonfinite", "unsupported"}
-    complete = {trial.params["fp_precision"] for trial in study.trials if trial.values}
-    assert complete == {"fp32", "bf16", "bf16-true"}
 
 
 def test_run(folder: Path, study: optuna.Study) -> None:

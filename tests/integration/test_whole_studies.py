@@ -128,7 +128,7 @@ def test_a_study_without_any_complete_trial_has_failed(
     ("command", "num_failed", "supervised", "exit_code"),
     [("run", 2, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],
 )
-def test_a_study_fails_if_more_than_half_of_its_trials_failed(
+def test_a_run_fails_if_more_than_half_of_its_trials_failed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: str,

@@ -1,5 +1,3 @@
-"""A study on a CPU and on a GPU: what its report puts together, and what it keeps apart."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -32,7 +32,6 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
 
 @contextmanager
 def serving(url: str) -> Iterator[int]:
-    """The port of a dashboard that answers."""
     server = dashboard_server(url, 0, LOOPBACK)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -1,5 +1,3 @@
-"""What is said of a deployment: verdicts by what was found, and tables in a terminal."""
-
 from __future__ import annotations
 
 from pathlib import Path

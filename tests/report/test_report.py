@@ -25,7 +25,6 @@ HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>
 
 @pytest.fixture(scope="module")
 def full_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the whole made-up study, for tests that only read it."""
     return write_report(fake_record(), tmp_path_factory.mktemp("report") / "out")
 
 

@@ -37,7 +37,6 @@ def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
 
 
 def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
-    """A study's definition with these choices of precision."""
     return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
 
 

@@ -1,5 +1,3 @@
-"""What a report shows of a comparison on new seeds."""
-
 from __future__ import annotations
 
 import dataclasses

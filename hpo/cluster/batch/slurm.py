@@ -1,15 +1,11 @@
 """Workers as Slurm jobs: an array of batch jobs, each of them `hpo worker` on one node.
 
 The script replaces its shell by the worker, because Slurm sends the warning (`--signal=B:...`) to the process
-of the script alone.
+of the script alone. Slurm requeues a job after a preemption or a failed node, but not at its time limit: then
+the worker asks for the requeue. The worker that sees the end of the study cancels the waiting jobs of its
+array.
 
-Who requeues: Slurm itself, after a preemption, a failed node and `scontrol requeue`. A job that comes to its
-time limit would end for good, so the worker asks for the requeue when it has left. After `scancel` nobody
-does. A requeued job keeps its number and its log. The worker that sees the end of the study cancels the jobs
-of its array that still wait: those that Slurm holds after a failed launch would wait for ever.
-
-The database's URL, which may hold a password, reaches a job by a file that only its owner may read: the
-script, its arguments and its variables name the file.
+The database's URL, which may hold a password, reaches a job by a file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -61,7 +57,6 @@ class WorkerArray:
     """An array of jobs that are workers of one study."""
 
     study: str
-    """Its name in the database."""
     storage: str
     """The database's URL; `@FILE` names a file that holds it."""
     folder: Path
@@ -71,7 +66,6 @@ class WorkerArray:
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """More options of sbatch, without their dashes; True for one that takes no value."""
     trust_remote_code: bool = False
-    """Whether the code that comes with the study's encoder may run in the jobs."""
     code: Sequence[Code] = ()
     """That of the study, of which the jobs get a copy of each file."""
     allow: str | None = None
@@ -150,11 +144,8 @@ class WorkerArray:
         return "\n".join(["#!/bin/bash", *given, "", *lines, ""])
 
     def submit(self) -> str:
-        """Submit the array and return its number.
-
-        Raises:
-            InputError: there is no Slurm here, or it refuses the options.
-        """
+        """Submit the array and return its number. Raises InputError without Slurm, or if it refuses the
+        options."""
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
             write_secret(self.storage_file, self.storage)
@@ -191,8 +182,8 @@ def job_folder(runs: Path, study: str) -> Path:
 def requeue_this_job(ended: str, stop: Stop) -> None:
     """Ask Slurm to run this process's job again if it is `stopped` for want of time; Slurm then ends it.
 
-    Where the study is `finished`, the jobs of the array that wait are cancelled. Nothing happens outside a
-    job, and in the processes of a supervisor, which itself asks.
+    When the study is `finished`, the waiting jobs of the array are cancelled. The processes of a supervisor
+    ask for nothing.
     """
     job = this_job()
     if job is None or WORKERS_ON_DEVICE in os.environ:

@@ -1,84 +1,162 @@
-"""What is wrong with a database, its studies and this host, each finding with what mends it.
+"""Problems of the studies in a database and of their checkpoints, each with a way to mend it.
 
-A check is a function that yields findings. To add one, write it and put it into one of the two lists.
+A check is a function that yields findings. To add one, write it and put it into `CHECKS`. Mending is safe
+while workers run. A folder of checkpoints is removed only if this database is known to have had its study,
+because several databases may share one `runs/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.cluster.doctor.study_checks import CHECKS, Examined, Finding
-from hpo.errors import HpoError, NoDatabaseError
-from hpo.study.store.database import connect, parse_url, place, sqlite_path
+from hpo.config.allowed import check_allowed, checkpoint_place
+from hpo.errors import HpoError, InputError, StorageError
+from hpo.outcome import Outcome
+from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
+from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.reading.overview import say_damaged
 from hpo.study.store.failures import explain
-from hpo.study.store.opening import optuna_storage
-from hpo.study.store.storage import open_storage
+from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.storage import Storage, open_storage
 
 
-def tables_of_optuna(url: str) -> Iterator[Finding]:
-    """Those of an earlier Optuna, which a later one moves up; old workers do not survive that."""
-    engine = connect(url)
+@dataclass(frozen=True)
+class Finding:
+    """A problem."""
+
+    problem: str
+    remedy: str = ""
+    """What `mend` does or, without it, what to do."""
+    mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
+    check: str = ""
+    mended: bool = False
+
+
+@dataclass(frozen=True)
+class Examined:
+    """An open database with the tables of this hpo, and this host."""
+
+    storage: Storage
+    runs_dir: Path
+    named: str | None = None
+
+    def studies(self) -> list[sa.Row[Any]]:
+        """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""
+        rows = self.storage.read(self.storage.studies)
+        return [row for row in rows if self.named in (None, row.name) and _is_readable(row)]
+
+
+def _is_readable(row: sa.Row[Any]) -> bool:
     try:
-        if not sa.inspect(engine).has_table("version_info"):
-            return
-    finally:
-        engine.dispose()
-    backend = optuna_storage(parse_url(url), skip_compatibility_check=True, skip_table_creation=True)
-    try:
-        current, newest = backend.get_current_version(), backend.get_head_version()
-        is_earlier = current in backend.get_all_versions()
-    finally:
-        backend.engine.dispose()
-    if current != newest and is_earlier:
-        what = f"The tables of Optuna must be of version {newest}, but are of {current}."
-        remedy = "Moves them up. End all workers first: those of an earlier Optuna cannot go on."
-        yield Finding("error", what, remedy, backend.upgrade)
-        backend.engine.dispose()
+        checkpoint_config(row.name, json.loads(row.definition))
+    except (ValueError, AttributeError, StorageError) as error:
+        say_damaged(row.name, str(error))
+        return False
+    return True
 
 
-def examine(
-    url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False
-) -> Generator[Finding, None, None]:
-    """Yield what is wrong with the database at `url`, its studies (or `study` alone) and this host.
+def lost_trials(about: Examined) -> Iterator[Finding]:
+    """Trials that are RUNNING, and that no slot has."""
+    for row in about.studies():
+        study = about.storage.load_study(row.name)
+        before = {trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        # A slot is closed after its trial has ended, so one that still runs was in none.
+        lost = before - about.storage.trials_in_work(row.name)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if lost else ():
+            if trial.number in lost:
+                reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."
+                yield Finding(
+                    f"Study {row.name}: trial {trial.number} is RUNNING, but no slot of the study has it.",
+                    "Ends it as FAIL, which samplers do not see.",
+                    partial(about.storage.fail_trial, trial, Outcome.FAILED, reason),
+                )
 
-    With `fix`, each finding is mended before it is yielded, where it can be. The checks of studies are left
-    out where the tables are not those of this hpo.
+
+def checkpoints(about: Examined) -> Iterator[Finding]:
+    """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
+    rows = {f"checkpoints-{row.token[:8]}": row for row in Examined(about.storage, about.runs_dir).studies()}
+    configs = {row.name: checkpoint_config(row.name, json.loads(row.definition)) for row in rows.values()}
+    for name, config in configs.items():
+        try:
+            check_allowed(name, checkpoint_place(config))
+        except InputError as error:
+            yield Finding(f"Study {name}: its checkpoints are not looked at.", str(error))
+            configs[name] = config.model_copy(update={"location": None})
+    folders = [configs[row.name].folder_of(row.name, row.token, about.runs_dir) for row in rows.values()]
+    roots = {about.runs_dir, *(folder.parents[1] for folder in folders)}
+    here = noted_database(about.storage)
+    for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
+        if not folder.is_dir() or not is_of(folder, here):
+            continue
+        row = rows.get(folder.name)
+        if about.named not in (None, folder.parent.name if row is None else row.name):
+            continue
+        if row is None:
+            what = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
+            yield Finding(what, "Removes it.", partial(shutil.rmtree, folder))
+            continue
+        of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
+        in_work = about.storage.trials_in_work(row.name)
+        study = about.storage.load_study(row.name)
+        trials = {trial.number for trial in study.get_trials(deepcopy=False)}
+        gone = without_checkpoints(study, configs[row.name].top_k, in_work)
+        for of_trial in of_trials:
+            number = int(of_trial.name.removeprefix("trial-"))
+            if number not in trials or number in gone:
+                why = "one of the best" if number in trials else "of this study"
+                what = f"{of_trial} ({_mib(of_trial)}) is of trial {number}, which is not {why}."
+                yield Finding(what, "Removes it.", partial(shutil.rmtree, of_trial))
+        config = configs[row.name]
+        if config.is_remote and (remote := open_remote_store(config)) and remote.trials(folder) & gone:
+            what = f"Study {row.name}: {config.location} has checkpoints of trials that keep none."
+            yield Finding(what, "Removes them.", partial(remote.remove_trials, folder, gone))
+
+
+def _mib(folder: Path) -> str:
+    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
+
+
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, checkpoints)
+
+
+def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
+    """Yield the problems of the studies (or of `study` alone) in the database at `url` and on this host.
+
+    With `fix`, each problem is mended before it is yielded, where it can be.
 
     Raises:
         StorageError: there is no such database, it does not answer, or it has no such study.
         HpoError: the database failed meanwhile.
     """
-    path = sqlite_path(parse_url(url))
-    if path is not None and not path.exists():
-        raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
     try:
-        for finding in _run(tables_of_optuna, url, fix):
-            yield finding
-            if not finding.mended:
-                return
         with open_storage(url, create=False) as storage:
             if study is not None:
                 storage.load_study(study)
-            for of_study in CHECKS:
-                yield from _run(of_study, Examined(storage, runs_dir, study), fix)
+            for check in CHECKS:
+                for finding in check(Examined(storage, runs_dir, study)):
+                    named = replace(finding, check=check.__name__.replace("_", " "))
+                    yield _mended(named) if fix and finding.mend is not None else named
     except (SQLAlchemyError, StorageInternalError) as error:
         raise explain(url, error) from error
 
 
-def _run(check: Callable[[Any], Iterator[Finding]], subject: Any, fix: bool) -> Iterator[Finding]:
-    for finding in check(subject):
-        finding = replace(finding, check=check.__name__.replace("_", " "))
-        if fix and finding.mend is not None:
-            try:
-                finding.mend()
-                finding = replace(finding, mended=True)
-            except (HpoError, OSError) as error:
-                finding = replace(finding, remedy=f"{finding.remedy} That failed: {error}", mend=None)
-        yield finding
+def _mended(finding: Finding) -> Finding:
+    """Mend a problem; where that fails, say so in its remedy."""
+    assert finding.mend is not None
+    try:
+        finding.mend()
+    except (HpoError, OSError) as error:
+        return replace(finding, remedy=f"{finding.remedy} That failed: {error}", mend=None)
+    return replace(finding, mended=True)

@@ -2,18 +2,17 @@
 
 One folder holds all of it:
 
-    data/        PostgreSQL's files, with its log; of the user that the server runs as
+    data/        PostgreSQL's files, with its log; they belong to the user that the server runs as
     url          how workers reach it, with the password; for its owner alone (`--storage @FOLDER/url`)
     server.crt   what `sslrootcert` in that URL names, where others than this machine may connect
     lock         held by the server's processes; its text is the host that they run on
 
-fsync stays on, so what a worker was told is stored outlives a power cut. The role of the workers is no
-superuser, the superuser cannot connect, and a server that listens on more than loopback refuses connections
-without TLS.
+fsync stays on, so stored results outlive a power cut. The role of the workers is no superuser, the superuser
+cannot connect, and a server that listens on more than loopback refuses connections without TLS.
 
-Two servers on one data folder would destroy it. PostgreSQL's guard is a file with a process id, which says
-nothing to another host of a shared file system, where batch jobs put their databases. So the server inherits
-a lock on a file, and the kernel releases it when the last of its processes ends.
+Two servers on one data folder would destroy it, and PostgreSQL's guard, a process id, does not reach other
+hosts of a shared file system. So the server inherits a lock on a file, which the kernel releases when the
+last of its processes ends.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ ROLE = DATABASE = "hpo"
 START_SECONDS = 600
 """How long a server may take to be ready: after a crash it first replays its log."""
 OTHER_SECONDS = 60.0
-"""How long a server that another process starts may take to answer."""
 STOP_SECONDS = 120
 
 _SETTINGS = """
@@ -72,9 +70,7 @@ class Running:
     url: str
     """With the password; empty where it has not been written yet."""
     host: str
-    """The machine that it runs on."""
     is_new: bool = False
-    """Whether this call has started it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,6 @@ class PostgresServer:
 
     folder: Path
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of PostgreSQL, for the next start."""
 
     @property
     def data(self) -> Path:
@@ -101,13 +96,11 @@ class PostgresServer:
         """Make the database where there is none, start its server, and return when it answers.
 
         Args:
-            host: what it listens on: an address or name of this machine, or `0.0.0.0` for all of them. Where
-                others than this machine can connect, connections without TLS are refused.
+            host: an address or name of this machine to listen on, or `0.0.0.0` for all of them. Connections
+                without TLS are refused unless `host` is a loopback address.
             port: 0 takes that of last time, or a free one.
 
-        Raises:
-            InputError: the folder, host or port cannot be used, or PostgreSQL's programs are not there.
-            RunError: the server does not start.
+        Raises InputError if the folder, host or port cannot be used, RunError if the server does not start.
         """
         deadline = time.monotonic() + OTHER_SECONDS
         while True:
@@ -137,12 +130,7 @@ class PostgresServer:
     def stop(self, mode: str = "fast") -> bool:
         """End the server without waiting for its clients; False: there is none.
 
-        Args:
-            mode: of `pg_ctl`; with `immediate` it ends as if it had crashed.
-
-        Raises:
-            InputError: it runs on another host.
-            RunError: it does not end, or is of another user.
+        `mode` is that of `pg_ctl`. Raises InputError if it runs on another host, RunError if it does not end.
         """
         running = self.running()
         if running is None:
@@ -166,9 +154,7 @@ class PostgresServer:
     def prepare(self) -> Programs:
         """Make the database where there is none, and return the programs that serve it.
 
-        Raises:
-            InputError: the folder holds something else, or there are no such programs.
-            RunError: the database cannot be made.
+        Raises InputError if the folder holds something else, or there are no such programs.
         """
         held = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
         if held and not self.data.exists():
@@ -298,11 +284,7 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 
 def certificate(folder: Path, names: list[str], user: Mapping[str, Any]) -> Path:
-    """Make a self-signed `server.crt` with its `server.key` in `folder`.
-
-    Args:
-        user: options of `subprocess`, for the owner of the key.
-    """
+    """Make a self-signed `server.crt` with its `server.key`, which belongs to `user`, in `folder`."""
     kinds = {name: "IP" if re.fullmatch(r"[\d.]+", name) else "DNS" for name in names}
     subject = "subjectAltName=" + ",".join(f"{kind}:{name}" for name, kind in kinds.items())
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "3650")

@@ -57,11 +57,7 @@ def server_user(data: Path) -> dict[str, Any]:
 
 
 def find_programs(user: Mapping[str, Any], major: int | None = None) -> Programs:
-    """Return the newest programs that `user` can run, of a `major` version where one is given.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return the newest programs that `user` can run, of a `major` version if given. Raises InputError."""
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     folders += [folder for pattern in _INSTALLED_IN for folder in Path("/usr").glob(pattern)]
     versions = {folder: version for folder in folders if (version := _version(folder, user))}

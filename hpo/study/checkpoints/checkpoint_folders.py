@@ -1,8 +1,8 @@
 """The folder of a study's checkpoints: which database it belongs to, and how other machines see it.
 
-Several databases may share one `runs/`, and only its own knows whether a study is still there. After `hpo
-copy` two of them have the same study with the same checkpoints. So the folder of a study's checkpoints says
-in a file, without the password, which database has worked on the study last: that one alone removes them.
+Several databases may share one `runs/`, and after `hpo copy` two of them have the same study with the same
+checkpoints. So a file in the folder names the database that has worked on the study last, without its
+password. That database alone removes the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _NOTE = "database"
 
 
 def noted_database(storage: Storage) -> str:
-    """Return what says which database this is.
+    """Return a text that identifies the database.
 
-    PostgreSQL is known by the number that its files were given when they were made: the host and port of a
-    private one change.
+    The host and port of a private PostgreSQL change, so its system identifier is part of the text.
     """
     url = parse_url(storage.url)
     path = sqlite_path(url)
@@ -45,16 +44,14 @@ def note_database(folder: Path, storage: Storage) -> None:
 
 
 def is_of(folder: Path, noted: str) -> bool:
-    """Whether the folder is of the database that `noted_database` describes so, whatever its host is now."""
+    """Return whether the folder belongs to the database of `noted_database`, whatever its host is now."""
     note = folder / _NOTE
     return note.is_file() and note.read_text().partition("/")[2] == noted.partition("/")[2]
 
 
 def remove_checkpoints(folder: Path, noted: str) -> str:
-    """Remove a study's folder of checkpoints if it is of this database; return what became of it.
-
-    Raises RunError where it cannot be removed.
-    """
+    """Remove a study's folder of checkpoints if it belongs to this database; return what was done, in
+    words."""
     try:
         if not folder.is_dir():
             return f"There were no checkpoints in {folder}"
@@ -71,8 +68,8 @@ def remove_checkpoints(folder: Path, noted: str) -> str:
 class FolderCheckpoints:
     """The checkpoints of one trial in a folder that workers may share, for `CheckpointStore`.
 
-    On a network file system a new one may not be seen at once from another machine, so the step of the
-    newest is in the database, and whoever goes on with the trial waits for that one first.
+    A network file system may show a new checkpoint late on another machine. So the database holds the step of
+    the newest one, and a worker that continues the trial waits for it.
     """
 
     wait_seconds = 20.0

@@ -28,12 +28,11 @@ NUM_NONFINITE = 2
 
 
 def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = frozenset()) -> set[int]:
-    """The numbers of the finished trials that keep none; those of a trial that goes on are its origin's.
+    """Return the numbers of the finished trials that keep no checkpoints.
 
-    The first `top_k` by the first objective keep theirs, those of the Pareto front before others and
-    those that break limits of the study last; and the last that were not finite, from which `hpo diagnose`
-    goes on. All is decided from one list of the trials: one that ends while this is decided is not in it, so
-    it is neither finished nor among the best.
+    The first `top_k` by the first objective keep theirs: the Pareto front first, and trials that break limits
+    of the study last. So do the last trials that were not finite, for `hpo diagnose`. A trial that goes on
+    has the number of its origin.
 
     Args:
         in_work: trials that may go on, or be tried again, though they have ended: as of before this call.
@@ -62,10 +61,7 @@ def keep_best_checkpoints(
     remote: RemoteStore | None = None,
     in_work: Set[int] = frozenset(),
 ) -> None:
-    """Remove the checkpoints of finished trials but the best, here and where they are uploaded to.
-
-    With a store that is away they stay there until the next trial has ended.
-    """
+    """Remove the checkpoints of finished trials but the best, here and in the remote store if it answers."""
     numbers = without_checkpoints(study, top_k, in_work)
     for number in numbers:
         shutil.rmtree(study_folder / f"trial-{number:05d}", ignore_errors=True)

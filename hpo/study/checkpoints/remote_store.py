@@ -6,12 +6,9 @@
     <location>/checkpoints-1a2b3c4d/trial-00000/step-00000120-9f8e7d6c5b4a/
         model.safetensors, state.pt
 
-The thread that has written a checkpoint under `runs/` uploads its two files, and one that has both is
-complete. Which is the newest is found by listing. Its name ends in a digest of the resume key, so a trial
-finds only what it can go on from.
-
-A bucket that lost its contents looks like a new one, but it has no `.hpo-artifacts`. An upload that fails is
-a problem of the trial, which goes on; the next upload brings the missing checkpoint.
+A checkpoint with both files is complete. Its name ends in a digest of the resume key, so a trial finds only a
+checkpoint from which it can go on. A bucket that lost its contents has no `.hpo-artifacts`. An upload that
+fails is a problem of the trial, which goes on; the next upload brings the missing checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +44,10 @@ _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attemp
 
 
 class RemoteStore:
-    """The checkpoints of studies at one location. A trial is named by its folder under `runs/`."""
+    """The checkpoints of studies at one location. A trial is named by its folder under `runs/`.
+
+    Every method raises CheckpointError if the store does not answer.
+    """
 
     def __init__(self, location: str, filesystem: Any, root: str) -> None:
         self.location = location
@@ -69,8 +69,7 @@ class RemoteStore:
     def list(self, folder: Path, key: str | None = None, *, whole: bool = True) -> dict[str, dict[str, int]]:
         """The sizes of the files of each checkpoint of a trial, by its name there, the oldest first.
 
-        Without `whole` also of those that are not complete. Raises CheckpointError where the store does not
-        answer.
+        Without `whole`, incomplete checkpoints are listed too.
         """
         base = self._path(folder)
         one = re.compile(rf"(?P<checkpoint>{_CHECKPOINT})/(?P<file>{'|'.join(map(re.escape, _files()))})")
@@ -83,7 +82,7 @@ class RemoteStore:
         return {name: of for name, of in sizes.items() if not whole or len(of) == len(_files())}
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
-        """Upload a checkpoint unless it is there. Raises CheckpointError."""
+        """Upload a checkpoint unless it is there."""
         name = f"{path.name}-{_digest(key)}"
         there = self.list(folder, key, whole=False).get(name, {})
         if there == {file: (path / file).stat().st_size for file in _files()}:
@@ -96,7 +95,7 @@ class RemoteStore:
                 self._filesystem.put_file(str(path / file), f"{target}/{file}")
 
     def fetch(self, name: str, folder: Path, target: Path) -> None:
-        """Download a checkpoint, by its name in the store, to `target`. Raises CheckpointError."""
+        """Download a checkpoint, by its name in the store, to `target`."""
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             with self._errors(f"checkpoint {target.name} cannot be read from"):
@@ -109,10 +108,7 @@ class RemoteStore:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def fetch_newest(self, kind: str, folder: Path) -> None:
-        """Download the newest `best` or `step` checkpoint of an ended trial, unless it is in its folder.
-
-        Raises CheckpointError.
-        """
+        """Download the newest `best` or `step` checkpoint of an ended trial, unless it is in its folder."""
         names = [name for name in self.list(folder) if name.startswith(kind)]
         for name in names[-1:]:
             path = folder / name[: len("step-00000000")]
@@ -199,13 +195,12 @@ class RemoteCheckpoints:
 
 
 def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
-    """The store that a study names; None: its checkpoints are in a folder, which is made.
+    """Return the store that a study names; None: its checkpoints are in a folder, which is made.
 
     Args:
-        create: of who makes the study: make the store, and mark it.
+        create: for a new study: make the store and mark it.
 
-    Raises:
-        InputError: it cannot be used. One that only does not answer now is no error.
+    Raises InputError if the store cannot be used. A store that does not answer now is no error.
     """
     location = config.location
     if location is None:
@@ -240,11 +235,11 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
 
 
 def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
-    """Remove the checkpoints of a deleted study from where they were uploaded to; return what became of them.
+    """Remove a deleted study's uploaded checkpoints; return what was done, in words.
 
     Args:
-        folder: where they are on this machine.
-        noted: the database that had the study, as `noted_database` says.
+        folder: the checkpoints on this machine.
+        noted: the database that had the study, see `noted_database`.
     """
     if not config.is_remote:
         return ""

@@ -1,12 +1,10 @@
 """The device time of a study that has a budget: what was spent, and whether another trial may begin.
 
-A worker counts the time in which it has a trial and writes it with each heartbeat and each evaluation, in the
-row of its claim; one that is killed loses what it worked since the last one. Where several workers share a
-device, each counts its part. So what is spent is a sum over rows of the database, which a worker that comes
-later reads too.
+A worker writes the time in which it has a trial into the row of its claim, with each heartbeat and each
+evaluation. Workers that share a device each count their part. The sum over the rows is what was spent.
 
-A trial ends at the first evaluation at which all is spent. Before that no trial begins that, with those that
-have begun, would need more than is left: the rest is for those that go on.
+A trial ends at the first evaluation at which all is spent. No trial begins that, with those that have begun,
+would need more than is left.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class StudyBudget:
 
     study: str
     promotion: Promotion | None = None
-    """How its trials pause and go on."""
 
     def seconds(self, connection: sa.Connection) -> float:
         """Of device time; infinite where the study has no budget any more."""

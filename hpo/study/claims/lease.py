@@ -50,16 +50,13 @@ class Lease:
     storage: Storage
     study: str
     owner: str
-    """The worker."""
     slot: int
     trial_number: int | None = None
     """Of the slot's last Optuna trial."""
     trial: optuna.trial.Trial | None = None
-    """The one that runs here."""
     saved_step: int = 0
     """Of the newest checkpoint that was written of its trial."""
     deaths: int = 0
-    """How many workers that had its trial died in a row, without progress in between."""
     death_step: int = 0
     """From where it would go on after the last of them."""
     lost: threading.Event = field(default_factory=threading.Event)
@@ -67,9 +64,7 @@ class Lease:
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
     budget: StudyBudget | None = None
-    """What the study may spend; None: it has a number of trials."""
     clock: DeviceClock = field(default_factory=DeviceClock)
-    """Of a study that has a budget."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 
@@ -82,11 +77,7 @@ class Lease:
         return f"its process died {self.deaths} times {where}, without progress."
 
     def check(self) -> None:
-        """To be called between steps; reads a flag only.
-
-        Raises:
-            LeaseLostError: another worker has the slot, so this one must stop and store nothing.
-        """
+        """Raise LeaseLostError if another worker has the slot. Called between steps; it reads a flag only."""
         if self.lost.is_set():
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
@@ -104,32 +95,20 @@ class Lease:
 
     def is_budget_spent(self) -> bool:
         """Whether the trial is to end because the study has spent what it may."""
-        return self.budget is not None and self.storage.persist(self._is_budget_spent)
-
-    def _is_budget_spent(self) -> bool:
-        assert self.budget is not None
-        with self.storage.engine.begin() as connection:
-            return self.budget.is_spent(connection)
+        return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
-        """As `update`.
-
-        Raises:
-            LeaseLostError: another worker has the slot.
-        """
+        """Call `update`; raise LeaseLostError if another worker has the slot."""
         if not self.update(connection, *conditions, **values):
             self.lost.set()
             self.check()
 
     def store_params(self) -> None:
-        """See to it that the database has the parameters that were suggested to the trial.
+        """Make sure that the database has the parameters that were suggested to the trial.
 
-        Optuna stores each when it is suggested, but where there is one already it keeps that: of a worker
-        that had lost the slot, or of a first attempt whose answer was lost. A server that fell back to an
-        older state has fewer.
-
-        Raises:
-            LeaseLostError: another worker has the slot, or it has others: the trial is to be opened again.
+        Optuna keeps a parameter that is already stored, such as one of a worker that had lost the slot. A
+        server that fell back to an older state lacks some. Raises LeaseLostError if the stored parameters
+        differ, or another worker has the slot: then the trial is to be opened again.
         """
         self.storage.persist(self._store_params)
 
@@ -156,17 +135,14 @@ class Lease:
     ) -> bool:
         """Store one evaluation of the trial and return whether the pruner would stop it.
 
-        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
-        the trial went on.
+        Evaluations of this step and later ones are deleted: a worker that died made them after the checkpoint
+        from which the trial went on. Raises LeaseLostError, and stores nothing, if another worker has the
+        trial.
 
         Args:
             index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
                 different batch sizes at the same share of their budget.
-            value: the objective. None, NaN and infinity are not reported to Optuna, nor is anything where
-                there are several objectives, by which it cannot prune.
-
-        Raises:
-            LeaseLostError: another worker has the trial; nothing is stored.
+            value: the objective; Optuna gets it if it is finite and the only objective.
         """
         return self.storage.persist(lambda: self._report(trial, evaluation, index, value))
 
@@ -192,8 +168,7 @@ class Lease:
     def record(self, result: TrialResult, slot_state: str) -> None:
         """Store how the trial ended, then the state of its slot; killed in between, the next claim does that.
 
-        Raises:
-            LeaseLostError: another worker has the slot, or somebody else has ended the trial.
+        Raises LeaseLostError if another worker has the slot, or somebody else has ended the trial.
         """
         assert self.trial is not None
         mine = slots.c.trial_number == self.trial.number

@@ -1,17 +1,15 @@
-"""Which trial a worker runs next, and what becomes of it when the worker dies.
+"""Claims: the trial that a worker runs next, and its fate when the worker dies.
 
 A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
-slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the
-slot; when it has ended, the slot is closed. So wherever a worker was killed, what to do follows from the
-slot's last trial:
+slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the slot;
+when it has ended, the slot is closed. So wherever a worker was killed, the slot's last trial decides:
 
     there is none  -> take one that somebody enqueued, else make one
     RUNNING        -> it goes on, with its number, its parameters and its checkpoint
     paused         -> in an open slot it is among the best (`promotion`): make one that goes on from its
                       checkpoint; else the slot is paused
     FAIL           -> make one with the same parameters, until the retries are used up; but only after an
-                      unexpected exception, because a failure that was decided (no traceback) would be
-                      decided again
+                      unexpected exception
     anything else  -> the slot is done
 
 A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
@@ -19,20 +17,16 @@ gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat r
 `study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
 
 A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
-taken over for ever. But most deaths say nothing of it: a node that is taken away, `kill -9`. So a trial ends
-as `crashed`, which samplers see as infeasible, only when `MAX_DEATHS` of its workers died in a row, none of
-them with a later checkpoint or evaluation than the one before. Who takes over the slot of a dead worker
-counts its death, in the same transaction. A worker that lost its GPU counts its own death.
-
-Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
-FAIL, because samplers do not see FAIL and would return to the same broken precision.
+taken over for ever, but most deaths are not its fault: a node that is taken away, `kill -9`. So a trial ends
+as `crashed` only when `MAX_DEATHS` of its workers died in a row without progress. The worker that takes over
+the slot counts the death, in the same transaction. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -55,20 +49,8 @@ from hpo.study.sampling.promotion import (
     is_paused,
     origin_of,
 )
-from hpo.study.store.optuna_internals import (
-    copy_reports,
-    make_trial,
-    start_trial,
-    study_id_of,
-    trial_id_of,
-)
-from hpo.study.store.schema import (
-    NO_PROGRESS,
-    copy_evaluations,
-    evaluations,
-    slots,
-    workers,
-)
+from hpo.study.store.optuna_internals import copy_reports, make_trial, start_trial, study_id_of, trial_id_of
+from hpo.study.store.schema import NO_PROGRESS, copy_evaluations, evaluations, slots, workers
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -94,30 +76,22 @@ def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
     return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
 
 
-def _has_none_of(numbers: Collection[int]) -> sa.ColumnElement[bool]:
-    """The condition that the trial of a slot, if there is one, has another number."""
-    return sa.or_(slots.c.trial_number.is_(None), slots.c.trial_number.not_in(numbers))
-
-
 @dataclass(eq=False)
 class WorkerLease(Membership):
     """A worker that claims slots of a study and runs their trials.
 
-    On leaving the block, a slot that is still claimed opens again.
+    On leaving the block, a slot that is still claimed opens again. `promotion` and `budget`: see `Openings`.
     """
 
     _: KW_ONLY
     max_retries: int
-    """How often a trial that failed unexpectedly is tried again."""
     can_run: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether this worker can run a trial with these parameters, perhaps not yet all, and {} for one that is
     not made yet; it leaves the others to other workers. None: it can run all."""
     refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
-    """How trials pause and go on; None: they do not."""
     budget: StudyBudget | None = None
-    """What the study may spend; None: it has a number of trials."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,9 +104,7 @@ class WorkerLease(Membership):
     def claim(self) -> Lease | None:
         """Claim a slot: first one whose owner died, then one with a trial that goes on, then a fresh one.
 
-        Returns:
-            None when every slot is done, with a live worker, or has a trial that cannot run here, and when
-            the study is not open.
+        Returns None if the study is not open, or no slot is left that this worker can run.
         """
         self._lease = None
         lease = self._storage.persist(self._claim)
@@ -190,8 +162,7 @@ class WorkerLease(Membership):
         return slot
 
     def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """Claim an open slot, first one with an unfinished trial; None: there is none, or the study is not
-        open."""
+        """Claim an open slot, first one with an unfinished trial; None: none is open."""
         about = {"of_study": self._study.study_name, "by": self.id}
         return connection.execute(_claim_open(runnable), about).one_or_none()
 
@@ -208,7 +179,7 @@ class WorkerLease(Membership):
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet.
 
-        Those that have paused are among them while a live worker runs one, whose end may let them go on.
+        Paused trials count while a live worker runs one, whose end may let them go on.
         """
         query = sa.select(slots.c.state, slots.c.trial_number, slots.c.owner)
 
@@ -232,9 +203,9 @@ class WorkerLease(Membership):
         if self.can_run is None:
             return sa.true()
         unfinished = self._params_of(self._storage.read(self._openings.states))
-        refused = [number for number, params in unfinished.items() if not self.can_run(params)]
-        others = _has_none_of([number for number in refused if number is not None])
-        return sa.and_(slots.c.trial_number.is_not(None), others) if None in refused else others
+        refused = {number for number, params in unfinished.items() if not self.can_run(params)}
+        has_none, others = slots.c.trial_number.is_(None), slots.c.trial_number.not_in(refused - {None})
+        return others if None in refused else sa.or_(has_none, others)
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
@@ -248,7 +219,7 @@ class WorkerLease(Membership):
         return next((row for row in rows if row.owner not in alive), None)
 
     def _death(self, connection: sa.Connection, slot: sa.Row[Any]) -> dict[str, int]:
-        """What the death of its owner changes in an abandoned slot; nothing where it was not in the trial.
+        """How the death of its owner changes an abandoned slot; {} if the owner was not in the trial.
 
         A checkpoint that the owner wrote after its last heartbeat is no progress here.
         """
@@ -269,11 +240,8 @@ class WorkerLease(Membership):
     def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
         """Return the trial to run in a claimed slot, or None when the slot proves to be done.
 
-        A retried trial has the parameters of the failed one, and that one's number in the user attribute
-        `retry_of`.
-
-        Raises:
-            LeaseLostError: another worker has the slot.
+        A retried trial has the parameters of the failed one, and its number in the user attribute `retry_of`.
+        Raises LeaseLostError if another worker has the slot.
         """
         lease.trial = self._storage.persist(lambda: self._open_trial(lease))
         return lease.trial
@@ -314,8 +282,7 @@ class WorkerLease(Membership):
     ) -> None:
         """Make a trial for the slot, unless it has got another one meanwhile.
 
-        It has the parameters of the `last` one, as `study.enqueue_trial` stores them, and where it goes on
-        from its checkpoint the evaluations too.
+        It has the parameters of the `last` trial, and if it goes on from its checkpoint also its evaluations.
         """
         system_attrs = {} if last is None else {"fixed_params": last.params}
         goes_on, study_id = ORIGIN_ATTR in user_attrs, study_id_of(self._study)
@@ -329,10 +296,9 @@ class WorkerLease(Membership):
         self._reread(lease)
 
     def _start_enqueued(self, lease: Lease) -> bool:
-        """Start the first trial of `study.enqueue_trial` for the slot, unless it has got another one
-        meanwhile; False: there is none.
+        """Start the first enqueued trial for the slot; False: none waits.
 
-        One that no worker can run ends at once and takes no slot.
+        A trial that no worker can run ends at once and takes no slot.
         """
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
@@ -350,8 +316,7 @@ class WorkerLease(Membership):
     def _note_trial(
         self, connection: sa.Connection, lease: Lease, number: int, *, saved_step: int = 0
     ) -> bool:
-        """Note the number of the slot's new trial, and the step of its checkpoint; False: the slot has
-        changed."""
+        """Note the slot's new trial and the step of its checkpoint; False: the slot has changed."""
         lease.deaths, lease.saved_step, lease.progress = 0, saved_step, None
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
         progress = NO_PROGRESS | {"saved_step": saved_step}
@@ -369,8 +334,7 @@ class WorkerLease(Membership):
             lease.trial_number = row.trial_number
 
     def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, traceback: str | None) -> bool:
-        """Whether the slot of a trial that FAILed gets another one; a failure that was decided has no
-        traceback."""
+        """Return whether a failed trial is tried again; a decided failure has no traceback."""
         num_failures, number = 1, failed.user_attrs.get("retry_of")
         while number is not None:
             num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
@@ -382,10 +346,9 @@ class WorkerLease(Membership):
         self._forget()
 
     def record_death(self, lease: Lease) -> None:
-        """Open a claimed slot again, and count a death of its worker.
+        """Open a claimed slot again, and count a death of its worker, which has lost its GPU.
 
-        For a process that lost its GPU: the trial goes on in a new process. This one may stay alive, as in a
-        notebook, and then no other worker would count its death.
+        This process may stay alive, as in a notebook, and then no other worker would count its death.
         """
 
         def write(connection: sa.Connection) -> None:
@@ -400,11 +363,8 @@ class WorkerLease(Membership):
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
         """Store how a trial ended and close its slot.
 
-        `preempted` opens the slot again with the trial still RUNNING; `failed` with a traceback opens it for
-        a retry while retries are left.
-
-        Raises:
-            LeaseLostError: another worker has the slot; nothing is stored.
+        The slot opens again for a `preempted` trial, which is still RUNNING, and for the retry of a `failed`
+        one. Raises LeaseLostError, and stores nothing, if another worker has the slot.
         """
         if result.outcome == Outcome.PREEMPTED:
             self.release(lease)

@@ -61,17 +61,14 @@ def is_alive(worker: Any, lease_seconds: float, witnessed_seconds: float = math.
     """Whether the process of a row of `hpo_workers` still lives, and runs.
 
     On this machine a process that is gone is dead at once. Otherwise it lives until it was silent for
-    `lease_seconds` (on this machine for `STOPPED_LEASES` times that), not counting times in which it could
-    not be heard:
-
-    - before the database was started last, because nobody could write before;
-    - before the last `witnessed_seconds`, for which the one who judges has had the database without a break
-      (`Availability`): when the network to it is mended, those that come back first must not take over the
-      trials of all others. Who takes over waits so long even at its own start; who only shows workers to a
-      person does not (infinity).
+    `lease_seconds` (on this machine `STOPPED_LEASES` times that). Two kinds of time do not count: the time
+    before the database was started last, in which nobody could write, and the time before
+    `witnessed_seconds`.
 
     Args:
         worker: the row, with the database's time as `now` and when it was started as `database_start`.
+        witnessed_seconds: how long the caller has had the database without a break (`Availability`). After an
+            outage, the first worker that returns must not take over the trials of all others.
     """
     if worker.state != "live" or worker.last_seen > worker.now + lease_seconds:  # of a damaged row
         return False

@@ -52,7 +52,6 @@ class Membership:
         self.study_closed = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
         self._lease: Lease | None = None
-        """Of the slot that it has claimed last."""
         self._of_study = slots.c.study == self._study.study_name
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -113,7 +112,7 @@ class Membership:
             self._register()  # after a failover to a server that lagged behind, say
 
     def _renew_slot(self, connection: sa.Connection) -> str | None:
-        """Keep the slot that this worker has claimed; what its row says of the trial in it."""
+        """Keep the claimed slot; return the progress of its trial as JSON."""
         lease = self._lease
         if lease is None:
             return None

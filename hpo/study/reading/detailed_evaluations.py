@@ -24,8 +24,7 @@ _logger = logging.getLogger(__name__)
 def read_detailed_evaluations(
     connection: sa.Connection, name: str
 ) -> dict[int, dict[str, Mapping[str, Any]]]:
-    """The documents of the study `name` by the number of the trial and the split; those of another version,
-    or damaged, are left out with a warning."""
+    """The documents of a study by trial and split; unreadable ones are left out with a warning."""
     query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
     documents: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
@@ -58,8 +57,7 @@ def store_detailed_evaluation(
 ) -> None:
     """Keep a detailed evaluation with its trial, in place of an earlier one of that split.
 
-    `token` is that of the study (`Storage.study_token`) from before the evaluation. Raises RunError where the
-    study is gone, or another one of the same name was made meanwhile.
+    Raises RunError if the study was deleted or made anew since its `token` was read (`Storage.study_token`).
     """
     table = detailed_evaluations
     key = {"study": name, "trial_number": trial_number, "split": document["split"]}
@@ -71,6 +69,6 @@ def store_detailed_evaluation(
         if not connection.execute(here.values(token=token)).rowcount:
             raise RunError("the study was deleted, or made anew, while its trial was evaluated.")
         connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
-        connection.execute(sa.insert(table).values(**key, document=text))
+        connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
 
     storage.write(store)

@@ -33,7 +33,6 @@ class StudyOverview:
     trials: dict[str, int]
     """`open`, `running`, `done` and the `total`; one whose worker died counts as open."""
     workers: int
-    """That live."""
     created: float
     now: float
     """By the database's clock, as `created`: seconds since 1970."""

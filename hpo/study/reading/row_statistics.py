@@ -31,10 +31,7 @@ _SPARSE = ("data", "indices", "indptr", "shape")
 def store_row_statistics(
     storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
 ) -> None:
-    """Keep those of a trial, by the name of its study and its number, in place of earlier ones.
-
-    Raises LeaseLostError where another worker has the trial; nothing is stored.
-    """
+    """Keep the statistics of a trial, named by its study and number. Raises LeaseLostError."""
     study, number = key
     of_trial = (row_statistics.c.study == study, row_statistics.c.trial_number == number)
     row = {"study": study, "trial_number": number, "content": _packed(statistics)}

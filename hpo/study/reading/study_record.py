@@ -28,7 +28,6 @@ class EvaluationRow:
     """What Optuna was told; counts up within the trial."""
     epoch: float
     seconds: float
-    """Of the trial, up to here."""
     metrics: Mapping[str, Any]
     """Task -> metric -> value, and the objectives by name."""
     train_examples_per_second: float | None = None
@@ -58,7 +57,6 @@ class TrialRecord:
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    """Optuna's, of each of the `params`."""
     evaluations: list[EvaluationRow] = field(default_factory=list)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
@@ -79,13 +77,10 @@ class WorkerRecord:
     last_seen: datetime
     alive: bool
     trial_number: int | None
-    """The trial it is running."""
     number: int = 0
-    """Unique within the study."""
     device: str | None = None
     """Of its machine, as `DeviceInfo.device_id`."""
     job: str | None = None
-    """That runs it: `slurm:123_4`."""
     silent_seconds: float = 0.0
     """Since it was last seen, by the database's clock."""
 
@@ -119,7 +114,7 @@ class StudyRecord:
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
     """The kind of device that each trial ran on, by the trial's number, where that is known.
 
-    It is the device's name, and what it computes with where several kinds of the study have one name.
+    Devices of one name and several kinds are told apart by their instructions.
     """
     kinds = {
         trial.number: DeviceInfo.from_facts(device).kind
@@ -159,9 +154,8 @@ def nearest_told(record: StudyRecord) -> str:
 
 
 def limit_counts(record: StudyRecord) -> dict[str, Any]:
-    """How many trials are `complete`, how many of them have `met` the limits of the study, how many others
-    one has `ended_early`, and how many of both have `broken` each limit. {}: the study has none.
-    """
+    """Counts of trials: `complete`, `met` the limits, `ended_early`, and `broken` by limit; {} without
+    limits."""
     limits = record.definition.get("constraints") or {}
     if not limits:
         return {}

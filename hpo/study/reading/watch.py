@@ -41,14 +41,12 @@ class Look:
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
-    """Of the study's slots."""
 
 
 class StudyWatch:
-    """Looks at a study again and again; what had ended before the watch was made is not told.
+    """Looks at a study again and again; trials that had ended before the watch was made are not reported.
 
-    With `own`, only at trials that this process has, or had last. Optuna keeps the trials that have ended in
-    memory, so each look reads the others alone.
+    With `own`, it looks only at trials that this process has, or had last.
     """
 
     def __init__(self, storage: Storage, config: StudyConfig, *, own: bool = False) -> None:

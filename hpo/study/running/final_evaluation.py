@@ -1,9 +1,8 @@
 """The detailed evaluation of a study's best trial, once, by a worker that sees the study end.
 
-It takes as long as one evaluation of the split. The workers of a study see its end together, so one of those
-that share a folder of checkpoints holds a lock there, and the others leave. A checkpoint that is not here is
-downloaded from where they are uploaded to; without one, a worker leaves the trial to those that have it.
-Where it fails, the study is what it was, and `hpo best --evaluate` is there to try again.
+The workers of a study see its end together, so one that shares a folder of checkpoints holds a lock there,
+and the others leave. A worker without the checkpoint leaves the trial to the others. If the evaluation fails,
+`hpo best --evaluate` is there to try again.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ def evaluate_best(
 ) -> None:
     """Store the detailed evaluation of the best trial on test, or validation where there is no test split.
 
-    One that is stored already stays; of a study that has trials to run, nothing is evaluated. What goes wrong
-    is logged, and nothing else happens; when `stop` is set, this returns at the next batch.
+    Nothing is done for an unfinished study, or if the evaluation is stored already. An error is only logged.
+    When `stop` is set, this returns at the next batch.
 
     Args:
-        folder: that of a trial's checkpoints by its number.
+        folder: maps a trial's number to the folder of its checkpoints.
         remote: where the checkpoints are uploaded to.
     """
     name = executor.study.name

@@ -1,10 +1,9 @@
 """How fast the trials of this process go: how long before its job's end they stop, and when one hangs.
 
 A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
-for ever, while the heartbeat goes on in another. So a thread here waits for signs of progress: a trial that
-shows none for `stall_seconds`, and for `TIMES_SLOWEST` times the longest that it took between two, ends with
-its process. SIGABRT is a death that counts (`hpo.study.claims.leases`): a supervisor starts the worker again,
-and the trial goes on from its last checkpoint.
+for ever, while the heartbeat goes on in another. So a thread here ends the process when a trial shows no
+progress for `stall_seconds` and `TIMES_SLOWEST` times its longest step. SIGABRT counts as a death
+(`hpo.study.claims.leases`): a supervisor starts the worker again, and the trial goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ class Pace:
             watchdog.join()
 
     def note_step(self, checkpoint_seconds: float) -> None:
-        """A step has ended: leave time before the job's end for the longest one and for a checkpoint.
+        """Note the end of a step: leave time before the job's end for the longest step and a checkpoint.
 
-        Evaluations lie between two steps, so a step that has just begun may take as long as one.
-
-        Args:
-            checkpoint_seconds: how long the last took to write; 0 where there was none.
+        Evaluations lie between two steps, so a step may take as long as one. `checkpoint_seconds` is how long
+        the last checkpoint took to write; 0 if there was none.
         """
         seconds = self._note_sign()
         # Before its first step a trial is set up, which is no step.
@@ -72,7 +69,7 @@ class Pace:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """The trial has come to an evaluation, which is reported in the block, however long that takes."""
+        """Note that the trial has come to an evaluation, whose report takes the time of the block."""
         self._note_sign()
         yield
         self._sign_at = time.monotonic()

@@ -80,7 +80,6 @@ class OpenOptions:
     is_file: bool = False
     """Whether the study is that of the user's file, and not the database's definition (`check_trust`)."""
     trust_remote_code: bool = False
-    """Whether the code that comes with the encoder may run here, whatever the user's file says."""
     stop: Stop | None = None
     """Of a worker: it waits for a database that is away."""
 
@@ -91,14 +90,14 @@ def open_study(
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
-    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
-    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
-    changed.
+    A study of which no trial has trained is checked first (`Executor.check_study`). Worker processes do not
+    repeat that check. A paused or cancelled study is neither checked nor changed.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
-        InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
-            and it has no precision of the study, or its code is not trusted.
+        InputError: the data, model or objective cannot be used, this machine has no precision of the study,
+            or
+            the study's code is not trusted.
     """
     resize, trials_run = options.resize, options.trials_run
     of_file = config if options.is_file else None
@@ -129,7 +128,8 @@ def open_study(
             if not trains_here:
                 executor = None
                 release_free_memory(device)
-        if stored is None or (resize and _location(stored) != config.checkpoint.location):
+        before = stored.definition.get("checkpoint", {}).get("location") if stored else None
+        if stored is None or (resize and before != config.checkpoint.location):
             open_remote_store(config.checkpoint, create=True)
         if storage is None:
             storage = databases.enter_context(open_storage(url, stop=options.stop))
@@ -147,10 +147,10 @@ def open_study(
 
 
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
-    """Raise InputError where the database has the study do on this machine what only its user decides.
+    """Raise InputError if a study of the database needs a permission that this machine's user has not given.
 
-    That is to run code, its own (`use_code`) or that of its encoder, and to read and write where neither
-    `of_file`, the study of the user's own file, nor the machine says so (`check_allowed`).
+    That concerns its code (`use_code`), the code of its encoder, and places to read and write
+    (`check_allowed`). `of_file` is the study in the user's own file, which gives permissions.
     """
     check_allowed(config.name, places(config), places(of_file) if of_file else {})
     if of_file is not None:
@@ -167,12 +167,6 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
         stored_study(config.name, config.definition())  # its names, as they are known now
 
 
-def _location(stored: StoredStudy) -> str | None:
-    """Where the checkpoints of a stored study are."""
-    checkpoint: Mapping[str, str | None] = stored.definition.get("checkpoint", {})
-    return checkpoint.get("location")
-
-
 def _open_existing(url: str, stop: Stop | None) -> Storage | None:
     """The database at `url`; None: it is not there, or holds no study yet."""
     try:
@@ -185,14 +179,14 @@ def _open_existing(url: str, stop: Stop | None) -> Storage | None:
 def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInfo, dict[str, str]]:
     """Return this machine's device and what `check_precisions` says of it.
 
-    Raises InputError if the study needs the device's energy and nothing counts it.
-
     Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
     """
+    from hpo.training.distributed import world_size
+
     try:
         device = probe_device(config.device)
         lacking = check_precisions(config, device)
-        counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=_num_ranks())
+        counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=world_size())
         check_energy(config.named_metrics, counter)
         return device, lacking
     except InputError as error:
@@ -205,8 +199,8 @@ def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInf
 def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     """Return which of the study's precisions `device` does not run, by `choice_name`, with the reason.
 
-    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`, or has none of
-    the base precisions and every trial has one.
+    Raises InputError if it runs none, unless `amp.on_unsupported` is `fallback`. The same holds for the base
+    precisions if every trial has one.
     """
     precisions = config.precisions or apply_preset(config.amp, device)[1:]
     lacking = lacking_choices({PRECISION: precisions}, device, config.amp)
@@ -238,12 +232,6 @@ def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
     return fit_rungs(config, executor.dataset)
 
 
-def _num_ranks() -> int:
-    from hpo.training.distributed import world_size
-
-    return world_size()
-
-
 def _num_on_device() -> int:
     """How many processes of this run, this one included, have this one's device."""
     return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
@@ -254,11 +242,11 @@ def run_study(
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
-    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `closed`. After its last
-    trial the best one is evaluated in detail (`evaluate_best`).
+    A study that is paused or cancelled `ended` as `closed`. After the last trial the best one is evaluated in
+    detail (`evaluate_best`).
 
     Args:
-        processes: where the trials run in processes that this one starts, `hpo worker STUDY`.
+        processes: the worker processes that run the trials, if they do not run in this one.
         stop: from `stop_on_signals`.
 
     Raises:

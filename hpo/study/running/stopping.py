@@ -1,12 +1,9 @@
 """When a process stops, and why: a signal, the end of its job, or the end of the process that started it.
 
-SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask it to checkpoint and leave, because launchers warn with any of them,
-and often with one after the other: SIGUSR1 when the end of the job is near, then SIGTERM. So only a second
-SIGINT, which a person sends, ends it at once, or the first while no trial runs yet.
-
-The warning may be missing or come late. A process that knows when its job ends stops by itself, so long
-before as it takes to leave: `MARGIN_SECONDS` (a tenth of the time that it has, where that is less) and what
-`Stop.reserve` was told that a checkpoint takes.
+Launchers warn with SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, often with one after the other, so each asks for a
+checkpoint. Only a second SIGINT, which a person sends, ends the process at once, or the first while no trial
+runs yet. A process that knows when its job ends stops by itself, `MARGIN_SECONDS` and the time of a
+checkpoint (`Stop.reserve`) before.
 
 A signal handler of Python runs between any two instructions of the main thread, which may hold the lock of
 the very event that the handler would set. So it only puts the signal into a queue, and a thread sets the
@@ -37,7 +34,6 @@ MARGIN_SECONDS = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SLURM_END = "SLURM_JOB_END_TIME"
-"""Environment variable that Slurm sets: when the job ends, in seconds since 1970."""
 
 _LONGEST_WAIT = 60.0
 """Seconds between two looks at the clock, which may be set meanwhile."""
@@ -57,7 +53,6 @@ class Stop(threading.Event):
         super().__init__()
         self.until = until
         self.reason = ""
-        """Why it was set, in words."""
         self.signal: signal.Signals | None = None
         """The signal that set it; None: the time, or the process that started this one."""
         self.deadline = time.monotonic() + (timeout or math.inf)
@@ -78,10 +73,10 @@ class Stop(threading.Event):
 
     @property
     def asks_for_requeue(self) -> bool:
-        """Whether the job itself has to ask its scheduler to be run again.
+        """Return true at the end of the job's time or its warning: the job asks its scheduler to run it
+        again.
 
-        So after the end of its time and SIGUSR1 or SIGUSR2, which warn of it. After SIGTERM the scheduler
-        requeues or cancels as it was going to; after SIGINT a person decides.
+        After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
         """
         return self._out_of_time or self.signal in (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -130,8 +125,7 @@ def stop_on_signals(until: float | None = None, timeout: float | None = None) ->
     """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`; arguments as of `Stop`.
 
     A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
-    kills. The `Stop` is set, too, when this process is one of `run_workers` and that one wants it to stop or
-    died.
+    kills. A process of `run_workers` also stops when its parent asks it to, or dies.
     """
     stop, leaving = Stop(until, timeout), threading.Event()
     interrupts = 0
@@ -172,12 +166,7 @@ def stop_at_end_of_input(stop: Stop, reason: str) -> None:
 
 
 def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:
-    """Return when the job of this process ends, in seconds since 1970; None: it does not.
-
-    The earlier of `until` (see `parse_time`) and what Slurm says in the environment.
-
-    Raises InputError where one of them is no time, or `until` has passed.
-    """
+    """Return the earlier of `until` (see `parse_time`) and Slurm's end of the job; None: neither is given."""
     ends = []
     if until is not None:
         ends.append(parse_time(until))
@@ -189,13 +178,11 @@ def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -
 
 
 def parse_time(text: str) -> float:
-    """Return a time that lies ahead in seconds since 1970.
+    """Return a time that lies ahead in seconds since 1970. Raises InputError.
 
     Args:
         text: `18:30`, the next time that the clock shows this; `2026-11-22T18:30`, with an offset such as
             `+01:00` or in the time zone of this machine; `+3600`, seconds from now.
-
-    Raises InputError for anything else, and for a time that has passed.
     """
     now = datetime.now().astimezone()
     try:

@@ -1,18 +1,11 @@
 """The supervisor of a machine's workers: processes, each started again when it dies.
 
-What a worker process ends with decides:
+A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again, and the
+others go on. After anything else it is started again, at most `MAX_RESTARTS` times within an hour. Then the
+machine is broken: the other workers checkpoint and leave, and the error shows the end of the log.
 
-- exit code 0: it has no more to do; 2: its input is wrong, as it would be again; 130: somebody told it alone
-  to stop, or its job ends. It is not started again, and the others go on.
-- anything else, a signal or exit code 1: it died, or lost its GPU, and is started again, at most
-  `MAX_RESTARTS` times within an hour. When these are used up, the machine is broken: the other workers
-  checkpoint and leave, and the error shows the end of the log. Who takes over its trial counts the death
-  (`hpo.study.claims.leases`).
-
-Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
-also when it is killed.
-
-This process waits for no database: while that is away, a worker that died waits to be started.
+Workers stop when their standard input ends, so also when this process is killed. This process waits for no
+database: while that is away, a worker that died waits to be started.
 """
 
 from __future__ import annotations
@@ -87,13 +80,11 @@ def share_devices(
     A worker sees its GPU alone, so that no tensor of it can lie on another.
 
     Args:
-        config: of the study.
-        workers: how many, spread over the GPUs of this machine in turn; 1 is this process.
-        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
-            are processes.
+        config: the study.
+        workers: the number of processes, spread over the GPUs of this machine in turn; 1 is this process.
+        per_device: processes for each GPU of this machine, or on its CPU, in place of `workers`.
 
-    Raises InputError where the workers of one GPU may take more than its memory, or share it although the
-    study needs its energy.
+    Raises InputError if the workers need more than a GPU's memory, or share one whose energy the study needs.
     """
     if per_device is None and workers in (None, 1):
         return []
@@ -114,9 +105,9 @@ def share_devices(
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
-    """Bound a worker to its share of a GPU's memory, or to what the study says that it may take.
+    """Limit a worker to its share of a GPU's memory, or to the share that the study gives.
 
-    Raises InputError where the workers and their CUDA contexts may together take more than there is: a trial
+    Raises InputError if the workers and their CUDA contexts may together take more than there is: a trial
     that found no memory because of its neighbour would be stored as one that does not fit.
     """
     if device.type != "cuda" or num_workers == 1:
@@ -213,7 +204,6 @@ class WorkerProcesses:
 
     shares: Sequence[DeviceShare]
     arguments: Sequence[str] = ()
-    """More of `hpo worker`."""
     storage_as_given: str | None = None
     """What they find the storage by, such as `@FILE`; None: by its URL."""
     allow: str | None = None
@@ -225,11 +215,9 @@ def run_workers(
 ) -> RunSummary:
     """Run a worker of the study in each of the processes, and wait for all of them.
 
-    What a process prints is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. The storage
-    is passed in the environment, because everybody on a machine can read the arguments of a process.
-
-    Raises:
-        InputError, RunError: workers failed and the study is not done; with the end of the log.
+    The output of a process is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. The
+    storage is passed in the environment, because everybody on a machine can read the arguments of a process.
+    Raises InputError or RunError, with the end of the log, if workers failed and the study is not done.
     """
     if stop.is_set():
         return RunSummary("stopped")
@@ -337,10 +325,7 @@ class _Supervisor:
                     self.broken = worker
 
     def were_stopped(self) -> bool:
-        """Whether the workers left because they were told to; if not, nothing was left to do.
-
-        Raises InputError or RunError where a worker failed.
-        """
+        """Return whether the workers left because they were told to. Raises if one failed."""
         if self.stop.is_set():
             return True
         if self.broken is not None:

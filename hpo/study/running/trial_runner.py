@@ -19,13 +19,7 @@ from hpo.study.claims.lease import BUDGET_SPENT, Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import (
-    PAUSED_ATTR,
-    RESUMED_ATTR,
-    VALUES_ATTR,
-    origin_of,
-    promotion_of,
-)
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, VALUES_ATTR, origin_of, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -71,10 +65,7 @@ class TrialRunner:
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         """Run the trial of a claimed slot to its outcome.
 
-        Raises:
-            LeaseLostError: another worker has the slot; OutageError: the database stayed away;
-                DeviceLostError: this process has lost its GPU; InputError and RunError for what else concerns
-                more than this trial.
+        Errors that concern more than this trial are raised: a lost lease, device or database, wrong input.
         """
         executor, storage = self._executor, self._storage
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -156,10 +147,7 @@ class TrialRunner:
     def _measured(
         self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult
     ) -> TrialResult:
-        """The result with what is measured after training, on test.
-
-        Of a comparison, what each row says is stored.
-        """
+        """Add the scores on test to the result; store the row statistics of a comparison."""
         study = self._executor.study
         if study.evaluation.test or study.comparison:
             from hpo.study.reading.row_statistics import store_row_statistics

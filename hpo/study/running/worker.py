@@ -2,11 +2,9 @@
 
     claim a slot -> open its trial -> run it -> record its outcome -> next slot
 
-Workers know of each other through the database alone, so it does not matter how many there are, where they
-run and when they come or go. A worker leaves when every slot is done. While others still run the last trials
-it waits, to take over if one of them dies.
-
-Told to stop (`hpo.study.running.stopping`), a worker lets its trial write a checkpoint and leaves.
+Workers know of each other through the database alone, so they may come and go anywhere. A worker leaves when
+every slot is done, or, if it is told to stop, once its trial has a checkpoint. While others still run the
+last trials it waits, to take over if one of them dies.
 """
 
 from __future__ import annotations
@@ -178,6 +176,9 @@ def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome 
         before `open_trial`      no trial: a trial is made
         before `record_outcome`  one that is RUNNING: it goes on from its last checkpoint
         after it                 one that has ended: the slot is done, or a retry is made
+
+    Raises DeviceLostError if this process has lost its GPU. The slot is then open again, and a death of its
+    worker is counted.
     """
     with suppress(LeaseLostError):
         try:

@@ -1,14 +1,13 @@
-"""What a worker's sampler sees of the study, and what it may draw, on that worker's device.
+"""The view that a worker's sampler has of the study, and the choices that it may draw, on its device.
 
 A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
-different devices. So a worker whose device lacks a precision draws from the others, while Optuna stores the
-distribution with all choices. Of the trials, a sampler is not shown what says nothing of its own device:
+different devices. So a worker draws from the precisions that its device runs, while Optuna stores the
+distribution with all choices. A sampler is not shown trials that say nothing of its device:
 
-- those that ran out of memory under a lower limit than this worker has;
-- those that ended as `unsupported` in a precision that this device runs;
-- those that the compatibility check ended on another kind of device, or with other versions;
-- for samplers that model the choices (TPE and GP), those in a precision that this device lacks. The others'
-  settings still tell NSGA-II something, and a precision that it proposes is drawn anew.
+- those that ran out of memory under a lower limit than this worker has; - those that ended as `unsupported`
+in a precision that this device runs; - those that the compatibility check ended on another kind of device, or
+with other versions; - for samplers that model the choices (TPE and GP), those in a precision that this device
+lacks.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ class WorkerDevice:
     device_id: str | None = None
     """`DeviceInfo.device_id`, by which others know whether they share the device."""
     memory_bytes: int | None = None
-    """What a trial may take."""
     left_out: Mapping[str, str] | None = None
     """Precisions of the study that the device does not run, by `table.choice_name`, each with the reason."""
     kind: str = ""
-    """`DeviceInfo.kind`."""
     checked_on: str | None = None
     """What compatibility results must be of, to count here; of `compat.checked_on`."""
 
@@ -63,7 +60,6 @@ class WorkerDevice:
 
 
 ANY_DEVICE = WorkerDevice()
-"""Nothing is known of the device."""
 
 
 class WrapperSampler(BaseSampler):
@@ -98,10 +94,9 @@ class WrapperSampler(BaseSampler):
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only what is in `drawn`, of which some settings have fewer choices than in `space`, and shows its
-    sampler what matters here.
+    """Draws only from the space `drawn`, and hides the trials that say nothing of this device.
 
-    With `models_choices`, the sampler is to see no other precision than those.
+    With `models_choices`, the sampler is also shown no precision outside `drawn`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The configurations that a study tries first: those of its file, of earlier results and of the portfolio."""
+"""The configurations that a study tries first: from its file, an earlier study and the portfolio."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -23,17 +22,15 @@ SOURCE_ATTR = "source"
 """User attribute of a trial that was tried first: where its configuration comes from."""
 
 Configuration = tuple[dict[str, Any], str]
-"""Parameters, as Optuna holds them, and where they come from."""
 
 _logger = logging.getLogger(__name__)
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """The parameters and user attributes of the trials with which a study begins when it is made: those of
-    `first`, then those of the portfolio, at most one for each slot.
+    """The parameters and user attributes of a new study's first trials: `first`, then the portfolio.
 
-    Raises:
-        StudyFileError: the earlier results are not there, or cannot be ranked.
+    There is at most one for each slot. Raises StudyFileError if the earlier study is not there, or has
+    several objectives.
     """
     if config.comparison is not None:
         return []
@@ -51,10 +48,9 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
 
 def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults) -> Iterator[Configuration]:
     """The best earlier configurations as far as they fit this search space, each once."""
-    ranked = _ranked(_load_earlier(storage, config, earlier.study))
     taken: list[dict[str, Any]] = []
     left_out: set[str] = set()
-    for trial in ranked:
+    for trial in _ranked_trials(storage, config, earlier.study):
         fits = fitting(config.search_space, trial.params)
         left_out |= trial.params.keys() - fits.keys()
         if fits and fits not in taken:
@@ -68,8 +64,8 @@ def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults
         _logger.warning(told, len(taken), names)
 
 
-def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.Study:
-    """The earlier study that `first.study` names. Raises StudyFileError."""
+def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[FrozenTrial]:
+    """The complete trials of the earlier study, the best first; those that break its limits come last."""
     try:
         study = storage.load_study(name)
     except StorageError as error:
@@ -77,11 +73,6 @@ def _load_earlier(storage: Storage, config: StudyConfig, name: str) -> optuna.St
     if len(study.directions) > 1:
         message = f"must have one objective, but `{name}` has several."
         raise StudyFileError(f"{config.path}: first.study: {message}")
-    return study
-
-
-def _ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """The complete trials of a study, the best first; those that break its limits come last."""
     sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))

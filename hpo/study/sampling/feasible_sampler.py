@@ -9,12 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
@@ -38,7 +33,6 @@ ENUMERATED = 2000
 """Of a space with at most so many configurations the last one is found, too."""
 
 Choice = tuple[str, Any]
-"""Setting and value."""
 
 Configuration = frozenset[tuple[str, str]]
 """The settings of a trial with their values as text."""
@@ -126,12 +120,11 @@ def _blame(unexplained: Sequence[Mapping[Choice, int]]) -> Choice | None:
 
 
 class AvoidRepeats(WrapperSampler):
-    """Proposes no configuration that a trial has tried already, as long as one is found that none has.
+    """Proposes no configuration that a trial has tried already, while an untried one is found.
 
-    For spaces of finitely many configurations. Run again with the same seed, a configuration would end much
-    as it did before, and samplers that exploit what is good come back to it often. Of a proposal that was
-    tried before, one setting is changed at random, then two, and so on. Trials that FAILed do not count:
-    they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
+    For spaces of finitely many configurations: with the same seed a configuration would end much as it did
+    before. In a repeated proposal one setting is changed at random, then two, and so on. Trials that FAILed
+    do not count. Two workers that ask at the same moment may get the same configuration.
     """
 
     def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:
@@ -205,7 +198,7 @@ class AvoidRepeats(WrapperSampler):
 
 
 class _Proposal:
-    """Takes the part of a trial while a configuration is put together."""
+    """A trial's stand-in while a configuration is put together."""
 
     def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
         self._draw = draw

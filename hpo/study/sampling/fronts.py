@@ -24,11 +24,8 @@ def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
 
 
 def order(losses_NK: np.ndarray) -> np.ndarray:
-    """The indices of the rows, the best first; of equal ones the first.
-
-    A front goes before those that it dominates. Within one, the least of each objective go first, then those
-    that are farthest from their neighbours.
-    """
+    """The indices of the rows, the best first: by front, then by the least of each objective and the
+    distance."""
     if losses_NK.shape[1] == 1:
         return losses_NK[:, 0].argsort(kind="stable")
     ranks_N = non_domination_ranks(losses_NK)

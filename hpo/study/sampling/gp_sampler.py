@@ -22,13 +22,12 @@ from hpo.study.store.optuna_internals import StudyView
 
 
 class PrunedAwareSampler(WrapperSampler):
-    """Shows its sampler PRUNED trials as COMPLETE, if the study has at least so many objectives.
+    """Shows its sampler PRUNED trials as COMPLETE, if the study has at least `num_objectives`.
 
-    One that the pruner stopped has the value of its best evaluation, or with several objectives those with
-    which it paused. An infeasible one has the worst of these
-    values and those of the COMPLETE trials. One that paused and went on is shown as of where it paused, so
-    that all are compared at the same length, unless it turned out to be infeasible. Each shows all limits of
-    the study, those of one that went on as of its end; an infeasible one breaks each like the worst that did.
+    A pruned trial has the value of its best evaluation, or with several objectives the values with which it
+    paused. An infeasible one has the worst of all values, and breaks each limit like the worst trial that
+    did. A trial that paused and went on is shown as of its pause, so that all are compared at the same
+    length.
     """
 
     def __init__(self, sampler: BaseSampler, num_objectives: int = 1) -> None:

@@ -27,7 +27,6 @@ Point = dict[str, Any]
 """The parameters of a trial, as Optuna holds them."""
 
 POINT_ATTR = "hpo:grid"
-"""System attribute of a trial: its point."""
 
 
 class NoPointLeft(Exception):
@@ -52,9 +51,8 @@ def grid_points(space: SearchSpace, seed: int) -> list[Point]:
 class SharedGrid(BaseSampler):
     """Points, each for one trial of the workers that share them.
 
-    A trial keeps its point whoever goes on with it, and its retry has the same. A point is done when its
-    trial is, unless that FAILed without having run, as when `n_trials` is lowered. Where all points have been
-    tried and a slot is still open, they are tried again.
+    A trial and its retry keep their point. A trial that FAILed without having run leaves its point to
+    another. When all points have been tried and a slot is still open, they are tried again.
 
     Args:
         skipped: precisions that this worker does not draw.

@@ -1,17 +1,14 @@
 """Short starts, of which the best go on: the pruner `promote`.
 
 A trial *pauses* at each *rung*, which is a share of its budget. To Optuna it has ended there, as PRUNED with
-that value, so that plain Optuna and the dashboard show what is known of it, and a sampler compares it with
-trials of the same length. Its checkpoint stays, and its slot is `paused`. The best of a rung *go on* to the
-next one: each as a trial of its own, with the parameters and the evaluations so far, from the checkpoint. The
-schedule knew the whole budget from the start, so the result is that of a trial which never paused.
+its value. Its checkpoint stays, and its slot is `paused`. The best of a rung *go on* to the next one: each as
+a new trial, with the parameters, the evaluations so far and the checkpoint. The schedule knew the whole
+budget from the start, so the result is that of a trial which never paused.
 
 Of `reduction_factor` trials at a rung one goes on, at once and before another trial starts (asynchronous
-successive halving). When every trial of the study has begun, so many go on besides that `keep` reach the end.
-Nothing waits for a straggler: one that pauses late and is among the best goes on as well.
-
-With several objectives the best of a rung are those of its first fronts (`hpo.study.sampling.fronts`), by the
-values of all objectives there.
+successive halving). When every trial of the study has begun, more go on so that `keep` reach the end. A trial
+that pauses late and is among the best goes on as well. With several objectives the best are the first fronts
+(`hpo.study.sampling.fronts`).
 
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
@@ -66,7 +63,6 @@ class Promotion:
     """Where trials pause, and how many of them go on."""
 
     rungs: tuple[float, ...]
-    """Shares of the budget."""
     reduction_factor: int
     keep: int
     directions: tuple[str, ...]
@@ -86,11 +82,11 @@ class Promotion:
     def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
         """The numbers of the paused trials that go on now, those of the last rungs first.
 
-        One that went on and broke leaves its place to the next.
+        A trial that went on and broke leaves its place to the next.
 
         Args:
-            unfinished: the numbers of the trials that unfinished slots have, with None where one has not
-                begun: only these can go on, and one that failed and is among them is tried again.
+            unfinished: the trials of the unfinished slots, None for a slot that has not begun. Only these
+                can go on, and a failed one among them is tried again.
         """
         rungs = self._at_rungs(trials, unfinished)
         chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_promoted)]
@@ -103,7 +99,8 @@ class Promotion:
     def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
         """The numbers of the paused trials that will never go on: there are better ones.
 
-        Of each rung some are kept: for the places of those that break, and as more trials come more go on.
+        Some of each rung are kept: for the places of trials that break, and as more go on when more trials
+        come.
         """
         return {
             number
@@ -129,8 +126,7 @@ class Promotion:
     def work(self, resumed_at: Iterable[float]) -> tuple[float, float]:
         """How much of a study is done, and about how much there is, in whole trials.
 
-        Args:
-            resumed_at: of each trial that has ended, the rung at which it had paused before; 0: at none.
+        `resumed_at` has the rung at which each ended trial had paused before; 0 for none.
         """
         total = sum(stage.whole_trials for stage in self.stages(self.num_trials))
         return min(total, self.done(resumed_at)), total

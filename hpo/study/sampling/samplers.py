@@ -1,19 +1,16 @@
-"""Which configuration is tried next, and when a trial stops early: Optuna's samplers and pruners.
+"""Optuna's samplers and pruners: the next configuration, and the early end of a trial.
 
 A worker draws only what its device can run: `device_sampler`. A precision that runs and still cannot work
-must not eat the budget either, and each sampler needs help of its own with that, because such a trial ends
-as PRUNED with an infeasible constraint (see `leases`):
+ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to learn from that:
 
-- TPE ranks infeasible trials last, but its first trials are random, as are all trials of NSGA-II's first
-  generation and its mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was
-  infeasible.
-- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and TPE one of several
-  objectives whose trials pause. NSGA-II learns from COMPLETE trials alone.
+- TPE ranks infeasible trials last, but its first trials are random, as are NSGA-II's first generation and its
+  mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was infeasible.
+- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
+  pause by several objectives.
+- Random, QMC and the grid do not learn: with them, such a trial ends before training.
 
-Random, QMC and the grid do not learn: with them, such a trial ends before training.
-
-TPE and GP come back to what they found good: on a grid, to the very same configuration. `AvoidRepeats`
-changes that. The sampler `grid` is our own, `grid_sampler.SharedGrid`.
+TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The sampler `grid` is
+our own, `grid_sampler.SharedGrid`.
 """
 
 from __future__ import annotations
@@ -55,10 +52,10 @@ def build_sampler(
     """Return the sampler of one worker of a study; that of a comparison is `PlannedPoints`.
 
     Args:
-        worker_number: added to the seed, without which two workers would try the same configurations; only
-            `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
+        worker_number: added to the seed, so that no two workers try the same configurations; `grid` and `qmc`
+            continue one sequence among all workers and share the seed.
         skipped: precisions that this worker does not draw.
-        lock: held while a point of the grid is chosen, so that no two workers choose the same.
+        lock: held while a point of the grid is chosen.
         explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
     if config.name == "grid":
@@ -71,13 +68,13 @@ def build_sampler(
 
 
 def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
-    """What a worker draws from that leaves out the precisions `skipped`; all, where it can run none.
+    """The space that a worker draws from, without the precisions `skipped`; all, where it can run none.
 
-    Where a device runs no choice of a setting that some trials are without, it draws those trials alone.
-    Where all trials have it, `run_worker` asks for no proposal.
+    Where a device runs no choice of a setting that only some trials have, it draws the other trials.
     """
     drawn = dict(space)
-    for name, one in _of_devices(space).items():
+    for name in filter(space.__contains__, (PRECISION, BASE_PRECISION)):
+        one = space[name]
         choices = one.grid()
         runnable = tuple(value for value in choices if choice_name(name, value) not in skipped)
         drawn[name] = one.model_copy(update={"choices": runnable or choices})
@@ -85,11 +82,6 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
         for parent, without in [*others.items()][:1]:
             drawn[parent] = drawn[parent].model_copy(update={"choices": without})
     return drawn
-
-
-def _of_devices(space: SearchSpace) -> SearchSpace:
-    """The settings of which a device may lack choices."""
-    return {name: space[name] for name in (PRECISION, BASE_PRECISION) if name in space}
 
 
 def _build_optuna_sampler(
@@ -147,10 +139,8 @@ class HalfRandom(WrapperSampler):
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
-    """Return Optuna's pruner of that name. Steps are evaluations.
-
-    That of `promote` stops none: trials pause by themselves (`hpo.study.sampling.promotion`).
-    """
+    """Return Optuna's pruner of that name; `promote` has one that stops no trial, as trials pause by
+    themselves."""
     wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}
     options = {} if config.name == "promote" else config.options | wrapped
     pruner: BasePruner = _build(optuna.pruners, config, options)

@@ -1,14 +1,11 @@
 """Connections to PostgreSQL on which no call waits forever, however the network fails.
 
-A connection whose other end is gone without a word (a host that lost its power, a firewall that forgot) gives
-no error by itself. Three bounds make one of it:
+A connection whose other end is gone without a word gives no error by itself. Three bounds make one of it:
 
-- the kernels on both sides ask for a sign of life (TCP keepalives), and do not wait for an acknowledgement
-  for longer than `tcp_user_timeout`;
-- where something between the two acknowledges what it does not deliver (a proxy, a load balancer), the
-  client does not wait for an answer for longer than `ANSWER_SECONDS`;
-- the server ends a transaction in which it hears nothing from its client for `IDLE_SECONDS`, so that its
-  locks do not outlive it.
+- the kernels on both sides ask for a sign of life (TCP keepalives), and wait for an acknowledgement for
+  `tcp_user_timeout`;
+- the client waits for an answer for `ANSWER_SECONDS`, where a proxy acknowledges what it does not deliver; -
+the server ends a transaction in which its client is silent for `IDLE_SECONDS`, and frees its locks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A study from one database to another, whole: it goes on there as if it had been made there.
 
-`optuna.copy_study` does not do: it commits trial by trial, so a copy that is killed leaves half a study, and
-it knows none of our tables. Here the rows themselves go over, Optuna's and ours, read in one snapshot and
-written in one transaction. The study keeps its token, by which its trials find their checkpoints.
+`optuna.copy_study` commits trial by trial, so a copy that is killed leaves half a study, and it knows none of
+our tables. Here the rows of Optuna's tables and ours are read in one snapshot and written in one transaction.
+The study keeps its token, by which its trials find their checkpoints.
 
-What stays behind belongs to the moment or the machine: the hold of dead workers on a slot (a running slot is
-open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks. NSGA-II's lists of
+The claims of dead workers, Optuna's heartbeats and compatibility checks are not copied. NSGA-II's lists of
 parents name trials by ids that differ between databases: they are written anew.
 """
 
@@ -53,7 +52,7 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
     """Copy the study `name` from `source` to `target`; return how many trials Optuna has of it.
 
     Raises:
-        InputError: workers are live in the study, or the target has this one already, or another of its name.
+        InputError: workers are live in the study, or the target has a study of that name.
         StorageError: there is no such study.
         RunError: a database failed; the target is as it was.
     """
@@ -70,7 +69,7 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
 
 
 def _read(source: Storage, name: str, study_id: int) -> _Rows:
-    """All rows of the study, of each table in the order in which they were made, as that of parameters is."""
+    """Read all rows of the study, in each table in the order in which they were made."""
     in_study = sa.select(_TRIALS.c.trial_id).where(_TRIALS.c.study_id == study_id)
     conditions = {studies: studies.c.name == name, _TRIALS: _TRIALS.c.study_id == study_id}
     conditions |= {table: table.c.study == name for table in (*OURS, workers)}

@@ -22,18 +22,15 @@ from hpo.study.store.sqlite_place import check_place
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
 BUSY_SECONDS = 60.0
-"""How long a write waits for other processes (SQLite)."""
 
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
 
 
 def storage_url(given: str | None = None) -> str:
-    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
+    """Return the URL of the database: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
 
     `@FILE` stands for the URL in a file, so that no password is among a process's arguments and variables.
-
-    Raises:
-        StorageError: the file cannot be read, others may read it, or it holds no URL.
+    Raises StorageError if the file cannot be read, others may read it, or it holds no URL.
     """
     url = given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
     return _url_in(Path(url.removeprefix(URL_FROM_FILE))) if url.startswith(URL_FROM_FILE) else url
@@ -58,11 +55,7 @@ def _url_in(file: Path) -> str:
 
 
 def parse_url(url: str) -> sa.URL:
-    """Return `url` with its driver.
-
-    Raises:
-        StorageError: it is no URL, or neither a SQLite file nor PostgreSQL.
-    """
+    """Return `url` with its driver. Raises StorageError if it names neither a SQLite file nor PostgreSQL."""
     if url.startswith("postgres") and url.count("@") > 1:
         # What follows the first one would be taken for the host, and shown.
         raise StorageError("A storage URL must have each `@` in its password written as `%40`.")

@@ -1,9 +1,9 @@
 """The life of a study in its database: open, paused, cancelled, deleted.
 
-The state is a column of `hpo_studies`. Workers read it with each heartbeat and each claim. In a study that is
-not open they checkpoint their trials, give them back as `preempted` and leave; no slot of it is claimed. A
-paused study goes on where it was when it is open again. Of a cancelled one the unfinished trials end, which
-the last to leave sees to, be it a worker or the command; opened again, it begins their slots anew.
+Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
+trials, give them back as `preempted` and leave; no slot of it is claimed. A paused study goes on where it was
+when it is open again. The unfinished trials of a cancelled study end, by the last worker to leave or by the
+command; opened again, it begins their slots anew.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _FRESH = {
     "owner": None,  # who had it and was silent for long stores nothing when it comes back
     **NO_PROGRESS,
 }
-"""The columns of a slot without a trial."""
 
 
 def study_state(connection: sa.Connection, name: str) -> str | None:
@@ -105,8 +104,7 @@ def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[s
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that no worker has; return how many.
 
-    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops. In a study that is
-    not cancelled nothing is done.
+    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops.
     """
 
     def begin_anew(connection: sa.Connection) -> set[int | None]:
@@ -150,10 +148,10 @@ def delete_study(storage: Storage, name: str) -> None:
 
 
 def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
-    """Where the trials of a study have their checkpoints: in its shared folder, or on this machine.
+    """Return the folder of a study's checkpoints: the shared one of the study, or one on this machine.
 
-    Raises StorageError where what the database says of the study is nothing that hpo writes, and InputError
-    where this machine does not allow the folder, or bucket.
+    Raises StorageError if the stored study is damaged, and InputError if this machine does not allow the
+    place.
     """
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))

@@ -28,10 +28,9 @@ _POSTGRES_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
 
 @contextmanager
 def exclusive(engine: sa.Engine, stop: threading.Event | None = None) -> Iterator[sa.Connection | None]:
-    """Hold the lock of this database; yield its connection, which SQLite's has none of.
+    """Hold the lock of this database; yield its connection, None for SQLite.
 
-    Raises:
-        StoppedError: `stop` was set while another process had it. OutageError: this one has lost it.
+    Raises StoppedError if `stop` was set while another process had the lock, OutageError if this one lost it.
     """
     path = sqlite_path(engine.url)
     if path is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -28,12 +27,11 @@ def open_database(
 ) -> optuna.storages.RDBStorage:
     """Connect, make Optuna's tables and ours where there are none, and return Optuna's storage.
 
-    Without `create`, for commands that only read, a database without a study is an error.
+    Without `create`, a database without a study is an error.
 
     Raises:
         StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
         StoppedError: `stop` was set while another process had the database to itself.
-        What the driver, SQLAlchemy and Optuna raise: see `explain`.
     """
     parsed = parse_url(url)
     if create:
@@ -45,14 +43,14 @@ def open_database(
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
                 if not _has_tables(engine):
-                    optuna_storage(engine.url).engine.dispose()
+                    _optuna_storage(engine.url).engine.dispose()
                     with engine.begin() as connection:
                         make_tables(connection)  # last: our tables mean that Optuna's are there
         elif not _has_tables(engine):
             raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
     finally:
         engine.dispose()
-    return optuna_storage(parsed)
+    return _optuna_storage(parsed)
 
 
 def _has_tables(engine: sa.Engine) -> bool:
@@ -68,23 +66,20 @@ def _has_tables(engine: sa.Engine) -> bool:
     return stored is not None
 
 
-def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:
-    """Optuna's storage, with its tables made where they are missing; `options` are RDBStorage's.
-
-    Raises:
-        StorageError: the tables are of another version of Optuna.
-    """
+def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
+    """Optuna's storage, with its tables made. Raises StorageError for those of another version."""
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = connection_pool(url)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool}, **options)
+        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
     except Exception as error:
         pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        advice = "Update Optuna" if "latest version" in str(error) else "Move them up with `hpo doctor --fix`"
+        upgrade = "End all workers, then run `optuna storage upgrade --storage URL`"
+        advice = "Update Optuna" if "latest version" in str(error) else upgrade
         raise StorageError(
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
             f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."

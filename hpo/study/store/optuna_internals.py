@@ -39,7 +39,6 @@ intermediate_values = _named["trial_intermediate_values"]
 
 
 constraints_of = _get_constraints_from_system_attrs
-"""The constraints among the system attributes of a trial."""
 non_domination_ranks = _fast_non_domination_rank
 """Of each row of losses [N, K] its front: 0 for the first."""
 

@@ -19,6 +19,7 @@ studies = sa.Table(
     sa.Column("name", _NAME, primary_key=True),
     sa.Column("token", sa.String(32), nullable=False),  # which Optuna study of that name these rows are of
     sa.Column("definition", sa.Text, nullable=False),
+    sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
     sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
     sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
@@ -85,6 +86,7 @@ detailed_evaluations = sa.Table(
     sa.Column("trial_number", sa.Integer, primary_key=True),
     sa.Column("split", sa.String(16), primary_key=True),
     sa.Column("document", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
 )
 
 row_statistics = sa.Table(
@@ -109,6 +111,7 @@ compat = sa.Table(
     metadata,
     sa.Column("key", sa.String(64), primary_key=True),
     sa.Column("result", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
 )
 
 version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))

@@ -55,7 +55,7 @@ def check_place(path: Path) -> None:
 
 
 def refuse_other_hosts(connection: sa.Connection, now: sa.ColumnElement[float], lease_seconds: float) -> None:
-    """Raise StorageError for a worker that joins a SQLite database which workers of another host use.
+    """Raise StorageError for a worker that joins a SQLite database which another host uses.
 
     Containers of one host are no other hosts: they have one kernel, which keeps the locks.
     """

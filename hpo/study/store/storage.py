@@ -1,9 +1,8 @@
-"""The study in its database: its definition, its size, and what its trials store.
+"""The study in its database: its definition, its size, and the results of its trials.
 
-Optuna keeps the trials; tables of our own beside them (see `schema`) keep the definition, so that a changed
-search space is refused before the first trial, the slots and workers (see `leases`), every evaluation, and
-the compatibility checks that workers share. Little is written, because each call costs a commit: one JSON
-attribute for the telemetry of a trial instead of thirty attributes.
+Optuna keeps the trials. Our tables (see `schema`) keep the definition, the slots and workers, every
+evaluation and the compatibility checks. Little is written, because each call costs a commit: one JSON
+attribute holds the telemetry of a trial.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
 
     Args:
         create: False for commands that only read: an absent database is an error.
-        stop: of a worker: it waits for a database that is away, until this is set.
+        stop: for a worker, which waits for a database that is away until this is set.
 
     Raises:
         StorageError: the database cannot be used as it is named.
@@ -113,11 +112,7 @@ class Storage:
         self.engine.dispose()
 
     def attempt(self, action: Callable[[], T]) -> T:
-        """Run `action`.
-
-        Raises:
-            OutageError: the database is away; `action` may have been committed all the same.
-        """
+        """Run `action`. Raises OutageError if the database is away; the action may have been committed."""
         try:
             value = action()
         except (SQLAlchemyError, StorageInternalError) as error:
@@ -131,10 +126,9 @@ class Storage:
         return value
 
     def persist(self, action: Callable[[], T]) -> T:
-        """Run `action`, again while the database is away: it must bear being run twice.
+        """Run `action`, again while the database is away, so it must bear being run twice.
 
-        Raises:
-            OutageError: the database stayed away for `patience_seconds`; StoppedError when `stop` is set.
+        Raises OutageError if the database stays away for `patience_seconds`, StoppedError when `stop` is set.
         """
         return self._until_it_answers(lambda: self.attempt(action))
 
@@ -193,11 +187,8 @@ class Storage:
             self.optuna.set_trial_state_values(trial_id, TrialState.FAIL)
 
     def stored(self, name: str, column: sa.Column[Any]) -> Any:
-        """Return the value of a column of `hpo_studies`.
-
-        Raises:
-            StorageError: there is no such study; the message names the nearest.
-        """
+        """Return a column of the study in `hpo_studies`. Raises StorageError, which names the nearest
+        study."""
         query = sa.select(column).where(studies.c.name == name)
         row = self.read(lambda connection: connection.execute(query).one_or_none())
         if row is None:
@@ -220,28 +211,21 @@ class Storage:
         return bool(self.read(lambda connection: self.studies(connection, studies.c.name == name)))
 
     def load_study(self, name: str) -> optuna.Study:
-        """Return the stored study `name`, for reading.
-
-        Raises:
-            StorageError: there is none, and the message names the nearest, or the dashboard has deleted it.
-        """
+        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
         self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))
 
     def read_definition(self, name: str) -> dict[str, Any]:
-        """Return the definition of the study, as it is stored.
-
-        Raises StorageError where there is no such study.
-        """
+        """Return the stored definition of the study. Raises StorageError if there is no such study."""
         stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
         return stored
 
     def study_token(self, name: str) -> str:
-        """Return what tells this study from a deleted one of the same name; part of folders' names.
+        """Return the text that tells this study from a deleted one of the same name; part of folders' names.
 
-        Raises StorageError where there is no such study, or it is not one that hpo makes.
+        Raises StorageError if there is no such study, or hpo has not made it.
         """
         token = str(self.stored(name, studies.c.token))
         if not token.isalnum():
@@ -256,8 +240,8 @@ class Storage:
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
     def slot_counts(self, name: str) -> dict[str, int]:
-        """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`, and
-        if there are any `paused`."""
+        """Return how many slots are `open`, `running` (its worker may be gone), `done` and, if any,
+        `paused`."""
         query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
         rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
         return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}
@@ -287,7 +271,7 @@ class Storage:
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
-        new = {"key": key, "result": json.dumps(json_safe(result))}
+        new = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
 
         def insert() -> None:
             with suppress(IntegrityError), self.engine.begin() as connection:

@@ -1,5 +1,4 @@
-"""A study as it is made, resumed with what may have changed (its number of slots, above all), and bound to
-the data that its trials train with."""
+"""A study as it is made, resumed with what may have changed, and bound to the data of its trials."""
 
 from __future__ import annotations
 
@@ -31,12 +30,11 @@ _logger = logging.getLogger(__name__)
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
     """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
 
-    Args:
-        resize: False for a worker that joins: it does not change the stored `n_trials`.
+    Without `resize`, as for a worker that joins, the stored `n_trials` stays.
 
     Raises:
         StudyChangedError: the stored study was made with another search space or definition.
-        StudyFileError: the earlier results that it names are not there.
+        StudyFileError: the earlier study that it names is not there.
     """
 
     def create_or_resume() -> optuna.Study:
@@ -47,7 +45,7 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
 
 
 def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
-    """See `create_or_resume_study`; to be called under `exclusive`."""
+    """Make or resume the study, while this process has the lock."""
     enqueued = [] if storage.has_study(config.name) else tried_first(storage, config)
     study = optuna.create_study(
         study_name=config.name,
@@ -99,7 +97,8 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
-    return {"n_trials": config.num_slots, "definition": json.dumps(config.definition())}
+    definition = json.dumps(config.definition())
+    return {"space_hash": config.space_hash, "n_trials": config.num_slots, "definition": definition}
 
 
 def _resize(
@@ -139,9 +138,7 @@ class StoredStudy:
 
     definition: dict[str, Any]
     state: str
-    """`open`, `paused` or `cancelled`."""
     slots: dict[str, int]
-    """As `Storage.slot_counts`."""
     has_trained: bool
     """Whether a trial has a checkpoint or an evaluation."""
 
@@ -162,13 +159,9 @@ def read_stored(storage: Storage, name: str) -> StoredStudy | None:
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
-    """Note which data the study `name` is made with, if none are noted yet.
+    """Note which data the study `name` is made with, if none are noted yet; then `check_data`.
 
     The data's path is part of the definition, but a file may be edited in its place.
-
-    Raises:
-        StudyChangedError: the study was made with data of another fingerprint.
-        StorageError: there is no such study.
     """
     unbound = sa.update(studies).where(studies.c.name == name, studies.c.data.is_(None))
     storage.write(lambda connection: connection.execute(unbound.values(data=fingerprint)))
@@ -176,11 +169,7 @@ def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
 
 
 def check_data(storage: Storage, name: str, fingerprint: str) -> None:
-    """Check data against those that the study is bound to.
-
-    Raises:
-        StudyChangedError: the study was made with data of another fingerprint.
-    """
+    """Raise StudyChangedError if the study is bound to data of another fingerprint."""
     if storage.stored(name, studies.c.data) not in (None, fingerprint):
         raise StudyChangedError(
             f"The data of the study `{name}` have changed since it was made, though they lie where they "

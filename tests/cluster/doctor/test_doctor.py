@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,7 @@ import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
 from worker_process import result, study
 
-from hpo.cluster.doctor.doctor import examine
-from hpo.cluster.doctor.study_checks import Finding
+from hpo.cluster.doctor.doctor import Finding, examine
 from hpo.errors import StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
@@ -81,14 +82,14 @@ def test_tables_of_a_later_optuna_are_refused(storage: Storage, host: Path) -> N
         found(storage, host, fix=True)
 
 
-def test_tables_of_an_earlier_optuna_are_moved_up(either_storage: Storage, host: Path) -> None:
-    backend = either_storage.optuna._backend  # type: ignore[attr-defined]
-    newest, before = backend.get_head_version(), "v3.0.0.d"
-    assert newest == "v3.2.0.a", "what this test takes back is no longer the last step"
-    with either_storage.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": before})
-    mends(either_storage, host, f"The tables of Optuna must be of version {newest}, but are of {before}.")
-    assert either_storage.load_study("tiny").study_name == "tiny"
+def test_tables_of_an_earlier_optuna_are_upgraded_as_the_message_says(storage: Storage, host: Path) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v3.0.0.d'"))
+    with pytest.raises(StorageError, match=r"`optuna storage upgrade --storage URL`"):
+        found(storage, host)
+    upgrade = [Path(sys.executable).with_name("optuna"), "storage", "upgrade", "--storage", storage.url]
+    subprocess.run(upgrade, check=True, capture_output=True)
+    assert found(storage, host) == []
 
 
 # Trials and checkpoints
