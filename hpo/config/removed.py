@@ -21,6 +21,7 @@ REMOVED: dict[str, str] = {
     "budget.cost_per_hour": "Use `budget.hours`: the cost divided by the price of an hour.",
     "priority": "Start workers for each study: `hpo worker STUDY`.",
     "hpo worker --idle-timeout": "Start `hpo worker STUDY` when the study has trials to run.",
+    "first.csv": "Copy that study into this database (`hpo copy`), and use `first: {study: NAME}`.",
     "learn_from": "Use `first: {study: NAME}`, which tries the best configurations of that study first.",
     "stop_when_unlikely": "Use fewer trials (`n_trials`) or fewer hours (`budget.hours`).",
     "hpo submit --kubernetes": "Apply the manifests in docker/kubernetes (docker/README.md).",
