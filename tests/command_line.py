@@ -88,6 +88,14 @@ def ok(finished: Finished) -> Finished:
     return finished
 
 
+def refused(finished: Finished, *messages: str) -> Finished:
+    """Check that the command ended with code 2, said these words, and printed no result."""
+    assert (finished.exit_code, finished.out) == (2, ""), finished
+    for message in messages:
+        assert message in finished.err
+    return finished
+
+
 def start_hpo(
     folder: Path, *arguments: str, program: Sequence[str] = ("-m", "hpo"), **environment: str
 ) -> ForkedProgram:

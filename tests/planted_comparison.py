@@ -40,8 +40,6 @@ TWO_TASKS = (*TASKS, Task("tone", "regression"))
 NUM_ROWS = 2000
 DEVICE = "Example CPU"
 HERE = DeviceInfo("cpu", DEVICE, cpu_features=frozenset({"avx512_bf16"}))
-SLOWER = {"slow CPU": {"bf16": 0.25}}
-"""Of a kind of device, by what its speeds are multiplied."""
 BITS = {"fp32": 32, "int8": 8}
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
@@ -80,10 +78,10 @@ def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
     )
 
 
-def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how: Any) -> dict[str, Any]:
+def facts(params: Mapping[str, Any], points: float, **how: Any) -> dict[str, Any]:
     """What a trial stores that has so many points: its headline and telemetry."""
     precision = params.get("fp_precision", "fp32")
-    rate = SPEED.get(precision, 50.0) * SLOWER.get(device, {}).get(precision, 1.0)
+    rate = SPEED.get(precision, 50.0)
     metrics = {task.name: {"r2": points / 100, "mae": -points} for task in TWO_TASKS}
     return {
         "headline": {
@@ -95,7 +93,7 @@ def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how:
         "telemetry": {
             "metrics": metrics,
             "test_metrics": metrics,
-            "device": {"name": device, "shared": False},
+            "device": {"name": DEVICE, "shared": False},
             **stored(params, **how),
         },
     }
@@ -148,10 +146,9 @@ def told(
     *,
     search: Score | None = None,
     tasks: Sequence[Task] = TASKS,
-    devices: Sequence[str] = (DEVICE,),
     **how: Any,
 ) -> Result:
-    """What a comparison comes to, on records in memory; its blocks run on the devices in turn.
+    """What a comparison comes to, on records in memory.
 
     `search` are the scores of the search, where they are other ones; `how` is that of `facts`.
     """
@@ -160,24 +157,16 @@ def told(
     plan = plan_comparison(searched, config, asked, "token")
     while True:
         companion = comparison_study(config, plan, has_test=True)
-        place = {seed: k % len(devices) for k, seed in enumerate(sorted({p["seed"] for p in plan.points()}))}
-        by_device = [
-            [point for point in plan.points() if place[point["seed"]] == k] for k in range(len(devices))
-        ]
-        trials: list[TrialRecord] = []
-        for device, of_device in zip(devices, by_device, strict=True):
-            found = record_of(companion, of_device, score, device=device, **how).trials
-            trials += [replace(one, number=one.number + len(trials)) for one in found]
+        record = record_of(companion, plan.points(), score, **how)
         rows = {
             one.number: {task.name: statistics(task, score(one.params) or 0.0) for task in tasks}
-            for one in trials
+            for one in record.trials
             if one.values
         }
-        record = replace(record_of(companion, [], score), trials=trials)
         runs = Runs(
             record, companion, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
         )
-        result = judge(runs, searched)
+        result = judge(runs)
         if result.next_plan is None:
             return result
         plan = result.next_plan
@@ -212,7 +201,7 @@ def run(
         if config.comparison is not None:
             rows = {task.name: statistics(task, points) for task in TWO_TASKS}
             store_row_statistics(storage, lease, (config.name, trial.number), rows)
-        return result("complete", values=values_of(config, points), **facts(params, points, DEVICE))
+        return result("complete", values=values_of(config, points), **facts(params, points))
 
     run_worker(
         config,

@@ -21,8 +21,11 @@ from command_line import (
     stored,
     wait_until,
 )
+from jsonl_sets import write_set
 from own_code_studies import EXAMPLE, NOTED, TASKS, TRAINING, write
-from tiny import CPU
+from readme import README
+from sklearn.metrics import cohen_kappa_score
+from tiny import CPU, ENCODER, write_study
 
 import hpo
 from hpo.code import name_code, use_code
@@ -217,13 +220,6 @@ def test_two_studies_have_each_its_own_code_under_one_name(tmp_path: Path) -> No
         use_code(first, "A model", stays=True)
 
 
-def test_batch_jobs_get_the_code_of_the_study(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    options = ("--slurm", "--dry-run", "--storage", "postgresql://db/x")
-    script = ok(hpo_command(tmp_path, "submit", str(path), *options)).out
-    assert re.search(rf"--trust-code {tmp_path}/runs/tiny/slurm-[\w-]+/own_kind\.py", script)
-
-
 def test_batch_jobs_of_a_stored_study_get_the_code_that_their_user_names(tmp_path: Path) -> None:
     """The name of a study alone brings no code, whatever the database says about it."""
     code = tmp_path / "mine" / "own_kind.py"
@@ -239,3 +235,66 @@ def test_batch_jobs_of_a_stored_study_get_the_code_that_their_user_names(tmp_pat
     file, module = trusted("--trust-code", str(code), "--trust-code", "yaml")
     assert re.fullmatch(rf"{tmp_path}/runs/stored/slurm-[\w-]+/own_kind\.py", file)
     assert module == "yaml"
+
+
+# The README's code of one's own
+
+(README_CODE,) = re.findall(
+    r"```python\n(.*?)```", README.read_text().split("## Your own code", 1)[1].split("\n## ")[0], re.DOTALL
+)
+MOODS = {"topic": {"kind": "single_label", "classes": ["bad", "good"]}}
+
+
+def readme_rows(split: str, size: int) -> list[dict[str, object]]:
+    words = ("late again", "all is well")
+    return [
+        {"id": f"{split}-{n}", "text": f"{words[n % 2]} {n}", "labels": {"topic": ["bad", "good"][n % 2]}}
+        for n in range(size)
+    ]
+
+
+def test_the_code_of_the_readme_is_compared_exported_loaded_and_deployed(tmp_path: Path) -> None:
+    assert len(README_CODE.splitlines()) <= 22
+    (tmp_path / "my_tasks.py").write_text(README_CODE)
+    write_set(
+        tmp_path / "rows",
+        MOODS,
+        train=readme_rows("t", 60),
+        validation=readme_rows("v", 24),
+        test=readme_rows("e", 24),
+    )
+    write_study(
+        tmp_path,
+        code="my_tasks.py",
+        n_trials=2,
+        data={"source": "jsonl", "path": "rows"},
+        model={"encoder": ENCODER},
+        objective={"metric": "topic/kappa"},
+        training={"max_steps": 80, "batch_size": 8, "max_length": 16, "head_type": "gated", "loss": "poly1"},
+        search_space={
+            "gated.width": {"type": "int", "low": 4, "high": 16},
+            "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+            "learning_rate": {"type": "float", "low": 2e-3, "high": 4e-3},
+        },
+    )
+    ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]
+
+    options = ("--precisions", "bf16", "--top", "1", "--seeds", "3", "--max-seeds", "3", "--json")
+    compared = ok(finish(start_hpo(tmp_path, "compare", "tiny.yaml", *options), 300)).json
+    (verdict,) = compared["verdicts"]
+    assert (verdict["metric"], verdict["num_runs"], verdict["num_rows"]) == ("topic/kappa", 3, 24), compared
+
+    ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--export", "model")))
+    model = hpo.load(tmp_path / "model", device="cpu", code=tmp_path / "my_tasks.py")
+    answers = [
+        one["topic"].label for one in model.predict([str(row["text"]) for row in readme_rows("e", 24)])
+    ]
+    scored = ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json"))).json
+    found = scored["evaluation"]["metrics"]["topic"]["kappa"]
+    assert found == cohen_kappa_score(["bad", "good"] * 12, answers) > 0.9, scored
+
+    deployed = ok(finish(start_hpo(tmp_path, "deploy", "tiny.yaml", "--json"), 300)).json
+    assert deployed["objective"] == "topic/kappa"
+    assert {"fp32", "onnx_fp32"} <= {one["artifact"] for one in deployed["artifacts"]}, deployed
+    assert deployed["test"]["fp32_score"]["value"] == found

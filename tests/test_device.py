@@ -152,13 +152,6 @@ def test_identity_of_a_device(visible: str | None, expected: str) -> None:
     assert device_uuid(visible, "GPU-5ef") == expected
 
 
-def test_a_gpu_is_named_with_its_index_and_known_by_its_uuid() -> None:
-    device = DeviceInfo(type="cuda", name="GPU", index=3, compute_capability=(9, 0))
-    assert device.torch_device == device.device_id == "cuda:3"
-    assert "compute capability 9.0" in device.describe()
-    assert replace(device, uuid="GPU-5ef").device_id == "GPU-5ef"
-
-
 @pytest.fixture
 def probed_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceInfo]:
     """Probe a machine with one GPU, whose properties are as PyTorch would report them."""
@@ -183,6 +176,8 @@ def probed_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceInfo]:
 def test_an_nvidia_gpu_is_described(probed_gpu: Callable[..., DeviceInfo], bf16: bool) -> None:
     device = probed_gpu(name="NVIDIA H200", bf16=bf16)
     assert (device.type, device.name, device.index, device.uuid) == ("cuda", "NVIDIA H200", 1, "5ef")
+    assert (device.torch_device, device.device_id) == ("cuda:1", "5ef")
+    assert replace(device, uuid="").device_id == "cuda:1"
     assert (device.compute_capability, device.cuda_bf16, device.gcn_arch) == ((9, 0), bf16, "")
     assert (device.cuda_version, device.rocm_version) == ("13.0", None)
     assert device.kind == "NVIDIA H200 (compute capability 9.0)"

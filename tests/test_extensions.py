@@ -1,4 +1,4 @@
-"""Poolings, losses, optimisers, schedules and kinds that a study's own code brings, and their options."""
+"""Poolings, losses, optimisers, schedules, kinds and sources of data that a study's own code brings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hpo.code import use_code
 from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
+from hpo.data.dataset import load_data
 from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
@@ -124,19 +125,11 @@ def test_options_are_settings(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"training": {"power.exponent": 0}}, r"training\.power\.exponent: must be >= 1, but got `0`"),
-        (
-            {"training": {"power.exponent": 2}},
-            r"power\.exponent: is fixed too, as `training\.power\.exponent`",
-        ),
         ({"training": {"power.exponnt": 2}}, r"training\.power\.exponnt: there is no such key"),
         ({"training": {"loss": "pinbal"}}, r"training\.loss: must be one of auto, .*, but got `pinbal`"),
         (
             {"search_space": {"power.exponnt": {"type": "int", "low": 1, "high": 3}}},
             r"power\.exponnt: there is no such setting\. Did you mean `power\.exponent`",
-        ),
-        (
-            {"search_space": {"power.exponent": {"type": "float", "low": 1, "high": 3}}},
-            r"power\.exponent\.type: must be `int`: the setting takes whole numbers",
         ),
         (
             {"search_space": {"pinball.level": {"type": "float", "low": 0.5, "high": 1}}},
@@ -244,3 +237,79 @@ def test_a_loss_that_fits_no_task(tmp_path: Path) -> None:
     path = write_extended(tmp_path, EXTENSIONS.replace('["regression"]', '["multi_label"]'))
     with pytest.raises(InputError, match="loss: `pinball` fits the kinds multi_label, but the tasks are of"):
         Executor(load_study(path), CPU, tmp_path / "runs")
+
+
+# Sources of data
+
+SOURCE_TASKS = {"times": NUMBERS["times"], "tone": TASKS["tone"]}
+SOURCE = """
+import hpo
+
+
+class Posts(hpo.Section):
+    size: int = 20
+    path: hpo.StudyPath | None = None
+
+
+@hpo.source("posts", Posts)
+def posts(split, options):
+    if split == "validation":
+        return None
+    if options.path is not None:
+        options.path.read_text()
+    words = ["it hurts " * (n % 5) + "today" for n in range(options.size)]
+    return ({"text": text, "labels": {"times": text.count("hurts"), "tone": "no"}} for text in words)
+"""
+POSTS = {"source": "posts", "tasks": SOURCE_TASKS, "options": {"size": 30}, "validation_fraction": 0.3}
+
+
+def test_a_source(tmp_path: Path) -> None:
+    config = load_study(write(tmp_path, SOURCE, data=POSTS))
+    data = load_data(config.data)
+    train, validation, test = (len(data.splits[split]) for split in ("train", "validation", "test"))
+    assert (train + validation, test) == (30, 30), "there is no validation split: it is drawn from train"
+    assert data.splits["test"][4].labels == {"times": 4.0, "tone": "no"}
+    assert data.splits["test"][4].id == "test-5"
+    assert load_data(config.data).fingerprint == data.fingerprint
+    assert stored_study("tiny", json.loads(json.dumps(config.definition()))).data == config.data
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "new", "message"),
+    [
+        ({"options": {"size": "many"}}, "", "", r"data\.options\.size: must be a whole number"),
+        ({"options": {"sise": 3}}, "", "", r"data\.options\.sise: there is no such key"),
+        ({"source": "post"}, "", "", r"data\.source: must be one of synthetic, .*, but got `post`"),
+        ({"path": "rows"}, "", "", r"data\.path: is read with source jsonl, csv, parquet, but"),
+        ({"tasks": None}, "", "", r"data\.tasks: must be given for source posts"),
+        ({"source": "jsonl", "path": "rows"}, "", "", r"data\.options: is read with source of your own code"),
+        ({}, '"tone": "no"', '"tone": "maybe"', r"60 bad rows .*posts train row 1: .*unknown class `maybe`"),
+        ({}, '"tone": "no"', '"tone": {1}', r"posts train row 1: must be what JSON can hold, but .*set"),
+        ({}, "return None", "return 1 / 0", r"own_kind\.py:13: ZeroDivisionError: division by zero"),
+        ({}, "range(options.size)", "range(0)", r"posts train: the train split must have rows"),
+        ({"options": {"path": "gone"}}, "", "", r"own_kind\.py:15: FileNotFoundError: .*/gone"),
+    ],
+)  # fmt: skip
+def test_a_wrong_source(tmp_path: Path, changes: dict[str, Any], old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError, match=rf"(?s){message}"):
+        load_data(load_study(write(tmp_path, SOURCE.replace(old, new), data=POSTS | changes)).data)
+
+
+def test_the_options_of_a_source_name_no_other_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is trusted; what the database would have it read is not."""
+    made, here = tmp_path / "made", tmp_path / "here"
+    made.mkdir()
+    here.mkdir()
+    (made / "secret").write_text("a secret")
+    path = write(
+        made, SOURCE, data=POSTS | {"options": {"path": "secret", "size": 30}}, objective={"metric": "score"}
+    )
+    ok(hpo_command(made, "init", path.name))
+    monkeypatch.delenv("HPO_ALLOW", raising=False)
+    (here / "own_kind.py").write_text(SOURCE)
+    worker = ("worker", "tiny", "--storage", f"sqlite:///{made}/runs/hpo.db", "--trust-code", "own_kind.py")
+    refused = hpo_command(here, *worker)
+    told = "data.options.path: the study `tiny` of the database names"
+    assert (refused.exit_code, told in refused.err) == (2, True), refused
+    monkeypatch.setenv("HPO_ALLOW", str(made))
+    ok(hpo_command(here, *worker))

@@ -1,4 +1,4 @@
-"""Heads, metrics, encoders and sources of data that a study's own code brings."""
+"""Heads, metrics and encoders that a study's own code brings."""
 
 from __future__ import annotations
 
@@ -358,9 +358,6 @@ def test_the_database_can_have_nothing_of_these_run(tmp_path: Path, name: str) -
                 assert not of_code or "needs the code" in refused.err
                 assert hpo_command(tmp_path, "status", "tiny").exit_code in (0, 2)
     assert not Path(f"{code}.marked").exists()
-
-
-SCORE = {"metric": "score"}
 
 
 @pytest.mark.parametrize("name", ["os", "builtins.exec", "other"])

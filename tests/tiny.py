@@ -160,6 +160,18 @@ def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> Multitask
     return MultitaskLoss(tasks, LossOptions(**options), {}, {})
 
 
+def overflow_in_reduced_precision(model: MultitaskModel) -> None:
+    """Make all logits infinite that are not in fp32."""
+
+    def overflow(_model: object, _inputs: object, logits: Any) -> Any:
+        return {
+            name: value * (1.0 if value.dtype == torch.float32 else torch.inf)
+            for name, value in logits.items()
+        }
+
+    model.register_forward_hook(overflow)
+
+
 def tiny_measurement(
     model: MultitaskModel, batch: Batch, loss_fn: MultitaskLoss, name: str, **amp: Any
 ) -> Measurement:

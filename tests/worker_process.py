@@ -27,6 +27,7 @@ from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(["preloaded"])
@@ -100,6 +101,11 @@ def evaluate(
     fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
     row = EvaluationRow(step or index, **fields)
     return lease_of(storage, trial).report(trial, row, index, value)
+
+
+def worker_on(storage: Storage, config: StudyConfig, **options: Any) -> WorkerLease:
+    """A worker of the study, which is made where there is none. Its `options` are those of a lease."""
+    return WorkerLease(storage, create_or_resume_study(storage, config), **{"max_retries": 0, **options})
 
 
 def begin(worker: WorkerLease) -> tuple[Lease, Any]:
@@ -197,6 +203,13 @@ def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     process = CONTEXT.Process(target=target, args=args, kwargs=kwargs, daemon=True)
     process.start()
     return process
+
+
+def run_until_killed(target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run a process that kills itself."""
+    process = start_process(target, *args, **kwargs)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def start(*args: Any, **kwargs: Any) -> Any:

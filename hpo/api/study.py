@@ -391,17 +391,14 @@ class Study:
         return write_report(record, Path(folder or RUNS / record.name / "report"), file)
 
     def _repr_html_(self) -> str:
-        """In a notebook: how far it is, the best, and its history as a picture."""
-        from hpo.report.charts import history
+        """Show in a notebook how far the study is, and the table by precision."""
         from hpo.report.formats import trials_done
-        from hpo.report.picture import svg
         from hpo.report.tables import StudyTables, brief_summary
 
         record = self.record
         counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
-        tables = StudyTables(record)
-        summary = brief_summary(tables).to_html(index=False)
-        return f"<b>{record.name}</b>: {counts}{summary}{svg(history(tables))}"
+        summary = brief_summary(StudyTables(record)).to_html(index=False)
+        return f"<b>{record.name}</b>: {counts}{summary}"
 
     def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
         from hpo.study.running.run import check_trust  # not for those that only look

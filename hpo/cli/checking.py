@@ -34,8 +34,8 @@ def _print(result: DataCheck) -> None:
     console = Console(highlight=False)
     tables = {
         f"{result.study}: splits": rows_table(result),
-        "texts in two splits": leaks_table(result).drop(columns="such as", errors="ignore"),
-        "labels": tasks_table(result).drop(columns="kind"),
+        "texts in two splits": leaks_table(result),
+        "labels": tasks_table(result),
     }
     for task in result.facts.tasks:
         if len(task.labels) <= MAX_CLASSES:

@@ -31,8 +31,8 @@ class Answer:
 
     precision: str
     pairs: Differences
-    ratios: Mapping[str, Mapping[str, Ratio]]
-    """Each of `RATIOS` by kind of device."""
+    ratios: Mapping[str, Ratio | None]
+    """The value of each of `RATIOS`; None where no pair was measured."""
     verdict: VerdictName = "undecided"
     difference: float = math.nan
     low: float = -math.inf
@@ -51,7 +51,6 @@ class Answer:
 
     @property
     def collapse_share(self) -> float:
-        """Of all runs, that may collapse."""
         return collapse_share(self.num_runs, self.num_collapsed)
 
 
@@ -59,7 +58,7 @@ def answer_of(runs: Runs, precision: str, ahead: str) -> Answer:
     """`ahead` names the precision that keeps this one from being asked about; empty: none does."""
     pairs = runs.differences(precision, runs.metric)
     answer = Answer(
-        precision, pairs, {name: runs.ratios(precision, attribute) for name, attribute in RATIOS.items()}
+        precision, pairs, {name: runs.ratio(precision, attribute) for name, attribute in RATIOS.items()}
     )
     if ahead:
         return replace(answer, reason=f"not asked: {runs.plan.named(ahead)} comes first, and is not as good")
@@ -98,19 +97,12 @@ def _why_no_pair(runs: Runs, precision: str) -> str:
     return f"no pair of runs tells anything: those of {either} failed, or ran in another one"
 
 
-@dataclass(frozen=True)
-class CollapsedRun:
-    """A run that ended without a score where its twin has one, or far below it."""
+def collapsed_runs(runs: Runs) -> Iterator[tuple[TrialRecord, int, float | None]]:
+    """The runs that ended without a score where their twin has one, or far below it; runs of fp32 too.
 
-    trial: TrialRecord
-    configuration: int
-    """The number of its trial in the search."""
-    difference: float | None
-    """To its twin; None: it has no score."""
-
-
-def collapsed_runs(runs: Runs) -> Iterator[CollapsedRun]:
-    """Those of every precision, fp32's too."""
+    Each comes with the trial of its configuration in the search, and its difference to the twin (None: it has
+    no score).
+    """
     for precision in runs.plan.precisions[1:]:
         for pair in runs.pairs(precision):
             configuration = runs.plan.configurations[pair.configuration].trial
@@ -118,4 +110,4 @@ def collapsed_runs(runs: Runs) -> Iterator[CollapsedRun]:
                 score, other = runs.scored(one, runs.metric), runs.scored(twin, runs.metric)
                 difference = score[0] - other[0] if score and other else None
                 if other and (difference is None or difference < -COLLAPSE * runs.plan.margin):
-                    yield CollapsedRun(one, configuration, difference)
+                    yield one, configuration, difference

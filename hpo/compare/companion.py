@@ -15,7 +15,6 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, choice_name, lacking_choices
-from hpo.study.reading.reader import read_study
 from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ SUFFIXES = {
 
 
 def comparison_name(study: str, question: str) -> str:
-    """The name of a comparison in the database."""
     return f"{study[: 100 - len(SUFFIXES[question])]}{SUFFIXES[question]}"
 
 
@@ -45,20 +43,17 @@ def open_comparison(
     device: DeviceInfo,
     has_test: bool,
 ) -> StudyConfig:
-    """The comparison that is stored, or a new one, which is not stored yet.
+    """The stored comparison, or a new one, which is not stored yet.
 
-    Of one that is stored nothing can be asked anew but the number of seeds, which may be raised at any look.
-    A looser margin, other precisions or configurations would be chosen by somebody who has seen the results,
-    and its errors would not be those stated.
+    Only the number of seeds of a stored comparison may change. Anybody who has seen the results could choose
+    a looser margin or other precisions by them, and the stated errors would not hold.
 
     Args:
         config: of the study that is compared.
-        device: on which it is begun, or goes on; one that names no precisions has all that this one runs.
+        device: a request without precisions compares all that it runs.
         has_test: whether the data have a test split with labels.
 
-    Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values; the
-            study is a comparison; `device` cannot run the trials that are left.
+    Raises InputError.
     """
     if config.comparison is not None:
         of, command = config.comparison.study, config.comparison.command
@@ -80,11 +75,6 @@ def _stored(storage: Storage, name: str, of: str, request: Request, device: Devi
     if plan is None or plan.study_token != storage.study_token(of):
         raise InputError(f"The study `{name}` is no comparison of `{of}` as it is now: hpo delete {name}")
     _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
-    if not plan.device:  # of an earlier version, whose trials say it
-        facts = [trial.telemetry.get("device") for trial in read_study(storage, name).trials]
-        kinds = {DeviceInfo.from_facts(of_trial).kind for of_trial in facts if of_trial}
-        if len(kinds) == 1:
-            plan = plan.model_copy(update={"device": kinds.pop()})
     if request.max_seeds is not None:
         plan = plan.model_copy(update={"max_seeds": request.max_seeds})
     if storage.slot_counts(name)["done"] < stored.num_slots:
@@ -93,7 +83,6 @@ def _stored(storage: Storage, name: str, of: str, request: Request, device: Devi
 
 
 def _runnable(request: Request, device: DeviceInfo, config: StudyConfig) -> tuple[str, ...]:
-    """All that can be compared on `device`."""
     setting = request.setting
     lacking = lacking_choices({setting: VALUES[setting]}, device, config.amp)
     return tuple(name for name in VALUES[setting] if choice_name(setting, name) not in lacking)
@@ -201,7 +190,6 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
 
 
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
-    """The comparison with another plan: with more seeds."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
 
 

@@ -29,17 +29,14 @@ def run_looks(
 ) -> Result:
     """Run the trials of a comparison up to its next look, judge and store that, until it is decided.
 
-    Args:
-        search: the study whose configurations are compared.
-        run_look: trains what the plan names and has no result yet.
-
+    `search` is the study that is compared; `run_look` trains what the plan names and has no result yet.
     Raises RunError where trials of a look that has ended are not there.
     """
     while True:
         companion = caught_up(storage, companion)
         looked = run_look(companion)
         rows = read_row_statistics(storage, companion.name, tasks)
-        result = judge(Runs(looked, companion, tasks, rows), search)
+        result = judge(Runs(looked, companion, tasks, rows))
         storage.store_comparison(search.name, result.plan.question, result.content)
         if result.next_plan is None:
             return result

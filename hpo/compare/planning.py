@@ -1,13 +1,9 @@
-"""What of a study is compared.
+"""Chooses what a comparison trains: the best `top` configurations of the study, each under every precision
+with the same seeds. A setting that `when` left out of a configuration has its default.
 
-The best `top` configurations of the study, whatever their precision, each under every precision with the same
-seeds.
-
-Precisions are asked about one after the other, in a fixed sequence: a precision gets no trial before the one
-ahead of it is as good. So each question has the whole error, and all `as good` together have it too (Westfall
-& Krishen, Journal of Statistical Planning and Inference 2001).
-
-A setting that the search left out of a configuration (`when`) has its default there.
+Precisions are compared in a fixed sequence: a precision gets no trial before the one ahead of it is as good.
+So each question has the whole error, and all `as good` together have it too (Westfall & Krishen, Journal of
+Statistical Planning and Inference 2001).
 """
 
 from __future__ import annotations
@@ -60,7 +56,6 @@ class Request:
 
     @property
     def setting(self) -> str:
-        """Whose values are compared."""
         return SETTINGS[self.question]
 
     def checked(self, runnable: Sequence[str]) -> Request:
@@ -96,7 +91,7 @@ def plan_comparison(
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
-    asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
+    asked = {option: DEFAULTS[option] if value is None else value for option, value in given.items()}
     if {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
@@ -132,11 +127,9 @@ Settings = Mapping[int, dict[str, Any]]
 def _compared(
     best: Sequence[TrialRecord], settings: Settings, own: Container[str], top: int
 ) -> Iterator[ComparedConfiguration]:
-    """The best configurations, which are trained under every precision.
-
-    Trials that differ in precision alone have one configuration, by the better of them. So have those that
-    differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
-    searched it.
+    """The best configurations. Trials that differ in precision alone have one configuration, by the better of
+    them. So have trials that differ in settings `own` to a precision (`when`): each setting has its best
+    trial's value.
     """
     groups: dict[str, list[TrialRecord]] = {}
     for trial in best:
@@ -165,7 +158,6 @@ def by_rank(record: StudyRecord) -> list[TrialRecord]:
 
 
 def configuration_key(trial: TrialRecord) -> str:
-    """The same for trials of one configuration, which differ in their seeds at most."""
     params = {name: value for name, value in trial.params.items() if name != SEED}
     return json.dumps(params | {PRECISION: precision_of(trial)}, sort_keys=True)
 

@@ -1,7 +1,4 @@
-"""What a comparison says so far, as it is stored, and whether it goes on.
-
-The words are in `hpo.compare.words`; the terminal, the report and the dashboard show what is stored.
-"""
+"""The results of a comparison so far, as they are stored, and whether it goes on."""
 
 from __future__ import annotations
 
@@ -13,14 +10,11 @@ from typing import Any
 import numpy as np
 
 from hpo.compare import words
-from hpo.compare.answer import RATIOS, Answer, answer_of, collapsed_runs
+from hpo.compare.answer import Answer, answer_of, collapsed_runs
 from hpo.compare.decision import interval, next_look
-from hpo.compare.planning import by_rank, precision_of
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
-from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 
 @dataclass(frozen=True)
@@ -34,18 +28,13 @@ class Result:
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
 
 
-def judge(runs: Runs, search: StudyRecord) -> Result:
-    """Return the verdicts on the precisions in their sequence, from the trials so far.
-
-    Args:
-        search: the study whose configurations are compared.
-    """
+def judge(runs: Runs) -> Result:
+    """Return the verdicts on the precisions in their sequence, from the trials so far."""
     plan = runs.plan
     answers: list[Answer] = []
     for precision in plan.precisions[1:]:
         ahead = next((one.precision for one in answers if one.verdict != "as_good"), "")
         answers.append(answer_of(runs, precision, ahead))
-    tuned = _tuned(search, plan.precisions) if plan.setting == PRECISION else []
     next_plan = _next_plan(plan, answers)
     content = {
         "study": plan.study,
@@ -61,9 +50,7 @@ def judge(runs: Runs, search: StudyRecord) -> Result:
         "split": runs.split,
         "margin": plan.margin,
         "verdicts": [_as_json(runs, answer) for answer in answers],
-        "collapsed": [words.collapsed(one, runs) for one in collapsed_runs(runs)],
-        "tuned": tuned,
-        "tuned_sentence": words.tuned(tuned, runs.metric),
+        "collapsed": [words.collapsed(*one, runs) for one in collapsed_runs(runs)],
         "recommendation": words.recommendation(answers, runs),
     }
     return Result(plan, content, next_plan)
@@ -83,21 +70,7 @@ def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonC
     return plan.model_copy(update={"num_seeds": seeds})
 
 
-def _tuned(search: StudyRecord, precisions: Sequence[str]) -> list[dict[str, Any]]:
-    """The best trial of the search in each precision: a description, of one search."""
-    best: dict[str, TrialRecord] = {}
-    for trial in by_rank(search):
-        best.setdefault(precision_of(trial), trial)
-    return [
-        {"precision": name, "trial": best[name].number, "value": (best[name].values or (None,))[0]}
-        for name in precisions
-        if name in best
-    ]
-
-
 def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
-    kinds = sorted({kind for of in answer.ratios.values() for kind in of})
-    by_kind = [{"device": kind, **_ratios_json(answer, kind)} for kind in kinds]
     return {
         "precision": answer.precision,
         "name": runs.plan.named(answer.precision),
@@ -115,17 +88,14 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "conditions": words.conditions(answer, runs) if answer.verdict == "as_good" else None,
         "reason": answer.reason,
         "sentence": words.verdict(answer, runs),
-        **_ratios_json(answer, kinds[0] if len(kinds) == 1 else ""),
-        "devices": by_kind,
+        **_ratios_json(answer),
         "tasks": {metric: _task_json(runs, answer.precision, metric) for metric in runs.task_metrics},
     }
 
 
-def _ratios_json(answer: Answer, kind: str) -> dict[str, float | None]:
-    """On a kind of device; without a name, of none."""
+def _ratios_json(answer: Answer) -> dict[str, float | None]:
     cells: dict[str, float | None] = {}
-    for name in RATIOS:
-        ratio = answer.ratios[name].get(kind)
+    for name, ratio in answer.ratios.items():
         ends = (None, None, None) if ratio is None else (ratio.ratio, ratio.low, ratio.high)
         cells |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
     return cells

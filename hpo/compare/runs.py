@@ -1,15 +1,13 @@
-"""The runs of a comparison as arrays: what each scores, and what each row of the split adds to that.
+"""The runs of a comparison as arrays: the score of each run, and what each row of the split adds to it.
 
-Scores are times 100 (points) but for `mae` and `rmse`, which are in the units of the labels, and all are
-turned so that higher is better. A metric that is no mean over rows has pseudo-values in place of rows: N
-times the metric less N - 1 times that of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter
-11). Their mean is nearly the metric, and of one that is such a mean they are the rows' own values.
+Scores are times 100 (points), but `mae` and `rmse` are in the units of the labels; all are turned so that
+higher is better. A metric that is no mean over rows has pseudo-values in place of rows: N times the metric
+less N - 1 times that of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter 11).
 
-A pair is one configuration with one seed, under a precision and under fp32. It counts where fp32 has trained.
-Where the precision then ended without a score, its score is 0, the worst there is: nothing that fails to
-train is as good. `mae` and `rmse` have no worst score; there such a pair has no difference, and forbids `as
-good`. A run that failed by a bug or the machine, or that fell back to another precision, says nothing of the
-precision, and its pair is left out.
+A pair is one configuration with one seed, under a precision and under fp32. It counts if fp32 has trained. A
+precision that then ended without a score has the score 0, the worst; `mae` and `rmse` have no worst score, so
+such a pair has no difference and forbids `as good`. A run that failed by a bug or the machine, or fell back
+to another precision, says nothing about the precision, and its pair is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from hpo.config.objective import smaller_is_better
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, device_kinds
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.training.metrics import RowStatistics, primary_mean
 from hpo.trial.objectives import quality_objective, unit_of
 
@@ -99,7 +97,6 @@ class Runs:
         assert study.comparison is not None
         self.plan = study.comparison
         self.split = "test" if study.evaluation.test else "validation"
-        self.kinds = device_kinds(record.trials)
         decides = quality_objective(study.objective)
         self.metric = decides.metric
         self._minimized = decides.direction == "minimize"
@@ -111,21 +108,17 @@ class Runs:
 
     @property
     def unit(self) -> str:
-        """Of differences in the metric that decides: `points`, or `label units`."""
         return unit_of(self.metric)
 
     @property
     def task_metrics(self) -> tuple[str, ...]:
-        """The primary metric of each task, where it is not the metric that decides."""
         named = [f"{task.name}/{task.primary_metric}" for task in self._tasks]
         return tuple(name for name in named if name != self.metric) if len(named) > 1 else ()
 
     def trial(self, arm: Arm, index: int) -> TrialRecord | None:
-        """The trial of an arm with the seed of this index, if it has ended."""
         return self._trials.get(_key(self.plan.point(arm, index)))
 
     def scored(self, trial: TrialRecord, metric: str) -> Scored | None:
-        """None: it ended without a score."""
         key = (trial.number, metric)
         if key not in self._scored:
             statistics = self._statistics.get(trial.number)
@@ -152,7 +145,6 @@ class Runs:
         return unit_of(metric) == "points" and not self._is_minimized(metric)
 
     def _is_minimized(self, metric: str) -> bool:
-        """Whether less of it is better: its scores are below 0."""
         return self._minimized if metric == self.metric else smaller_is_better(metric)
 
     def says_nothing(self, trial: TrialRecord) -> bool:
@@ -187,17 +179,19 @@ class Runs:
         rows = np.mean(of_rows, axis=0) if of_rows else np.zeros(0)
         return Differences(tuple(pairs), np.array(of_runs, dtype=float), np.asarray(rows))
 
-    def ratios(self, precision: str, attribute: str) -> dict[str, Ratio]:
-        """What is measured over fp32's, by the kind of device that both of a pair had."""
-        logs: dict[str, list[float]] = {}
+    def ratio(self, precision: str, attribute: str) -> Ratio | None:
+        """Return a measured quantity relative to fp32; None where no pair measured it.
+
+        All trials of a comparison run on one kind of device.
+        """
+        logs: list[float] = []
         for pair in self.pairs(precision):
-            kinds = {self.kinds.get(one.number) for one in (pair.ours, pair.theirs)}
-            values = [self._measured(one, attribute) for one in (pair.ours, pair.theirs)]
-            same_threads = _threads(pair.ours) == _threads(pair.theirs)
-            if len(kinds) == 1 and None not in {*kinds, *values} and same_threads:
-                logs.setdefault(str(kinds.pop()), []).append(math.log(values[0] / values[1]))  # type: ignore[operator]
-        ratio = _range if attribute == STORED_BYTES else _ratio
-        return {kind: ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
+            ours, theirs = (self._measured(one, attribute) for one in (pair.ours, pair.theirs))
+            if ours and theirs and _threads(pair.ours) == _threads(pair.theirs):
+                logs.append(math.log(ours / theirs))
+        if not logs:
+            return None
+        return _range(np.array(logs)) if attribute == STORED_BYTES else _ratio(np.array(logs))
 
     def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
         """What says how the precision does; None: nothing does. Speed and memory are of a trial that had its

@@ -4,16 +4,15 @@ show what is made here and stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hpo.compare.answer import Answer, CollapsedRun
+from hpo.compare.answer import Answer
 from hpo.compare.decision import collapse_share, next_look
 from hpo.compare.runs import Ratio, Runs
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import is_number
+from hpo.study.reading.study_record import TrialRecord, is_number
 
 
 def verdict(answer: Answer, runs: Runs) -> str:
@@ -34,12 +33,9 @@ def verdict(answer: Answer, runs: Runs) -> str:
 
 
 def _evidence(answer: Answer, runs: Runs) -> str:
-    of = _configurations(len(runs.plan.configurations))
+    num = len(runs.plan.configurations)
+    of = f"{num} configuration{'s' * (num > 1)}"
     return f"{answer.num_runs} runs of {of}, {answer.num_rows:,} rows of {runs.split}"
-
-
-def _configurations(num: int) -> str:
-    return f"{num} configuration{'s' * (num > 1)}"
 
 
 def _within(runs: Runs) -> str:
@@ -47,7 +43,6 @@ def _within(runs: Runs) -> str:
 
 
 def unseen(num_runs: int, num_collapsed: int) -> str:
-    """What stands beside every verdict."""
     share = 100 * collapse_share(num_runs, num_collapsed)
     if num_collapsed:
         return f"{num_collapsed} of {num_runs} runs collapsed, and up to {share:.0f} % may"
@@ -74,55 +69,29 @@ def _what_would_decide(answer: Answer, runs: Runs) -> str:
     return f" More seeds may decide: {plan.command} --max-seeds {more}"
 
 
-def collapsed(run: CollapsedRun, runs: Runs) -> str:
-    """One run that collapsed."""
-    trial = run.trial
-    precision = runs.plan.named(trial.params[runs.plan.setting])
-    which = (
-        f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
-    )
-    if run.difference is not None:
-        return f"{which}: {-run.difference:.2f} {runs.unit} below its twin."
-    return (
-        f"{which}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
-    )
-
-
-def tuned(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
-    """The best of the search itself in each precision."""
-    if len(rows) < 2:
-        return ""
-    told = ", ".join(f"{row['precision']} {row['value']:.4g} (trial {row['trial']})" for row in rows)
-    return f"Best {metric} of the search itself: {told}. That is partly luck, and no verdict."
+def collapsed(trial: TrialRecord, configuration: int, difference: float | None, runs: Runs) -> str:
+    precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
+    run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
+    if difference is not None:
+        return f"{run}: {-difference:.2f} {runs.unit} below its twin."
+    return f"{run}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
 
 
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
-    """The precision that is as good, and the fastest, or of what is stored the smallest."""
+    """The precision to use: as good as fp32, and the fastest, or of what is stored the smallest."""
     plan, fp32 = runs.plan, runs.plan.named(REFERENCE)
     gain = FASTER if plan.setting == PRECISION else SMALLER
     good = [answer for answer in answers if answer.verdict == "as_good"]
-    kinds = sorted({kind for answer in answers for kind in answer.ratios[gain.ratio]})
-    most = {kind: best for kind in kinds if (best := gain.best(good, kind))}
-    told = []
-    for answer in dict.fromkeys(best for best, _ in most.values()):
-        gains = [
-            f"{gain.text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}) on {kind}"
-            for kind, (best, ratio) in most.items()
-            if best is answer
-        ]
-        told.append(
+    where = f" on {plan.device}" if plan.device else ""
+    if best := gain.best(good):
+        answer, ratio = best
+        return (
             f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} "
-            f"runs) if {conditions(answer, runs)}; {', '.join(gains)}."
+            f"runs) if {conditions(answer, runs)}; {gain.text.format(ratio.ratio)} ({ratio.low:.2f} to "
+            f"{ratio.high:.2f}){where}."
         )
-    if most and (others := [kind for kind in kinds if kind not in most]):
-        told.append(
-            f"Use {fp32} on {' and '.join(others)}: nothing as good is shown to be {gain.more} there."
-        )
-    if most:
-        return " ".join(told)
     if good:
         names = " and ".join(plan.named(answer.precision) for answer in good)
-        where = f" on {' and '.join(kinds)}" if kinds else ""
         return f"Use {fp32}: as good ({_within(runs)}), but not shown to be {gain.more}{where}: {names}."
     first, name = answers[0], plan.named(answers[0].precision)
     if not first.num_runs:
@@ -137,7 +106,7 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a precision is chosen for, of those that are as good."""
+    """The advantage for which one of several precisions is chosen that are as good."""
 
     ratio: str
     """Of `RATIOS`."""
@@ -146,13 +115,10 @@ class Gain:
     sign: int
     """+1: a ratio above 1 gains."""
 
-    def best(self, good: Sequence[Answer], kind: str) -> tuple[Answer, Ratio] | None:
-        """Which gains most on a kind of device, of those whose whole interval says that they do."""
-        gaining = [
-            (answer, ratio)
-            for answer in good
-            if (ratio := answer.ratios[self.ratio].get(kind)) and self._is_gain(ratio)
-        ]
+    def best(self, good: Sequence[Answer]) -> tuple[Answer, Ratio] | None:
+        """The precision that gains most, of those whose whole interval shows a gain."""
+        ratios = [(answer, ratio) for answer in good if (ratio := answer.ratios[self.ratio])]
+        gaining = [one for one in ratios if self._is_gain(one[1])]
         return max(gaining, key=lambda one: self.sign * one[1].ratio, default=None)
 
     def _is_gain(self, ratio: Ratio) -> bool:

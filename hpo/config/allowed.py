@@ -1,9 +1,7 @@
-"""Which folders and buckets a study of the database may name on this machine.
+"""The folders and buckets that a study of the database may name on this machine.
 
-Whoever can write to the database decides what stands in a study's definition, and so where a worker would
-write and remove checkpoints, whose texts it would store and whose models it would read. Of such a definition
-only what lies under the working folder, or the folders and buckets of `HPO_ALLOW`, is taken, and what the
-user's study file names too.
+Anybody who can write to the database decides which places a study names. So a place must lie under the
+working folder or under a folder or bucket of `HPO_ALLOW`, unless the user's study file names it too.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ DATA_DIR = "HPO_DATA_DIR"
 
 
 def places(config: StudyConfig) -> dict[str, str]:
-    """The folders, files and buckets that a study names, by their keys."""
     data = config.data
     named = {"data.path": data.path, **{f"data.files.{split}": path for split, path in data.files}}
     if isinstance(data.tasks, Path):

@@ -1,16 +1,12 @@
-"""What `hpo compare` runs: configurations of another study, each under several precisions and seeds.
+"""The plan of `hpo compare`: configurations of another study, each under several precisions and seeds.
 
-A precision is that of training (`fp_precision`), of the weights under an adapter (`base_precision`) or of the
-optimiser's moments (`optimizer_state`). A comparison is of one of these, its `setting`; the others are as in
-the search.
+A comparison is of one `setting`: the precision of training (`fp_precision`), of the weights under an adapter
+(`base_precision`) or of the optimiser's moments (`optimizer_state`).
 
-A comparison is a study like any other, with workers, leases and a budget, but its trials are planned. A
-*block* is one configuration with one seed under every precision that it is compared in: a matched set, whose
-trials have the same initial weights, order of data and dropout masks. The seeds are new ones, never those of
-the search, so that the luck of its winners does not count.
-
-The points of the plan are a function of this section alone. `hpo compare` looks at what there is and raises
-`num_seeds` of what is not decided yet.
+It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
+its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
+search, so that the luck of its winners does not count. The points are a function of this section alone. `hpo
+compare` raises `num_seeds` of what is not decided yet.
 """
 
 from __future__ import annotations
@@ -55,7 +51,6 @@ Arm = tuple[int, str]
 
 
 def question_of(setting: str) -> Question:
-    """What is asked where the values of a precision are compared."""
     return next(question for question, compared in SETTINGS.items() if compared == setting)
 
 
@@ -106,17 +101,14 @@ class ComparisonConfig(Section):
 
     @property
     def setting(self) -> str:
-        """Whose values `precisions` are."""
         return SETTINGS[self.question]
 
     @property
     def command(self) -> str:
-        """What goes on with it."""
         over = f" --over {self.setting}" if self.setting != PRECISION else ""
         return f"hpo compare {self.study}{over}"
 
     def named(self, precision: str) -> str:
-        """A precision as sentences name it."""
         return precision if self.setting == PRECISION else f"{self.setting} {precision}"
 
     def needs(self) -> dict[str, list[str]]:
@@ -164,7 +156,6 @@ class ComparisonConfig(Section):
 
     @property
     def last_seed(self) -> int:
-        """The highest that any trial may ever have."""
         return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1)
 
     def _arms_with_seed(self, index: int) -> Iterator[Arm]:
@@ -174,5 +165,4 @@ class ComparisonConfig(Section):
                 yield arm
 
     def arms(self) -> list[Arm]:
-        """All arms, those of a configuration together."""
         return [(place, name) for place in range(len(self.configurations)) for name in self.precisions]

@@ -1,9 +1,8 @@
 """The definition of a study, as the database keeps it: all its keys, and which of them the file gave.
 
-A study is resumed with the values that it was made with, or refused: to write a default into the file changes
-nothing, and a default that is another in this version is a change. A key that one of two versions does not
-know counts only where a file gave it. Keys are in the order of the file that made the study, since a model's
-heads are in the order of the tasks.
+A study is resumed with the values that it was made with, or refused. A key that one of two versions does not
+know counts only where a file gave it. Keys have the order of the file, since heads have the order of the
+tasks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ SHORT_STATE = ("adamw", "adam", "lion")
 
 
 def trial_problems(settings: TrialSettings) -> Iterator[Problem]:
-    """Of one trial."""
     if settings.adapter == "none" and settings.base_precision != "fp32":
         yield Problem((BASE_PRECISION,), f"{NEEDS_ADAPTER} Set `adapter: lora`, or leave it out.")
     if settings.adapter != "none" and settings.freeze_layers:
@@ -39,7 +38,6 @@ def trial_problems(settings: TrialSettings) -> Iterator[Problem]:
 
 
 def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
-    """Of a study: what some of its trials could not be."""
     adapters = _values(ADAPTER, training, space)
     if set(adapters) == {"none"}:
         for name in OF_ADAPTERS:

@@ -12,8 +12,8 @@ from hpo.section import Count, Section
 
 
 class EarlierResults(Section):
-    """The configurations that are tried first: the best of an earlier study. In place of it, a list of
-    mappings of settings to values, of which the sampler draws those that are missing."""
+    """Configurations to try first: the best of an earlier study. A list of mappings of settings to values may
+    stand in its place; the sampler draws the settings that are missing."""
 
     study: str
     """An earlier study of the same database."""

@@ -1,8 +1,7 @@
-"""What a trial must reach, or must not exceed, whatever its objective: `constraints` of a study file.
+"""Limits that a trial must meet, whatever its objective: `constraints` of a study file.
 
-Each limit is one of Optuna's constraints, named as its metric: how far a trial is outside, as a share of the
-limit, so that those of different units compare, and 0 or less where the trial meets it. Samplers, promotion
-and whoever chooses a trial go by these numbers alone.
+Each limit is one of Optuna's constraints: how far a trial is outside, as a share of the limit, so that those
+of different units compare. It is 0 or less where the trial meets the limit.
 """
 
 from __future__ import annotations

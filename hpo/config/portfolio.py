@@ -45,11 +45,9 @@ SHARE = 0.1
 
 
 def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
-    """The configurations of the portfolio that a study tries first, as Optuna holds them, with their sources.
-
-    Only settings that the study searches, and values in their ranges; none without its learning rate and
-    AdamW. None where the encoder is fresh or frozen under an adapter, and where the sampler follows a plan or
-    is a baseline.
+    """The configurations that a study tries first, as Optuna holds them, with their sources: settings that it
+    searches, with values in their ranges. There are none for a fresh encoder, one that is frozen under an
+    adapter, another optimiser than AdamW, or a sampler that does not learn.
     """
     if config.training.adapter != "none" or "adapter" in config.search_space:
         return []

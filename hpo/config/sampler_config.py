@@ -27,7 +27,6 @@ class _Algorithm(CheckedSection):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as keyword arguments of Optuna's class."""
         options = dict(self.OPTIONS.get(self.name, {}))
         options |= {option: value for option in options if (value := getattr(self, option)) is not None}
         return {option: value for option, value in options.items() if value is not None}

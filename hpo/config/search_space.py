@@ -49,11 +49,9 @@ class CategoricalDistribution(Section):
     categorical settings without `when`; elsewhere it has its default."""
 
     def grid(self) -> tuple[Any, ...]:
-        """All values."""
         return self.choices
 
     def suggest(self, name: str, trial: BaseTrial) -> Any:
-        """The value of setting `name` in `trial`."""
         return self.decode(trial.suggest_categorical(name, [encode(choice) for choice in self.choices]))
 
     def decode(self, value: Any) -> Any:
@@ -106,7 +104,6 @@ class FloatDistribution(Range):
     type: Literal["float"] = "float"
 
     def suggest(self, name: str, trial: BaseTrial) -> float:
-        """The value of setting `name` in `trial`."""
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -122,7 +119,6 @@ class IntDistribution(Range):
     """Only `low`, `low + step`, ... `high`; not with `log`."""
 
     def suggest(self, name: str, trial: BaseTrial) -> int:
-        """The value of setting `name` in `trial`."""
         return trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -141,7 +137,6 @@ def encode(value: Any) -> Any:
 
 
 def suggest(space: SearchSpace, trial: BaseTrial) -> dict[str, Any]:
-    """Ask `trial` for a value of every setting whose conditions hold, those that others depend on first."""
     return _chosen(space, lambda name: space[name].suggest(name, trial))
 
 
@@ -202,7 +197,6 @@ def is_finite(space: SearchSpace) -> bool:
 
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
-    """All values of each setting, for Optuna's GridSampler."""
     return {name: [encode(value) for value in distribution.grid()] for name, distribution in space.items()}
 
 

@@ -164,12 +164,10 @@ class StudyConfig(CheckedSection):
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
-        """The metrics of the objectives and of the limits."""
         return (*(objective.metric for objective in self.objective), *self.constraints)
 
     @property
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
-        """Of the objectives."""
         return tuple(objective.direction for objective in self.objective)
 
     @property
@@ -328,10 +326,8 @@ def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
 
 
 def load_study(name_or_path: str | Path) -> StudyConfig:
-    """The study called `name_or_path` in `studies/`, or in the YAML file of that path.
-
-    `studies/` is the one in the working folder, else the one of the project. Raises StudyFileError, which
-    lists every problem of the file.
+    """The study called `name_or_path` in the `studies/` of the working folder or of the project, or in the
+    YAML file of that path. Raises StudyFileError, which lists every problem of the file.
     """
     path = _find(Path(name_or_path))
     file = read_study_file(path)
@@ -354,11 +350,8 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
 
 
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
-    """The study `name` of a database by its definition alone.
-
-    Whoever can write to the database has written it, so nothing of it is taken unchecked.
-
-    Raises StorageError.
+    """The study `name` by its definition in the database, of which nothing is taken unchecked. Raises
+    StorageError.
     """
     try:
         study = StudyConfig.model_validate(known_keys(StudyConfig, definition, definition["given"]))

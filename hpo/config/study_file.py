@@ -1,8 +1,7 @@
 """Reads a study file: its YAML, the line of every key, and the one error that lists all its problems.
 
-ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` is a number. Dates stay text. A
-key written twice is a problem, not the second value, and aliases are refused: a few lines of them can stand
-for billions of values.
+ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` is a number. A key that is
+written twice is a problem. Aliases are refused, because a few lines of them can stand for billions of values.
 """
 
 from __future__ import annotations

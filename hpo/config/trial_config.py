@@ -94,11 +94,7 @@ def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | d
 
 
 def parse_params(given: Sequence[str]) -> dict[str, Any]:
-    """The settings of `--param name=value`, each value written as in a study file.
-
-    A folder given as `encoder` is relative to the working folder. Raises InputError, which lists every
-    problem.
-    """
+    """The settings of `--param name=value`, each value written as in a study file. Raises InputError."""
     params: dict[str, Any] = {}
     problems = []
     for text in given:

@@ -274,7 +274,6 @@ def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def setting_of(settings: TrialSettings, name: str) -> Any:
-    """The value that the setting `name` has."""
     if of_task := task_of(name):
         field, task = of_task
         return getattr(settings, field).get(task, 1.0 if field == "loss_weight" else settings.head_type)

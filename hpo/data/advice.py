@@ -30,7 +30,7 @@ def _leaks(data: DataFacts) -> Iterator[str]:
         if leak.num_rows >= 0.005 * rows:
             yield (
                 f"{_part(leak.num_rows, rows, 'text', leak.split)} in {leak.other} too "
-                f"(row `{leak.ids[0][0]}` is `{leak.ids[0][1]}`): its scores are too good. "
+                f"(row `{leak.ids[0]}` is `{leak.ids[1]}`): its scores are too good. "
                 f"Remove them from {leak.other}, or give rows that belong together the same `group`."
             )
 
@@ -40,8 +40,6 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
     longest = max(values[-1] for values in lengths.quantiles.values())
     remedy = f"set `data.long_text: window`, or raise `max_length` (the longest text has {longest:,} tokens)"
     for cut in lengths.cuts:
-        if cut.max_length not in study_lengths(config):
-            continue
         lost = {task: sum(of.values()) for task, of in cut.num_lost_spans.items()}
         for task, num in lost.items():
             if num and num >= 0.01 * (total := sum(lengths.num_spans[task].values())):

@@ -43,16 +43,14 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a model is called with; no mask where nothing is padded: a GPU's flash kernel takes none.
-
-        The lengths are on the host: to read the mask of a device would mean to wait for it.
+        """The arguments of a model; no mask where nothing is padded, since a GPU's flash kernel takes none.
+        The lengths are on the host, so nothing waits for the device.
         """
         is_padded = self.lengths_B.size and self.lengths_B.min() < self.input_ids_BL.shape[1]
         return self.input_ids_BL, self.attention_mask_BL if is_padded else None, self.type_ids_BL
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
         return int(self.lengths_B.sum())
 
     def to(self, device: str | torch.device) -> Batch:
@@ -127,10 +125,9 @@ def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int
     """Batches of one epoch: every window once, in random batches of similar length.
 
     Windows that do not fill a batch are drawn at random for a smaller one. The others are shuffled into
-    chunks of at most `CHUNK_BATCHES` batches and sorted by length in each. Few chunks would give nearly the
-    same batches in each epoch, so ranks are moved at random before they are cut into batches, by up to
-    `JITTER_BATCHES` batches divided by the number of chunks. Then batches are shuffled. The list is always
-    the same for a (seed, epoch), so that training can resume at a position in it.
+    chunks and sorted by length in each. Few chunks would give nearly the same batches in each epoch, so ranks
+    are moved at random before they are cut. The list is the same for a (seed, epoch), so that training can
+    resume in it.
     """
     generator = np.random.default_rng([seed, epoch])
     order_W = generator.permutation(len(lengths_W))

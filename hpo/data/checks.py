@@ -1,9 +1,7 @@
-"""What can be known of a data set before anything is trained: facts alone, without an opinion.
+"""Facts about a data set before anything is trained; the advice is in `hpo.data.advice`.
 
-Texts are the same where they differ in case and white space alone (`normalised`); they are compared by
-their 64-bit hashes in this process, so that a million rows take 8 MB for it. For their lengths in tokens, and
-what a `max_length` cuts off, every split is tokenised whole and at each length as for training, from the
-cache where it is there. What to change is in `hpo.data.advice`.
+Texts are the same if they differ in case and white space alone. Their 64-bit hashes are compared, so that a
+million rows take 8 MB.
 """
 
 from __future__ import annotations
@@ -31,12 +29,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("hpo.data")
 
-NUM_SHOWN = 3
-"""Rows that are named as examples."""
-
 
 def normalised(text: str) -> str:
-    """`text` in one case, with single spaces."""
     return " ".join(text.casefold().split())
 
 
@@ -58,8 +52,8 @@ class Leak:
     other: str
     num_rows: int
     """Rows of `split` whose text `other` has too."""
-    ids: tuple[tuple[str, str], ...]
-    """The first of them: the row's id and that of a row of `other`."""
+    ids: tuple[str, str]
+    """The id of the first of them, and that of a row of `other`."""
 
 
 @dataclass
@@ -73,8 +67,6 @@ class TaskFacts:
     """Rows that hold the task's truth."""
     num_empty: dict[str, int] = field(default_factory=dict)
     """Of these, rows without any class or span (multi_label and the kinds of spans)."""
-    num_several: dict[str, int] = field(default_factory=dict)
-    """Of these, rows with more than one class or span."""
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """By class: the rows that have it; by span name: the spans. Every class and span name is there."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -82,7 +74,6 @@ class TaskFacts:
 
     @property
     def counts_spans(self) -> bool:
-        """Whether `counts` are of spans."""
         return KINDS[self.kind].in_spans
 
 
@@ -96,7 +87,6 @@ class DataFacts:
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
-    """Look at every row of the data set."""
     tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
@@ -107,11 +97,8 @@ def data_facts(dataset: DataSet) -> DataFacts:
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
         for task, facts in zip(dataset.tasks, tasks, strict=True):
             _count(facts, kind_of(task), split, examples)
-    leaks = [
-        leak
-        for other, split in combinations(splits, 2)
-        if (leak := _leak(dataset, split, other, keys[split], keys[other])).num_rows
-    ]
+    pairs = [(split, other) for other, split in combinations(splits, 2)]
+    leaks = [_leak(dataset, *pair, keys) for pair in pairs if np.isin(keys[pair[0]], keys[pair[1]]).any()]
     return DataFacts(splits, tasks, leaks)
 
 
@@ -131,20 +118,13 @@ def _count(facts: TaskFacts, kind: Kind, split: str, examples: Iterable[Example]
     facts.counts[split] = {label: counts[label] for label in facts.labels}
     if kind.is_list or kind.in_spans:
         facts.num_empty[split] = sum(not classes for classes in held)
-        facts.num_several[split] = sum(len(classes) > 1 for classes in held)
 
 
-def _leak(
-    dataset: DataSet, split: str, other: str, key_E: NDArray[np.int64], other_E: NDArray[np.int64]
-) -> Leak:
-    is_in_other_E = np.isin(key_E, other_E)
-    ids = tuple(
-        (
-            dataset.splits[split][int(e)].id,
-            dataset.splits[other][int(np.flatnonzero(other_E == key_E[e])[0])].id,
-        )
-        for e in np.flatnonzero(is_in_other_E)[:NUM_SHOWN]
-    )
+def _leak(dataset: DataSet, split: str, other: str, keys: Mapping[str, NDArray[np.int64]]) -> Leak:
+    is_in_other_E = np.isin(keys[split], keys[other])
+    first = int(is_in_other_E.argmax())
+    same = int((keys[other] == keys[split][first]).argmax())
+    ids = (dataset.splits[split][first].id, dataset.splits[other][same].id)
     return Leak(split, other, int(is_in_other_E.sum()), ids)
 
 

@@ -1,9 +1,8 @@
-"""How a csv file is written: its encoding and the character between its cells.
+"""The form of a csv file: its encoding and the character between its cells.
 
-- Encoding: UTF-8 if the whole file is that, and else the one that `data.csv` gives. A file that is all ASCII,
-  or has zero bytes, is in the given one: it may mean other characters by them.
-- Delimiter: the first of the one that is given, `,` `;` tab `|` with which the header has all columns that
-  are read. One that is not the given one, or `,`, is logged.
+- Encoding: UTF-8 if the whole file is that, else the one of `data.csv`. A file that is all ASCII, or has zero
+  bytes, is in the given one.
+- Delimiter: the first of the given one, `,` `;` tab `|` with which the header has all columns that are read.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConf
 
 
 def shown(delimiter: str | None) -> str:
-    """A delimiter in a message."""
     return "tab" if delimiter == "\t" else f"`{delimiter}`"
 
 

@@ -1,13 +1,8 @@
-"""Where examples come from: jsonl, csv and parquet files, `datasets`, or the generator.
+"""Reads and checks a data set: jsonl, csv and parquet files, `datasets`, or the generator.
 
-Whatever the source, a row is brought into the form of a jsonl line and goes through one check
-(`hpo.data.examples.RowChecker`); all problems of all files are reported together.
-
-A split that is not there is drawn from the training rows by a hash of the row's group, or of its id where it
-has none: the same rows whatever their order, and a group stays together. `limits` keep the rows with the
-smallest hashes: a sample, not the file's head, and a larger limit keeps the rows of a smaller one.
-Refused as a whole: an id that comes twice in any of the splits, a group in two splits, a split without
-rows, and a task that no row of a training or validation split is annotated for.
+Each row goes through one check (`RowChecker`), and all problems of all files are reported together. A missing
+split is drawn from the training rows by a hash of the row's group or id, so a group stays together. `limits`
+keep the rows with the smallest hashes: a sample in which a larger limit keeps the rows of a smaller one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What one labelled example is, and which rows are refused.
+"""Labelled examples. Every row is checked once, when it is read; later code need not doubt a label or an
+offset.
 
-A row that contradicts itself or the tasks trains a model on something that nobody meant, so every row is
-checked once, when it is read, and nothing after this file has to doubt a label or an offset.
-
-A label or a span key that is absent means "not annotated", which is no problem: the row then has no part in
-that task's loss and metrics.
+A label or span key that is absent means "not annotated": the row has no part in that task's loss and metrics.
 """
 
 from __future__ import annotations

@@ -39,11 +39,10 @@ class Reader:
 
 
 def located(config: DataConfig) -> DataConfig:
-    """`config` with the paths at which its data lie on this machine.
+    """`config` with the paths of its data on this machine.
 
-    Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the
-    longest end first: for /home/a/sets/sgd in /data, /data/home/a/sets/sgd, /data/a/sets/sgd,
-    /data/sets/sgd, /data/sgd.
+    Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the longest
+    end first: /home/a/sets/sgd in /data as /data/home/a/sets/sgd, then /data/a/sets/sgd, and so on.
     """
     given = config.files
     files = {split: path and _located(path) for split, path in given}
@@ -65,7 +64,6 @@ def _located(path: Path) -> Path:
 
 
 def _elsewhere(path: Path) -> list[Path]:
-    """Where `path` may be in HPO_DATA_DIR."""
     if not (root := os.environ.get(DATA_DIR)):
         return []
     parts = Path(os.path.normpath(path)).parts[1:]
@@ -73,14 +71,12 @@ def _elsewhere(path: Path) -> list[Path]:
 
 
 def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
-    """Readers of the splits that are there."""
     if config.source in SOURCES:
         return _own_readers(config)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
 def _own_readers(config: DataConfig) -> dict[str, Reader]:
-    """Of a source that the study's own code brings."""
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
     for split in SPLITS:

@@ -1,23 +1,13 @@
-"""Synthetic posts of people who write about their mood: nine criteria, each with its evidence sentences.
+"""Synthetic posts of people who write about their mood, with nine criteria and their evidence sentences.
 
-The form is that of screening posts for depression against the nine criteria of DSM-5; all sentences are our
-own (`synthetic.json`). A post has evidence of the criteria that the writer has now; look-alikes of others,
-which are denied ("I have not lost my appetite"), over ("I used to lie awake all night, that is behind me") or
-another person's ("My brother skips meals most days"); filler that borrows their words ("The hotel bed was
-huge"); and other filler.
+The form is that of screening posts for depression against the criteria of DSM-5; all sentences are our own
+(`synthetic.json`). A post has evidence of the criteria that hold; look-alikes of others, which are denied,
+over or another person's; and filler. Most look-alikes are evidence sentences inside another frame ("It is not
+true that ..."), and evidence has frames too, so a model has to read who, when and whether. The evidence also
+says how often, which gives `burden`; the number of criteria gives `severity`.
 
-Most look-alikes are the words of an evidence sentence inside another frame ("It is not true that ..."), and
-evidence comes in frames too ("It is true that ..."), so a model has to read who, when and whether. How often
-something happens is in the evidence sentence as well and gives `burden`; the number of criteria gives
-`severity`.
-
-Of the sentences without evidence, the share `look_alikes` are look-alikes; the fewer there are, the more the
-criteria's own words tell. `label_noise` is the probability that an annotator missed a criterion that is
-there, and half of it that a look-alike was taken for one. Labels, evidence, severity and burden then all
-follow the annotator.
-
-A row depends on the seed, the split's name and the row's number only, so a larger set begins with the rows
-of a smaller one, and any row can be made without those before it.
+`label_noise` is the probability that an annotator missed a criterion, and half of it that a look-alike was
+taken for one. All labels follow the annotator. A row depends on the seed, the split and its number alone.
 """
 
 from __future__ import annotations
@@ -100,11 +90,8 @@ class _Sentence(NamedTuple):
 
 @dataclass(eq=False)
 class SyntheticRows(Sequence[Example]):
-    """The rows of one synthetic split, each made when it is asked for.
-
-    The seed of a row is made from `seed`, `split` and the row's number. A post has `min_sentences` to
-    `max_sentences` sentences, drawn uniformly, or more where its evidence needs more. For `label_noise` see
-    the head of this file.
+    """The rows of one synthetic split, each made when it is asked for. A post has `min_sentences` to
+    `max_sentences` sentences, or more where its evidence needs more.
     """
 
     split: str

@@ -1,9 +1,8 @@
 """The cells of a table's row (csv, parquet, hub) in the form of a jsonl line.
 
-A class is a string, several classes are a list, a JSON list, or `a|b`. Spans are {name: [[start, end], ...]},
-or of a task with one span name [[start, end], ...], both in JSON too. An empty cell means "not
-annotated"; but of several classes in csv, which has no other way to leave a list empty, that no class holds,
-unless `data.csv.empty` is `unlabelled`. No class and no span at all are written `[]` too.
+Several classes are a list, a JSON list, or `a|b`. Spans are {name: [[start, end], ...]}, or for a single span
+name [[start, end], ...]. An empty cell means "not annotated". For several classes in csv it means that no
+class holds, unless `data.csv.empty` is `unlabelled`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Row:
 
 
 def column_names(columns: ColumnsConfig) -> list[str]:
-    """The columns that are read."""
     names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
     return [name for name in dict.fromkeys(names) if name is not None]
 

@@ -37,12 +37,10 @@ class Task:
 
     @property
     def level(self) -> str:
-        """`sequence` (one vector of logits a window) or `token` (one a token)."""
         return KINDS[self.kind].level
 
     @property
     def num_outputs(self) -> int:
-        """Size of the logits' last dimension; for the layouts see `hpo.tasks.kind`."""
         return kind_of(self).num_outputs
 
     @property
@@ -53,7 +51,6 @@ class Task:
 
     @property
     def primary_metric(self) -> str:
-        """The metric that enters the objective `score`."""
         return self.metrics[0]
 
 

@@ -1,10 +1,7 @@
-"""Tokenise once, share by all trials and workers.
+"""Tokenised splits on disk, shared by all trials and workers.
 
-A tokenised split lies in a folder, one file for each array, named by a hash of everything that it depends
-on: the examples, the tasks, the tokenizer, and how long texts are cut. The folder is written under another
-name and renamed when it is whole and on the disk, so it is there whole or not at all; one that is damaged
-all the same (a copy that was cut short) is noticed and made again. The files are mapped, not read, so eight
-workers hold one copy in memory.
+A split lies in a folder named by a hash of everything that it depends on, one file for each array. The folder
+is renamed when it is whole; a damaged one is made again. The files are mapped, so workers share one copy.
 """
 
 from __future__ import annotations

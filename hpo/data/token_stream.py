@@ -1,9 +1,8 @@
 """Texts as streams of tokens, each token with the characters that it stands for.
 
-The fast tokenizer says for every token which characters it stands for. Byte-level and SentencePiece
-tokenizers count the space before a word to the word's token; white space at a token's edges is therefore
-taken off, and a span becomes the smallest run of tokens that covers it. A text is tokenised without special
-tokens; where those stand is asked of the tokenizer with a probe, so that a stream can be cut anywhere.
+Some tokenizers count the space before a word to its token. So white space is taken off a token's edges, and a
+span becomes the smallest run of tokens that covers it. Texts are tokenised without special tokens, whose
+places a probe finds, so that a stream can be cut anywhere.
 
 Suffixes: T tokens of all texts one after the other; E texts; S spans.
 """
@@ -39,18 +38,15 @@ class TokenStream:
 
     @property
     def count_E(self) -> IntArray:
-        """Tokens of each text."""
         return np.diff(self.start_E1)
 
 
 def empty_stream(num_texts: int) -> TokenStream:
-    """Texts without a token."""
     empty = np.zeros(0, dtype=np.int32)
     return TokenStream(empty, empty, empty, np.zeros(num_texts + 1, dtype=np.int64))
 
 
 def concatenated(*streams: TokenStream) -> TokenStream:
-    """The texts of all streams in one."""
     return TokenStream(
         np.concatenate([stream.ids_T for stream in streams]),
         np.concatenate([stream.char_start_T for stream in streams]),
@@ -88,7 +84,6 @@ def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
-    """Tokenise `texts`, which begin at character `offset_E` of their examples."""
     encoded = tokenizer(
         list(texts),
         add_special_tokens=False,

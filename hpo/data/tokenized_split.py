@@ -1,9 +1,9 @@
-"""A tokenised split: flat arrays over all tokens of all windows, so that the arrays can be mapped from
-disk and shared by every worker, and a batch is a gather. A window is what the encoder sees at once: a whole
-text, its beginning (truncate), or one of several overlapping pieces (window).
+"""A tokenised split: flat arrays over all tokens of all windows, so that they can be mapped from disk and
+shared. A window is the input of the encoder: a whole text, its beginning, or one of several overlapping
+pieces.
 
-Suffixes: T tokens of all windows in order, special tokens included, no padding; W windows; S spans; N pairs
-of numbers.
+Suffixes: T tokens of all windows, special tokens included, no padding; W windows; S spans; N pairs of
+numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class TokenizedSplit:
 
     @property
     def lengths_W(self) -> IntArray:
-        """Tokens of each window, special tokens included."""
         return np.diff(self.window_start_W1)
 
     @property

@@ -1,19 +1,14 @@
-"""Finds the form of a study's best model that is as good as fp32 and the fastest.
+"""Finds the fastest form of a study's best model that is as good as fp32.
 
     make each form -> score it on validation -> time all in turn -> choose -> score the chosen one on test
 
-Validation chooses, and the test split is used once: it says what the chosen form has lost on rows that chose
-nothing. A form that is worse there is not deployed; fp32 is then.
-
-All forms are in memory while they are timed. One that cannot be made or timed is left out, with the reason;
-it does not end the others. So are those that are not scored when the time is over or somebody asks to stop:
-then the choice is among the forms that are.
+Validation chooses. The test split is used once, and a form that is worse there is not deployed. A form that
+cannot be made, scored in time or timed is left out with the reason.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,12 +18,12 @@ import torch
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
-from hpo.deploy.artifacts import NAMES, REFERENCE, Artifact, artifacts_of
-from hpo.deploy.drops import NOT_FINITE, Scale
+from hpo.deploy.artifacts import NAMES, REFERENCE, artifacts_of
+from hpo.deploy.drops import NOT_FINITE, Scale, Statistics
 from hpo.deploy.making import Workshop, weight_bytes
 from hpo.deploy.net_loss import ALPHA
-from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment
-from hpo.deploy.scoring import Answers, answers, depends_on_batch, largest_change
+from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged
+from hpo.deploy.scoring import depends_on_batch, split_statistics
 from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, Preempted, RunError
@@ -113,72 +108,52 @@ class _Run:
             trusted=study.model.trust_remote_code,
         )
         self._artifacts, self._left_out = artifacts_of(place.device, request.names)
-        self._references: dict[str, Answers] = {}
+        self._references: dict[str, Statistics] = {}
         self._forms: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
         self._num_rounds = 0
 
     def score_all(self) -> None:
-        """Make and score the forms."""
-        began = time.monotonic()
         for artifact in self._artifacts:
             try:
                 self._leave_if_asked()
                 _logger.info("making and scoring %s", artifact.name)
                 self._models[artifact.name] = self._workshop.load(artifact)
-                self._forms[artifact.name] = self._scored(artifact)
+                self._forms[artifact.name] = DeployedArtifact(
+                    artifact.name,
+                    self._judged(artifact.name, CHOSEN_BY),
+                    weight_bytes(self._workshop.make(artifact)),
+                )
             except HpoError as error:
                 if artifact == REFERENCE:
                     raise
                 self._left_out[artifact.name] = str(error)
-            if artifact == REFERENCE:
-                _logger.info("%s", self._estimate(time.monotonic() - began))
 
     def _leave_if_asked(self) -> None:
         if reason := self._request.ends():
             raise Preempted(f"not scored, because {reason}.")
 
-    def _estimate(self, seconds: float) -> str:
-        """What is to come, in words, where fp32 took so many `seconds` to score."""
-        # Dynamic int8 is scored one window at a time, and again in batches.
-        scored = sum(3 if one.quantization == "dynamic" else 1 for one in self._artifacts[1:])
-        timed = len(BATCH_SIZES) * self._request.effort.seconds
-        return (
-            f"fp32 took {seconds:.0f} s to score: the others take about {seconds * scored:.0f} s, and timing "
-            f"at most {timed:.0f} s; Ctrl-C ends it with the forms that are scored by then"
-        )
-
-    def _reference(self, split: str) -> Answers:
-        """What fp32 says of a split. Raises RunError where that is not finite."""
+    def _reference(self, split: str) -> Statistics:
+        """The statistics of fp32 on a split. Raises RunError where its logits are not finite."""
         if split not in self._references:
-            said = self._answers(REFERENCE.name, split)
-            if said is None:
+            found = self._statistics(REFERENCE.name, split)
+            if found is None:
                 raise RunError(
                     f"the logits of trial {self._trial} are not finite in fp32, so nothing compares."
                 )
-            self._references[split] = said
+            self._references[split] = found
         return self._references[split]
 
-    def _answers(self, name: str, split: str, *, in_batches: bool = False) -> Answers | None:
+    def _statistics(self, name: str, split: str) -> Statistics | None:
         model, cache = self._models[name], self._place.token_cache
         tokens = load_tokenized(self._data, split, model.tokenizer, model.settings.windowing, cache)
         on_batch = self._leave_if_asked if split == CHOSEN_BY else lambda: None
-        return answers(model, tokens, in_batches=in_batches, on_batch=on_batch)
+        return split_statistics(model, tokens, on_batch)
 
-    def _scored(self, artifact: Artifact) -> DeployedArtifact:
-        name, reference = artifact.name, self._reference(CHOSEN_BY)
-        form = DeployedArtifact(name, NOT_FINITE, weight_bytes(self._workshop.make(artifact)))
-        said = reference if artifact == REFERENCE else self._answers(name, CHOSEN_BY)
-        if said is None:
-            return form
-        depends = depends_on_batch(self._models[name])
-        batched = self._answers(name, CHOSEN_BY, in_batches=True) if depends else None
-        return replace(
-            form,
-            judged=self._scale.judge(said.statistics, reference.statistics),
-            largest_change=largest_change(said, reference),
-            batch_change=None if batched is None else largest_change(batched, said),
-        )
+    def _judged(self, name: str, split: str) -> Judged:
+        reference = self._reference(split)
+        found = reference if name == REFERENCE.name else self._statistics(name, split)
+        return NOT_FINITE if found is None else self._scale.judge(found, reference)
 
     def time_all(self) -> None:
         """Time all forms in turn, the not finite ones left out. One that fails there is left out, too."""
@@ -247,13 +222,10 @@ class _Run:
         return self._forms[name].timings[self._request.batch_size].p50_ms
 
     def _confirmed(self, name: str) -> Confirmation:
-        """What test says of a form."""
-        reference = self._reference(CONFIRMED_BY)
-        said = reference if name == REFERENCE.name else self._answers(name, CONFIRMED_BY)
-        judged = NOT_FINITE if said is None else self._scale.judge(said.statistics, reference.statistics)
-        fp32_score = self._scale.judge(reference.statistics, reference.statistics).score
+        fp32_score = self._judged(REFERENCE.name, CONFIRMED_BY).score
         assert fp32_score is not None
-        return Confirmation(len(self._data.splits[CONFIRMED_BY]), fp32_score, judged)
+        rows = self._data.splits[CONFIRMED_BY]
+        return Confirmation(len(rows), fp32_score, self._judged(name, CONFIRMED_BY))
 
     def _notes(self) -> list[str]:
         scale, notes = self._scale, []
@@ -265,8 +237,6 @@ class _Run:
                 f"good with a probability of at most {100 * ALPHA:g} % on a split; that validation does so "
                 f"with any of {others}, at most {chance:.3g} %."
             )
-        if unjudged := scale.unjudged_classes(self._reference(CHOSEN_BY).statistics):
-            notes.append(unjudged)
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")
@@ -277,11 +247,9 @@ class _Run:
             )
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")
-        changes = [one.batch_change for one in self._forms.values() if one.batch_change is not None]
-        if changes:
+        if any(depends_on_batch(self._models[name]) for name in self._forms):
             notes.append(
-                "Dynamic int8 takes its ranges from each batch, so what stands beside a text moves its "
-                f"probabilities, here by up to {max(changes):.2g} between texts alone, which are scored, and "
-                "in batches."
+                "Dynamic int8 takes its ranges from each batch, so the other texts of a batch change its "
+                "probabilities. Its score is that of texts predicted alone."
             )
         return notes

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-import numpy as np
-
 from hpo.config.objective import ObjectiveConfig
 from hpo.deploy.net_loss import TextChanges, least_rows, text_changes
 from hpo.deploy.result import Judged, TaskDrop
@@ -23,7 +21,6 @@ from hpo.training.metrics import RowStatistics
 from hpo.trial.objectives import unit_of
 
 NOT_FINITE = Judged("worse", "its logits are not finite.")
-_CLASSES_SHOWN = 3
 
 Statistics = Mapping[str, RowStatistics]
 """By task."""
@@ -41,12 +38,10 @@ class Scale:
 
     @classmethod
     def of(cls, objective: ObjectiveConfig, max_drop: float) -> Scale:
-        """That of an objective that says something of the model."""
         return cls(objective.metric, objective.direction == "minimize", max_drop)
 
     @property
     def unit(self) -> str:
-        """Of drops in the objective: `points` or `label units`."""
         return unit_of(self.metric)
 
     def judge(self, statistics: Statistics, reference: Statistics) -> Judged:
@@ -71,27 +66,7 @@ class Scale:
         }
         return Judged(verdict, reason, self._objective(values), drop, changes, tasks)
 
-    def unjudged_classes(self, statistics: Statistics) -> str:
-        """The sentence about the classes that have too few rows for a verdict; empty: none has."""
-        needed = least_rows(self.max_drop / 100) if self.unit == "points" else 0
-        few: dict[str, int] = {}
-        num_classes = 0
-        for name, of in self._of_objective(statistics).items():
-            if not of.counts_NC:
-                continue
-            rows_C = np.asarray((of.counts_NC["true"] > 0).sum(axis=0)).ravel().astype(int)
-            num_classes += len(rows_C)
-            few |= {f"{name}/{one}": n for one, n in zip(of.task.labels, rows_C, strict=True) if n < needed}
-        if not few:
-            return ""
-        fewest = sorted(few, key=lambda name: few[name])[:_CLASSES_SHOWN]
-        return (
-            f"Of {len(few)} of the {num_classes} classes alone nothing is said: each would need "
-            f"{needed:,} rows, and the fewest are {', '.join(f'`{name}` ({few[name]})' for name in fewest)}."
-        )
-
     def _of_objective(self, statistics: Statistics) -> Statistics:
-        """Of the tasks that the objective is of."""
         task = self.metric.rpartition("/")[0]
         return {name: of for name, of in statistics.items() if task in ("", name)}
 

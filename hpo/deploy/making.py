@@ -16,9 +16,8 @@ _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 
 
 class Workshop:
-    """The artifacts of one trained model, each in a folder of its name under `folder`.
-
-    `exported` is the export of its trial, `calibration` its training split.
+    """The artifacts of one trained model, each in a folder of its name; `exported` is the export of its
+    trial.
     """
 
     def __init__(
@@ -67,5 +66,4 @@ class Workshop:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of the files with weights in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _WEIGHTS)

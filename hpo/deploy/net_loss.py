@@ -1,15 +1,13 @@
-"""How many texts a form of a model makes worse, and how many it can make so of all texts: an exact bound.
+"""An exact bound of the net share of all texts that a form of a model makes worse.
 
 A text gets worse where a form makes more errors in it than fp32 does (a wrong class, a span missed or
-spurious), better where fewer. Bounded is the net share that gets worse among all texts of the kind. The
-bootstrap of a drop resamples what the rows show, and cannot see what happens on none of them; these bounds
-can, for any number of rows.
+spurious), better where fewer. The bootstrap of a drop cannot see a loss that no row of the split shows; these
+bounds can.
 
-There are two, each below the truth with a probability of at most half of `ALPHA`, so the smaller one is with
-at most `ALPHA`. Clopper's and Pearson's of the share that gets worse counts no gains, and is the sharper
-one where few texts change. The other is of an exact test of the net number, under the worst share of gains
-that is not excluded itself (Berger and Boos, J. Am. Stat. Assoc. 89, 1994): the sharper one where many change
-both ways.
+There are two bounds, each below the truth with a probability of at most half of `ALPHA`; the smaller one
+counts. Clopper's and Pearson's of the share that gets worse ignores gains, and is sharper where few texts
+change. The other is of an exact test of the net number, under the worst share of gains that is not excluded
+itself (Berger and Boos, J. Am. Stat. Assoc. 89, 1994). It is sharper where many texts change both ways.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Export of a trained model to an ONNX graph. onnxruntime runs the graph without PyTorch.
+"""Export of a trained model to an ONNX graph in fp32, which onnxruntime runs without PyTorch.
 
-`torch.onnx` writes the graph: it comes with PyTorch and follows its operators. `optimum-onnx` wraps it and
-onnxruntime, but lags behind the versions of transformers in pyproject.toml.
-
-It computes in fp32 what the model computes in evaluation.
+`torch.onnx` writes the graph: it comes with PyTorch and follows its operators, which `optimum-onnx` lags
+behind.
 """
 
 from __future__ import annotations
@@ -194,7 +192,6 @@ def _products_of_matrices(graph: Any) -> None:
 
 
 def _without_paths(proto: Any) -> None:
-    """Drop the paths of this machine's files from the graph."""
     graph = proto.graph
     for node in graph.node:
         del node.metadata_props[:]

@@ -45,11 +45,6 @@ class DeployedArtifact:
     artifact: str
     judged: Judged
     weight_bytes: int
-    largest_change: float | None = None
-    """Of any probability of a class or tag of a text; None: no task has probabilities, or not finite."""
-    batch_change: float | None = None
-    """Likewise between texts that are predicted alone, as those of the score are, and in the batches of
-    `predict`; None also where the batch changes nothing but rounding."""
     timings: Mapping[int, Timing] = field(default_factory=dict)
     """By the number of texts in a batch."""
 
@@ -92,7 +87,6 @@ class Deployment:
 
     @property
     def best(self) -> DeployedArtifact:
-        """The form to use."""
         return self.artifacts[self.chosen]
 
     def as_json(self) -> dict[str, Any]:

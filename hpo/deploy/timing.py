@@ -1,10 +1,8 @@
-"""How long predictions take: the latency that a user waits for, of several artifacts in one run.
+"""The latency of `TrainedModel.predict` for several artifacts: texts in, predictions out.
 
-What is timed is `TrainedModel.predict`: texts in, predictions out, with tokenisation, batching and decoding.
-Another program on the machine slows whatever runs at that moment, so the artifacts take turns: in each round
-each of them predicts the same texts, and the next round begins with another one. The first call of a turn is
-not counted: threads and caches are still busy with the artifact before. The speed-up is the ratio of the
-medians of all rounds; its range over the rounds tells how far the machine's noise moves it.
+Other programs slow down whatever runs at that moment, so the artifacts take turns on the same texts. The
+first call of a turn does not count. The speed-up is the ratio of the medians of all rounds, with its range
+over the rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ import numpy as np
 from hpo.data.examples import Example
 
 BATCH_SIZES = (1, 32)
-_MOST_CALLS = {1: 20}
-"""Calls of a turn, by the batch size; of other sizes `_MOST_CALLS_OF_MANY`."""
-_MOST_CALLS_OF_MANY = 5
 
 Rows = Sequence[str | Mapping[str, Any]]
 Predict = Callable[[Rows], object]
@@ -73,7 +68,7 @@ def time_in_turn(
     """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over; of
     those until `ends`, at least one."""
     slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in artifacts.values())
-    most = _MOST_CALLS.get(batch_size, _MOST_CALLS_OF_MANY)
+    most = 20 if batch_size == 1 else 5
     calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
     keys = list(artifacts)
     seconds_of: dict[str, Seconds] = {key: [] for key in keys}
@@ -102,7 +97,6 @@ def timing(seconds: Seconds, reference: Seconds) -> Timing:
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """What `predict` takes of these examples."""
     return [
         {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
         for example in examples
@@ -122,7 +116,6 @@ def batches_untold() -> Iterator[None]:
 
 
 def _batch(rows: Rows, batch_size: int, index: int) -> Rows:
-    """The `index`-th batch of the rows, which begin again where they end."""
     return [rows[(index * batch_size + offset) % len(rows)] for offset in range(batch_size)]
 
 

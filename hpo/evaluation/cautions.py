@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.classes import ClassFigures
-from hpo.tasks.kind import DecodingThresholds, Kind, Span
+from hpo.tasks.kind import DecodingThresholds, Kind
 from hpo.tasks.registry import kind_of
-from hpo.tasks.spans import SpanKind, word_counts
 from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10
 FEW_ROWS = 30
-NEARLY_ALL = 0.95
-"""Above it, the share of the rows a class is predicted in, or of the words that spans cover, is near 1."""
-FAR_ABOVE = 1.5
-"""What is predicted so many times as often as it is true is predicted far too often."""
 _NAMES_SHOWN = 5
 
 
 def task_warnings(
     statistics: RowStatistics, classes: Sequence[ClassFigures], decisions: DecodingThresholds
 ) -> tuple[str, ...]:
-    """Of one task on one split; `decisions` are those that its predictions were made with."""
+    """The warnings about one task on one split, whose predictions were made with `decisions`."""
     task, num_rows = statistics.task, statistics.num_rows
     if not num_rows:
         return (f"No row of this split is annotated for {task.name}: there is nothing to evaluate.",)
@@ -60,56 +53,14 @@ def task_warnings(
     return tuple(warnings)
 
 
-def cover_warnings(
-    task: Task,
-    predicted: Sequence[Sequence[Span]],
-    examples: Sequence[Example],
-    decisions: DecodingThresholds,
-) -> tuple[str, ...]:
-    """Whether spans are predicted over nearly all of the texts they are in; of the kinds with many spans."""
-    kind = kind_of(task)
-    if not isinstance(kind, SpanKind) or kind.is_by_row:
-        return ()
-    texts = [example.text for example in examples]
-    share = _share_covered(predicted, texts)
-    true_share = _share_covered([sorted(kind.true_spans(example)) for example in examples], texts)
-    if share <= NEARLY_ALL or share < FAR_ABOVE * true_share:
-        return ()
-    text = f"Predicted spans cover {share:.1%} of the words of the texts they are in"
-    return (f"{text}{kind.decided_by(decisions)}; true ones cover {true_share:.1%}.",)
-
-
 def _everywhere(kind: Kind, classes: Sequence[ClassFigures], num_rows: int, at: str) -> list[str]:
-    """Of classes predicted in every row, or in nearly every one and in far fewer true."""
-    every = [one.name for one in classes if one.num_predicted == num_rows > one.support]
-    most = [
-        one.name
-        for one in classes
-        if NEARLY_ALL * num_rows < one.num_predicted < num_rows
-        and one.num_predicted >= FAR_ABOVE * one.support
-    ]
-    warnings = []
-    for names, where, more in (
-        (every, "in every row", ""),
-        (most, f"in more than {NEARLY_ALL:.0%} of the rows", ", and true in far fewer"),
-    ):
-        if names:
-            is_all = kind.is_list and len(names) == len(classes) > 1
-            verb = "is" if len(names) == 1 or is_all else "are"
-            subject = "Every class" if is_all else _names(names)
-            warnings.append(f"{subject} {verb} predicted {where}{at}{more}.")
-    return warnings
-
-
-def _share_covered(spans_of_rows: Sequence[Sequence[Span]], texts: Sequence[str]) -> float:
-    """Of the words of the texts, each taken once for every span name in it."""
-    covered = total = 0
-    for spans, text in zip(spans_of_rows, texts, strict=True):
-        if spans:
-            whole = [(name, 0, len(text)) for name in {name for name, _, _ in spans}]
-            covered += word_counts(text, set(), spans)[1]
-            total += word_counts(text, set(), whole)[1]
-    return covered / max(total, 1)
+    """A warning about the classes that are predicted in every row, though they are not true in every row."""
+    names = [one.name for one in classes if one.num_predicted == num_rows > one.support]
+    if not names:
+        return []
+    is_all = kind.is_list and len(names) == len(classes) > 1
+    verb = "is" if len(names) == 1 or is_all else "are"
+    return [f"{'Every class' if is_all else _names(names)} {verb} predicted in every row{at}."]
 
 
 def _names(names: Sequence[str]) -> str:

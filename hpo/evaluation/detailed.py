@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.evaluation.cautions import cover_warnings, task_warnings
+from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
@@ -38,13 +38,11 @@ class SplitPredictions:
 
     @cached_property
     def statistics(self) -> Mapping[str, RowStatistics]:
-        """By task: what metrics and intervals are made of."""
         return {
             task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
         }
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{task: {metric: value}}."""
         return {name: of.scores() for name, of in self.statistics.items()}
 
 
@@ -107,5 +105,5 @@ def _task_evaluation(
         classes,
         confusion(statistics),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
-        (*task_warnings(statistics, classes, decisions), *cover_warnings(task, of_rows, examples, decisions)),
+        task_warnings(statistics, classes, decisions),
     )

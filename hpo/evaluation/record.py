@@ -1,8 +1,4 @@
-"""The record of a detailed evaluation of one model on one split, as it is stored.
-
-Databases keep it as JSON, and may hold what another version of this package wrote: it is read by
-`read_document`.
-"""
+"""The stored record of a detailed evaluation of one model on one split."""
 
 from __future__ import annotations
 
@@ -81,10 +77,7 @@ class DetailedEvaluation:
 
 
 def read_document(content: Any) -> Mapping[str, Any]:
-    """A stored record, known to be whole and of this version.
-
-    Raises DataError with one sentence that says what is wrong with it; to evaluate again replaces it.
-    """
+    """Return a stored record if it is whole and of this version. Raises DataError."""
     DetailedEvaluation.from_json(content)
     return dict(content)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from hpo.config.limits import MEASURED_METRICS
-from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
 from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
@@ -109,9 +108,9 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
         utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()
         if not utilization.median() < LOW_UTILIZATION:
             continue
-        which = f"The device {device}" if len(devices) > 1 else "The device"
+        busy = f"{utilization.median():.0%} of the time (median of {len(utilization)} trials)"
         yield Notice(
-            f"{which} was busy {utilization.median():.0%} of the time (median of {len(utilization)} trials).",
+            f"{device} was busy {busy}.",
             "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
             "counts any running kernel as busy, so less of it may be in use.",
         )
@@ -164,18 +163,6 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
         yield Notice(
             f"The precision table compares different configurations (settings: {', '.join(settings)}).",
             "It shows what the search found under each precision, not the effect of precision alone.",
-        )
-    went_on = [trial.origin for trial in tables.record.trials if trial.origin != trial.number]
-    stopped = tables.trials["outcome"].eq(Outcome.PRUNED) & ~tables.trials["number"].isin(went_on)
-    pruned = tables.trials[stopped]["precision"].value_counts()
-    if len(pruned) and counted["precision"].nunique() > 1:
-        names = sorted(pruned.index, key=precision_order)
-        by_precision = ", ".join(f"{name} {pruned[name]}" for name in names)
-        yield Notice(
-            f"The pruner stopped {_count(pruned.sum())} ({by_precision}): the medians by precision are over "
-            "the trials that it let finish.",
-            "A precision that lost more of its weak trials has the higher median. Compare the best, or "
-            "search with `pruner: {name: none}`.",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,10 +17,9 @@ from hpo.report.tables import (
     differing_settings,
     group_order,
     objective_column,
-    precision_order,
     searched_parameters,
 )
-from hpo.report.verdicts import forests, speed_and_quality
+from hpo.report.verdicts import forests
 from hpo.study.sampling.fronts import pareto_front
 
 LINE_COLOR = "#333333"
@@ -29,18 +28,14 @@ LINE_COLOR = "#333333"
 MAX_CURVES = 24
 """More learning curves than this cannot be told apart; the best ones are drawn."""
 
-MAX_TIMELINE_ROWS = 48
-"""Up to here the timeline has one row per trial, beyond it one per worker."""
 
-
-def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
+def all_charts(tables: StudyTables) -> list[Chart]:
     """Every chart of the report, in its order; those that cannot be drawn are left out.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
     charts = forests(tables)
-    charts += speed_and_quality(tables) if "precisions" in tables.record.comparisons else []
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]
@@ -50,13 +45,12 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
             charts += metric_throughput(tables, index)
     charts.append(importances(tables))
     for index in range(len(metrics)):
-        charts += [*learning_curves(tables, index, "epochs"), *learning_curves(tables, index, "seconds")]
-    charts.append(timeline(tables, max_timeline_rows))
+        charts.append(learning_curves(tables, index))
+    charts.append(timeline(tables))
     return [chart for chart in charts if not chart.absent]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
-    """The metric of every complete trial by trial number, and the best so far."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     key, title = _key("history", index), f"{metric} by trial"
     rows = tables.complete
@@ -80,7 +74,6 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
 
 
 def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
-    """The metric of every complete trial by the precision that was requested and ran."""
     metric = tables.record.metric_names[index]
     key, title = _key("precision_metric", index), f"{metric} by precision"
     rows = tables.complete[tables.complete["counts"]]
@@ -88,31 +81,19 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         return Chart(key, title, absent="No complete trial ran the precision that it requested.")
     groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
-    medians = []
     for position, (_, group) in enumerate(groups):
         # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
-        line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2
-        medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
     caption = f"The trials differ in these settings too: {differing}." if differing else ""
-    devices = [*tables.devices, "not known"]  # numbers, since names would not fit under the points
-    ticks = []
-    for group, points in groups:
-        precision, on, device = group.partition(ON)
-        ticks.append(f"{precision}{on}{devices.index(device) + 1 if on else ''} (n = {len(points)})")
-    if any(ON in group for group, _ in groups):
-        ticks = [tick.replace(" (", "\n(") for tick in ticks]
-        told = (f"{number} is {device}" for number, device in enumerate(tables.devices, 1))
-        caption += f" Devices that are kept apart: {', '.join(told)}."
     return Chart(
         key,
         title,
         y_label=_label(metric),
-        series=[*_points(rows, x, y), *medians],
-        x_ticks=ticks,
-        caption=caption.strip(),
+        series=_points(rows, x, y),
+        x_ticks=[group.replace(ON, "\non ") + f" (n = {len(points)})" for group, points in groups],
+        caption=caption,
     )
 
 
@@ -207,39 +188,19 @@ def importances(tables: StudyTables) -> Chart:
     )
 
 
-def learning_curves(tables: StudyTables, index: int, axis: Literal["epochs", "seconds"]) -> list[Chart]:
-    """The metric at every evaluation against epochs, or on each kind of device against seconds."""
-    numbers = tables.trials[["number", "device"]]
-    if axis == "epochs":
-        return [_learning_curves(tables, index, axis, tables.evaluations)]
-    return [
-        _learning_curves(tables, index, axis, tables.evaluations[shown], place, on)
-        for rows, place, on in _by_device(tables, numbers)
-        for shown in [tables.evaluations["number"].isin(rows["number"])]
-    ]
-
-
-def _learning_curves(
-    tables: StudyTables,
-    index: int,
-    axis: Literal["epochs", "seconds"],
-    evaluations: pd.DataFrame,
-    suffix: str = "",
-    on: str = "",
-) -> Chart:
+def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
-    names = {"epochs": ("epoch", "epoch", "epoch"), "seconds": ("seconds", "time", "seconds in the trial")}
-    column, by, x_label = names[axis]
-    key, title = _key(f"learning_curves_{axis}", index) + suffix, f"{metric} while training, by {by}{on}"
+    key, title, evaluations = _key("learning_curves", index), f"{metric} while training", tables.evaluations
     if metric in evaluations:
-        evaluations = evaluations.dropna(subset=[metric, column])
+        evaluations = evaluations.dropna(subset=[metric, "epoch"])
     if metric not in evaluations or evaluations.empty:
         return Chart(key, title, absent=f"No evaluation with `{metric}` is stored.")
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
     outcomes = tables.trials.set_index("number")["outcome"]
     series: list[Series] = []
-    for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
+    shown = evaluations[evaluations["number"].isin(chosen)]
+    for precision, group in _by_group(shown, shown["precision"]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         # The first curve stands in the legend: a complete one, if any.
         curves = sorted(group.groupby("number"), key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
@@ -249,7 +210,7 @@ def _learning_curves(
                 Series(
                     precision,
                     color,
-                    list(curve[column]),
+                    list(curve["epoch"]),
                     list(_shown(curve[metric], metric)),
                     "line",
                     markers=markers,
@@ -261,11 +222,11 @@ def _learning_curves(
             )
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
-    return Chart(key, title, x_label=x_label, y_label=_label(metric), series=series, caption=caption)
+    return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
 
 
-def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
-    """When each trial ran, coloured by outcome: a row per trial, or per worker in a long study."""
+def timeline(tables: StudyTables) -> Chart:
+    """When each trial ran, coloured by outcome, with a row for each worker."""
     key, title = "timeline", "Trials over time"
     rows = tables.trials.dropna(subset=["start_seconds"])
     if rows.empty:
@@ -274,15 +235,9 @@ def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
     units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
     scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
     starts, ends = rows["start_seconds"] / scale, rows["end_seconds"].fillna(now) / scale
-    if len(rows) <= max_rows:
-        labels = [f"{row.number}  {row.precision}" for row in rows.itertuples()]
-        caption = "One row per trial: its number and the precision requested."
-        positions = pd.Series(range(len(rows) - 1, -1, -1), index=rows.index)
-    else:
-        workers = sorted(rows["worker"].unique())
-        labels = [worker or "worker not known" for worker in workers]
-        caption = "One row per worker. Gaps are time without a trial."
-        positions = len(workers) - 1 - rows["worker"].map(workers.index)
+    workers = sorted(rows["worker"].unique())
+    labels = [worker or "worker not known" for worker in workers]
+    positions = len(workers) - 1 - rows["worker"].map(workers.index)
     series = [
         Series(
             outcome,
@@ -302,13 +257,12 @@ def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
         x_label=f"{unit} since the first trial began",
         series=series,
         y_ticks=labels[::-1],
-        caption=caption,
+        caption="One row per worker. Gaps are time without a trial.",
         height=170 + 19 * len(labels),
     )
 
 
 def _label(metric: str) -> str:
-    """Of a metric's axis."""
     return f"{metric[: -len('_bytes')].replace('_', ' ')} (GiB)" if metric.endswith("_bytes") else metric
 
 
@@ -319,10 +273,6 @@ def _shown(values: pd.Series, metric: str) -> pd.Series:
 
 def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
     return _shown(rows[objective_column(metric)], metric)
-
-
-def _by_precision(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return sorted(rows.groupby("precision"), key=lambda pair: precision_order(pair[0]))
 
 
 def _by_group(rows: pd.DataFrame, groups: pd.Series) -> list[tuple[str, pd.DataFrame]]:
@@ -340,9 +290,8 @@ def _by_device(tables: StudyTables, rows: pd.DataFrame) -> list[tuple[pd.DataFra
 
 
 def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
-    """One series for each precision."""
     series = []
-    for precision, group in _by_precision(rows):
+    for precision, group in _by_group(rows, rows["precision"]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         places = list(x[group.index]), list(y[group.index])
         series.append(Series(precision, color, *places, markers=markers, hover=_hover(group)))
@@ -362,7 +311,6 @@ def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
 
 
 def _hover(rows: pd.DataFrame) -> list[str]:
-    """What is shown where the pointer is over a trial."""
     metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
     texts = []
     for row in rows.to_dict("records"):

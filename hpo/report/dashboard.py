@@ -1,15 +1,13 @@
 """optuna-dashboard with our notes and charts in it.
 
-The dashboard reads, writes and deletes studies without authentication. It listens on loopback, unless
-another address is asked for (a container's own network), and answers only requests that name this server as
-their host: a page on another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs
-inside our process because `optuna-dashboard URL` would show the database's password in the process list. It
-has no artifacts: nothing can be uploaded.
+The dashboard has no authentication. So it listens on loopback, unless another address is given, and answers
+only requests that name this server as their host: this stops another site whose name points at 127.0.0.1 (DNS
+rebinding). It runs in our process, because `optuna-dashboard URL` would show the database's password in the
+process list.
 """
 
 from __future__ import annotations
 
-import io
 import ipaddress
 import json
 import re
@@ -30,7 +28,7 @@ from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.tables import StudyTables, precision_comparison
+from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details, sentences
 from hpo.study.store.storage import open_storage
 
@@ -46,9 +44,6 @@ NOTE_END = "*Above is written by `hpo` and replaced each time; what you write be
 
 MAX_HOVER_POINTS = 500
 """The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
-
-MAX_TIMELINE_ROWS = 16
-"""A chart's place in the dashboard has one size; more rows would not be readable in it."""
 
 
 def publish(study: optuna.Study, record: StudyRecord) -> None:
@@ -66,7 +61,7 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
     before = get_note(study)
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
     save_note(study, f"{study_note(tables)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
-    for chart in all_charts(tables, MAX_TIMELINE_ROWS):
+    for chart in all_charts(tables):
         figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
             figure.update_traces(hovertext=None, hoverinfo="x+y")
@@ -99,7 +94,7 @@ def study_note(tables: StudyTables) -> str:
         for one in detailed:
             lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}."]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
-    lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
+    lines += ["", "## By requested precision", "", _markdown_table(brief_summary(tables)), ""]
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)
@@ -158,15 +153,11 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
         if not is_own_name(environ.get("HTTP_HOST", "")):
             return _refuse(start_response, "This server is asked for under a name that is not its own.")
-        # The dashboard takes any body for a JSON object, and ends in a traceback where it is none.
-        if environ["REQUEST_METHOD"] != "GET" and (length := environ.get("CONTENT_LENGTH") or "0") != "0":
+        # A form on another site can send other types of content to this server, but not JSON.
+        if environ["REQUEST_METHOD"] != "GET" and (environ.get("CONTENT_LENGTH") or "0") != "0":
             kind = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 return _refuse(start_response, "A request must be JSON.", "415 Unsupported Media Type")
-            body = environ["wsgi.input"].read(int(length)) if length.isdecimal() else b""
-            if not _is_json_object(body):
-                return _refuse(start_response, "A request must be a JSON object.", "400 Bad Request")
-            environ["wsgi.input"] = io.BytesIO(body)
         return app(environ, start_response)
 
     try:
@@ -177,12 +168,6 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
             f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
             "Choose another --port or --host."
         ) from error
-
-
-def _is_json_object(body: bytes) -> bool:
-    with suppress(ValueError):
-        return isinstance(json.loads(body), dict)
-    return False
 
 
 def _refuse(start_response: Any, reason: str, status: str = "403 Forbidden") -> list[bytes]:

@@ -1,7 +1,4 @@
-"""All that can be known of a study's data without training: facts, lengths, advice, and their tables.
-
-The tables are of text.
-"""
+"""A check of a study's data before training: facts, lengths, advice, and their tables as text."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number
 from hpo.trial.objectives import check_metrics
 
-USUAL_LENGTHS = (128, 256, 512)
 QUANTILES = (50, 90, 99, 100)
 
 
@@ -33,8 +29,6 @@ class DataCheck:
     study: str
     encoder: str
     """The encoder whose tokenizer counted; the first of those that are searched."""
-    max_lengths: Sequence[int]
-    """Those of the study."""
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
@@ -57,21 +51,14 @@ def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     lengths = length_facts(dataset, tokenizer, _windowings(config), runs_dir / "cache" / "tokens")
     name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", "minilm"))
     advice = data_advice(facts, lengths, config)
-    own, long_text = study_lengths(config), config.data.long_text
-    return DataCheck(config.name, name, own, long_text, facts, lengths, advice)
+    return DataCheck(config.name, name, config.data.long_text, facts, lengths, advice)
 
 
 def _windowings(config: StudyConfig) -> list[Windowing]:
-    """The study's own, and at the usual lengths what they would be with no longer overlap than they take."""
-    data, own = config.data, study_lengths(config)
+    data = config.data
     return [
-        Windowing(
-            length,
-            data.long_text,
-            data.stride_of(length) if length in own else min(data.stride_of(length), length // 4),
-            data.pair_segments,
-        )
-        for length in sorted({*own, *USUAL_LENGTHS})
+        Windowing(length, data.long_text, data.stride_of(length), data.pair_segments)
+        for length in study_lengths(config)
     ]
 
 
@@ -95,7 +82,7 @@ def _quantile(percent: int) -> str:
 
 
 def tasks_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each task and split: how much of it is labelled, and with how much."""
+    """A row for each task and split: how much of it is labelled, and in how many rows no class holds."""
     rows = []
     for task in check.facts.tasks:
         for split, num in task.num_annotated.items():
@@ -103,28 +90,22 @@ def tasks_table(check: DataCheck) -> pd.DataFrame:
             rows.append(
                 {
                     "task": task.name,
-                    "kind": task.kind,
                     "split": split,
                     "labelled": f"{num:,}",
                     "unlabelled": _percent(total - num, total),
                     "none holds": _percent(task.num_empty[split], num) if split in task.num_empty else "",
-                    "several hold": _percent(task.num_several[split], num)
-                    if split in task.num_several
-                    else "",
                 }
             )
     return pd.DataFrame(rows)
 
 
 def leaks_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each pair of splits that have texts in common."""
     return pd.DataFrame(
         {
             "texts of": leak.split,
             "that stand in": leak.other,
             "rows": f"{leak.num_rows:,}",
             "share": _percent(leak.num_rows, check.facts.splits[leak.split].num_rows),
-            "such as": ", ".join(f"{one} = {other}" for one, other in leak.ids),
         }
         for leak in check.facts.leaks
     )
@@ -156,9 +137,8 @@ def cuts_table(check: DataCheck) -> pd.DataFrame:
     num_texts = sum(split.num_rows for split in check.facts.splits.values())
     rows = []
     for cut in lengths.cuts:
-        own = " (this study)" if cut.max_length in check.max_lengths else ""
         row = {
-            "max_length": f"{cut.max_length}{own}",
+            "max_length": str(cut.max_length),
             "texts over it": _of(sum(cut.num_over.values()), num_texts),
         }
         if check.long_text == "window":

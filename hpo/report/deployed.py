@@ -1,4 +1,4 @@
-"""The result of `hpo deploy`, as tables of text, sentences and charts. It takes `Deployment.as_json()`."""
+"""The result of `hpo deploy` as tables of text and sentences, from `Deployment.as_json()`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.config.objective import smaller_is_better
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_interval, format_number
-from hpo.study.reading.study_record import is_number
 
-ARTIFACT_STYLES = {
-    "fp32": PRECISION_STYLES["fp32"],
-    "bf16": PRECISION_STYLES["bf16"],
-    "fp16": PRECISION_STYLES["fp16"],
-    "onnx_fp32": ("#56B4E9", "square"),
-    "onnx_int8_dynamic": ("#009E73", "pentagon"),
-    "onnx_int8_static": ("#CC79A7", "star"),
-}
 _KEEPS_FP32 = ("bf16", "fp16")
 
 Stored = Mapping[str, Any]
@@ -36,7 +25,6 @@ def quality_table(stored: Stored) -> pd.DataFrame:
                 stored["objective"]: _interval(judged["score"], digits=4),
                 "drop": "" if is_reference else _interval(judged["drop"], sign="+"),
                 "worse/better": _changes(judged["changes"]),
-                "change": "" if is_reference else _change(row["largest_change"]),
                 "verdict": "chosen" if index == stored["chosen"] else _verdict(judged),
             }
         )
@@ -59,7 +47,6 @@ def latency_table(stored: Stored) -> pd.DataFrame:
 
 
 def _named(row: Stored) -> dict[str, str]:
-    """The form, in words that a line can break at."""
     return {"form": str(row["artifact"]).replace("_", " ")}
 
 
@@ -77,7 +64,6 @@ def task_table(stored: Stored) -> pd.DataFrame:
 
 
 def sentences(stored: Stored) -> list[str]:
-    """Why forms are not as good, and what limits the numbers."""
     said = []
     if cast := [row["artifact"] for row in stored["artifacts"] if row["artifact"] in _KEEPS_FP32]:
         each = "it computes" if len(cast) == 1 else "they compute"
@@ -125,48 +111,6 @@ def loading(stored: Stored, model: str) -> str:
     return f'hpo.load("{model}"{where})'
 
 
-def latency_charts(stored: Stored) -> list[Chart]:
-    """The score against the latency, at each batch size; bars are the scores' intervals."""
-    corner = "Lower" if smaller_is_better(stored["objective"]) else "Upper"
-    charts = []
-    for size in stored["artifacts"][0]["timings"]:
-        series = []
-        for row in stored["artifacts"]:
-            score, name = row["judged"]["score"], row["artifact"]
-            if score is None:
-                continue
-            color, markers = ARTIFACT_STYLES.get(name, OTHER_STYLE)
-            timing = row["timings"][size]
-            told = (
-                f"{name}\n{stored['objective']} {_interval(score, digits=4)}\np50 {timing['p50_ms']:.3g} ms, "
-                f"p99 {timing['p99_ms']:.3g} ms\n{row['judged']['verdict'].replace('_', ' ')}"
-            )
-            x = timing["p50_ms"]
-            bar = [score["low"], score["high"]]
-            series += [
-                Series(name, color, x=[x, x], y=bar, draw="line", in_legend=False, hover=[told, told]),
-                Series(name, color, x=[x], y=[score["value"]], markers=markers, hover=[told]),
-            ]
-        charts.append(
-            Chart(
-                key=f"latency_{size}",
-                title=f"Score against latency, {_texts(int(size))}",
-                x_label=f"median ms of a prediction of {_texts(int(size))}, {threads(stored)}",
-                y_label=f"{stored['objective']} on validation",
-                series=series,
-                caption=(
-                    f"Each form's {stored['objective']} on the {stored['num_examples']:,} rows of "
-                    f"validation, with its 95 % interval. {corner} left is better."
-                ),
-            )
-        )
-    return charts
-
-
-def _texts(size: int) -> str:
-    return "one text" if size == 1 else f"{size} texts"
-
-
 def threads(stored: Stored) -> str:
     """`1 thread`, `2 threads`."""
     return f"{stored['num_threads']} thread{'s' * (stored['num_threads'] > 1)}"
@@ -181,21 +125,12 @@ def _changes(changes: Stored | None) -> str:
 
 
 def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
-    """`0.9012 [0.8870, 0.9151]` without a break in it."""
     if interval is None:
         return "–"
-    value, low, high = (
-        f"{interval[name]:{sign}.{digits}f}" if interval[name] is not None else "–"
-        for name in ("value", "low", "high")
-    )
-    return f"{value} [{low}, {high}]".replace(" ", "\u00a0")
+    return format_interval(interval["value"], interval["low"], interval["high"], sign, digits)
 
 
 def _megabytes(size: int) -> str:
     """`91.0 MB`, `438 MB`, without a break in it."""
     megabytes = size / 1e6
     return f"{megabytes:.1f}\u00a0MB" if megabytes < 100 else f"{megabytes:.0f}\u00a0MB"
-
-
-def _change(value: Any) -> str:
-    return f"{value:.1e}" if is_number(value) else "–"

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hpo.report.deployed import (
-    latency_charts,
     latency_table,
     loading,
     quality_table,
@@ -16,14 +15,14 @@ from hpo.report.deployed import (
     threads,
     verdict,
 )
-from hpo.report.page import plot, render
+from hpo.report.templates import fill
 
 
 def deployment_html(stored: Mapping[str, Any], model: str) -> str:
     """The page of a `Deployment.as_json()`, whose chosen artifact lies in the folder `model`."""
     device = stored["device"]
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    return render(
+    return fill(
         "deploy.html.j2",
         name=stored["study"],
         facts=[
@@ -34,7 +33,6 @@ def deployment_html(stored: Mapping[str, Any], model: str) -> str:
         verdict=verdict(stored),
         loading=loading(stored, model),
         sentences=sentences(stored),
-        charts=[(chart, plot(chart)) for chart in latency_charts(stored)],
         quality=quality_table(stored),
         latency=latency_table(stored),
         tasks=task_table(stored),

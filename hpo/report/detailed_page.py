@@ -7,10 +7,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hpo.report.detailed_charts import intervals_chart, task_charts
+from hpo.report.detailed_charts import MAX_CLASSES, confusion_chart
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
+    confusions_text,
     decided_text,
     metrics_text,
     num_rows,
@@ -29,15 +30,16 @@ Drawn = tuple[Chart, Markup]
 
 def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
     """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
-    first = intervals_chart(one)
-    drawn = {task: [draw(chart) for chart in task_charts(one, task)] for task in one.tasks}
+    tasks = []
+    for number, (task, of_task) in enumerate(one.tasks.items(), 1):
+        chart = confusion_chart(of_task, f"confusion_{one.name}_task_{number}", task)
+        tasks.append(_task(task, of_task, [draw(chart)] if chart else []))
     return {
         "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
         "about": _about(one),
         "warnings": one.warnings,
         "metrics": metrics_text(one),
-        "charts": [draw(first)] if first else [],
-        "tasks": [_task(task, of_task, drawn[task]) for task, of_task in one.tasks.items()],
+        "tasks": tasks,
     }
 
 
@@ -72,6 +74,7 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
         "about": " ".join(facts),
         "classes": classes_text(of_task),
         "charts": charts,
+        "confusions": confusions_text(of_task) if num > MAX_CLASSES else None,
         "legend": [] if kind.is_number else legend,
         "worst": [_error(of_task, row) for row in worst],
     }
@@ -86,13 +89,9 @@ def _error(of_task: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
         if outside := outside_text(row["num_outside"]):
             answer += f", {outside}"
-        return shown | {"text": marked_text(text, *sides, named=_has_names(of_task)), "answer": answer}
+        marked = marked_text(text, *sides, named=len(of_task["classes"] or ()) > 1)
+        return shown | {"text": marked, "answer": answer}
     if kind.is_number:
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]
         return shown | {"answer": "· true {}, predicted {}".format(*numbers)}
     return shown | {"answer": marked_labels(row["truth"], row["predicted"])}
-
-
-def _has_names(of_task: Mapping[str, Any]) -> bool:
-    """Whether the spans of a task have different names."""
-    return len(of_task["classes"] or ()) > 1

@@ -1,6 +1,5 @@
-"""Detailed evaluations of the best trials as tables: what a model gets right and wrong.
-
-What is not known is None in a document (`hpo.evaluation`), NaN or empty in a table and a dash on the page.
+"""Detailed evaluations of the best trials as tables. An unknown value is None in a document, NaN or empty in
+a table and a dash on the page.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 """In the order of the page: what the search has not seen comes first."""
 
+MAX_CONFUSIONS = 20
 _WHERE = ("number", "split", "task")
 """The first columns of every CSV table; `number` is the trial's."""
 _CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")
@@ -38,18 +38,15 @@ class Detailed:
 
     @property
     def name(self) -> str:
-        """Unique in a study; letters, digits and `_`."""
         return f"{self.split}_trial_{self.trial_number}"
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        """The task's part of the document by its name."""
         of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
         return of_task
 
     @property
     def warnings(self) -> list[str]:
-        """Those of all tasks, each with the task's name before it."""
         return [f"{task}: {text}" for task, of in self.tasks.items() for text in of["warnings"] or ()]
 
 
@@ -77,7 +74,6 @@ def intervals(one: Detailed) -> list[dict[str, Any]]:
 
 
 def interval_text(row: Mapping[str, Any]) -> str:
-    """0.821 [0.790, 0.848]."""
     return format_metric_interval(row["value"], row["low"], row["high"])
 
 
@@ -86,12 +82,8 @@ def headline(one: Detailed) -> str:
     rows = intervals(one)
     shown = [row for row in rows if not row["task"]]
     shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
-    values = ", ".join(f"{' '.join(filter(None, _name(row)))} {interval_text(row)}" for row in shown)
+    values = ", ".join(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip() for row in shown)
     return f"{one.split}, {num_rows(one)}: {values}"
-
-
-def _name(row: Mapping[str, Any]) -> tuple[str, str]:
-    return row["task"], row["metric"]
 
 
 def decided_text(one: Detailed) -> str:
@@ -104,7 +96,6 @@ def decided_text(one: Detailed) -> str:
 
 
 def num_rows(one: Detailed) -> str:
-    """`500 rows`."""
     count = one.document["num_examples"]
     return f"{format_number(count)} row{'' if count == 1 else 's'}"
 
@@ -126,7 +117,6 @@ def sorted_classes(of_task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
-    """The table of a task's classes for people."""
     rows = [
         [
             one["name"],
@@ -142,18 +132,15 @@ def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def outside_text(num_spans: int) -> str:
-    """Of wrong spans in the part of a text that is not shown; empty without any."""
     return f"and {num_spans} wrong span{'s' * (num_spans > 1)} outside this excerpt" if num_spans else ""
 
 
-def off_diagonal(of_task: Mapping[str, Any]) -> list[tuple[str, str, int]]:
-    """(true class, predicted class, rows) of two different classes, the most frequent first."""
-    confusion = of_task["confusion"]
-    if not confusion:
-        return []
-    labels = confusion["labels"]
-    pairs = [(labels[true], labels[said], count) for true, said, count in confusion["counts"] if true != said]
-    return sorted(pairs, key=lambda pair: -pair[2])
+def confusions_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
+    """The most frequent pairs of a true class and another one that was predicted, for people."""
+    pairs = [pair for pair in _confusions(of_task) if pair[0] != pair[1]]
+    pairs = sorted(pairs, key=lambda pair: -pair[2])[:MAX_CONFUSIONS]
+    rows = [(true, predicted, format_number(count)) for true, predicted, count in pairs]
+    return pd.DataFrame(rows, columns=["true", "predicted", "rows"])
 
 
 def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
@@ -207,9 +194,8 @@ def _as_text(value: Any) -> Any:
 
 
 def _metrics(tables: StudyTables, every: Sequence[Detailed]) -> pd.DataFrame:
-    """Every metric of the best trials on each split that they were evaluated on.
-
-    Those of the search are of the split `validation`, without intervals unless it was evaluated in detail.
+    """Every metric of the best trials on each split that they were evaluated on; the search's own have no
+    intervals.
     """
     columns = ["task", "metric", "value", "low", "high", "split", "number"]
     rows = [row | {"split": one.split, "number": one.trial_number} for one in every for row in intervals(one)]

@@ -102,7 +102,7 @@ class Chart:
     y_ticks: Sequence[str] = ()
     x_log: bool = False
     x_whole: bool = False
-    """Ticks at whole numbers only."""
+    """Whether x is a whole number."""
     bar_width: float = 0.72
     """In steps of the axis of categories."""
     height: int = 420
@@ -131,14 +131,10 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
         **own,
     )
-    if chart.absent:
-        sentence = "<br>".join(map(html.escape, textwrap.wrap(chart.absent, 44)))
-        figure.add_annotation(text=sentence, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
-        figure.update_layout(xaxis_visible=False, yaxis_visible=False)
     if chart.x_log:
         figure.update_xaxes(type="log")
-    if chart.x_whole:
-        figure.update_xaxes(**_whole_axis(chart))
+    if chart.x_whole and max(x for series in chart.series for x in series.x) < 10:
+        figure.update_xaxes(dtick=1)
     if chart.x_ticks:
         # Slanted to the left where they do not fit: to the right, plotly hides the last one.
         figure.update_xaxes(**_category_axis(chart.x_ticks), autotickangles=[0, -45, -90])
@@ -199,16 +195,6 @@ def _plotly_cells(series: Series) -> dict[str, Any]:
     look = {"colorscale": [[0, CELL_COLOR], [1, series.color]], "zmin": 0, "zmax": 1, "showscale": False}
     gaps = {"xgap": 1, "ygap": 1, "hoverongaps": False, "hoverinfo": "text", "texttemplate": "%{text}"}
     return grids | look | gaps
-
-
-def _whole_axis(chart: Chart) -> dict[str, Any]:
-    """Ticks 1, 2, 5, 10, 20 ... apart, at most nine of them, and room for the markers at both ends."""
-    x = [value for series in chart.series for value in series.x]
-    low, high = min(x), max(x)
-    room = max(0.4, 0.03 * (high - low))
-    steps = (digit * 10**power for power in range(6) for digit in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= 8)
-    return {"tick0": 0, "dtick": step, "range": [low - room, high + room]}
 
 
 def _category_axis(names: Sequence[str]) -> dict[str, Any]:

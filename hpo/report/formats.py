@@ -19,7 +19,6 @@ def format_metric(metric: str, value: Any) -> str:
 
 
 def objective_values(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
-    """The values of a complete trial by metric."""
     pairs = zip(record.metric_names, trial.values or (), strict=True)
     return {metric: format_metric(metric, value) for metric, value in pairs}
 
@@ -34,13 +33,17 @@ def format_number(value: Any) -> str:
     return f"{number:.4g}"
 
 
-def format_interval(value: Any, low: Any, high: Any, sign: str = "") -> str:
+def format_cell(value: Any) -> str:
+    return format_number(value) if value is None or isinstance(value, float) else str(value)
+
+
+def format_interval(value: Any, low: Any, high: Any, sign: str = "", digits: int = 2) -> str:
     """1.60 [1.50, 1.70] without a break in it; with `sign` "+", -0.10 [-0.40, +0.20]."""
     if not is_number(value):
         return "–"
     if not (is_number(low) and is_number(high)):
-        return f"{value:{sign}.2f}"
-    shown, *ends = (f"{number:{sign}.2f}" for number in (value, low, high))
+        return f"{value:{sign}.{digits}f}"
+    shown, *ends = (f"{number:{sign}.{digits}f}" for number in (value, low, high))
     return f"{shown} [{', '.join(ends)}]".replace(" ", "\u00a0")
 
 

@@ -1,8 +1,6 @@
-"""How much each searched parameter, `fp_precision` among them, decides whether a trial is one of the best.
-
-PED-ANOVA (Watanabe et al. 2023, arXiv 2304.10255), Optuna's default: it compares the parameters of the best
-trials with those of all complete ones. Optuna takes the best tenth; a small study needs more, so at least
-five trials are taken (as Optuna advises), and at most half.
+"""The importance of each searched parameter: how far it sets the best trials apart (PED-ANOVA, Watanabe et
+al. 2023, arXiv 2304.10255). The best are a tenth of the trials as in Optuna, but at least five, and at most
+half.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ def compute_importances(record: StudyRecord) -> Importances:
 def _complete_trials_as_losses(record: StudyRecord) -> list[optuna.trial.FrozenTrial]:
     """The complete trials as Optuna has them, with values of which the lower is better.
 
-    Trials that were enqueued with a value outside the search space are left out: Optuna's distributions
-    reject such a value.
+    Optuna's distributions reject enqueued values outside the search space; such trials are left out.
     """
     from optuna.trial import create_trial
 

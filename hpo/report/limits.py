@@ -29,5 +29,4 @@ def limits_told(record: StudyRecord) -> list[str]:
 
 
 def best_or_nearest(trial: TrialRecord) -> str:
-    """What one of `best_trials` is to be called."""
     return "nearest" if violation(trial.constraints) else "best"

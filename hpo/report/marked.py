@@ -1,9 +1,7 @@
-"""Where a prediction and the truth differ, marked by colour, underline and a sign, so that no eye depends on
-one of them: `−` true only, `+` predicted only, `=` both; where several spans overlap, the sign of each. A
-span is both where name, start and end are the same: one that is predicted in part is `−` and `+`.
+"""Marks of the differences between a prediction and the truth: `−` true only, `+` predicted only, `=` both.
+Signs, colours and underlines say the same, so that no reader depends on one of them.
 
-A text is cut wherever a span begins or ends. So each piece lies in a span as a whole or not at all, and is
-marked by all spans that it lies in, however these overlap.
+A text is cut wherever a span begins or ends, so each piece lies in a span as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -39,10 +37,8 @@ class Piece:
 
 
 def pieces(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Iterator[Piece]:
-    """The text, cut where spans [name, start, end], end exclusive, begin and end.
-
-    Args:
-        named: whether a sign says the names of its spans, too.
+    """The text, cut where spans [name, start, end] begin and end; with `named`, signs have the names of the
+    spans.
     """
     sides = [{(str(name), start, end) for name, start, end in spans or ()} for spans in (truth, predicted)]
     ends = {min(max(0, at), len(text)) for side in sides for _, *place in side for at in place}
@@ -61,7 +57,6 @@ def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, na
 
 
 def marked_labels(truth: Any, predicted: Any) -> Markup:
-    """The classes of a row that are true, predicted or both."""
     true, said = _labels(truth), _labels(predicted)
     looks = [
         *(("missed", name) for name in true if name not in said),

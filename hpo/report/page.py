@@ -1,7 +1,5 @@
-"""The report's HTML page, drawn by `report.html.j2`.
-
-It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text of users
-and trials (names, parameters, error messages) is escaped.
+"""The HTML page of the report. It opens offline, since plotly.js is inside, and its policy forbids it to load
+anything. Text of users and trials is escaped.
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup, escape
 
+from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.detailed_page import HEADING, evaluation
 from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, interval_text, intervals
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
+    format_cell,
     format_metric,
     format_number,
     format_seconds,
@@ -34,11 +34,9 @@ from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.status import trial_seconds
 from hpo.report.tables import (
-    ON,
     StudyTables,
     brief_summary,
     objective_column,
-    precision_comparison,
     searched_parameters,
     task_metrics_table,
 )
@@ -55,14 +53,12 @@ _OF_PRECISION = "precision_metric"
 
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
-    """The page. Sections without data say so in a sentence.
-
-    `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
-    """
+    """The page; `study_file` is the study in the command that trains a trial again."""
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     plots = [(chart, plot(chart)) for chart in charts]
-    reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
+    not_complete = tables.trials[tables.trials["outcome"].ne(Outcome.COMPLETE)]
+    reasons = not_complete.assign(time=not_complete["seconds"].map(format_seconds))
     return render(
         "report.html.j2",
         name=tables.record.name,
@@ -85,8 +81,6 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         ],
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
-        precisions=precision_comparison(tables),
-        by_precision_told=_by_precision_told(tables),
         brief=brief_summary(tables),
         verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
         first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
@@ -96,32 +90,6 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         ],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
-    )
-
-
-def _by_precision_told(tables: StudyTables) -> str:
-    """The best value under each precision, and what it takes to know whether they differ; empty where no
-    trial is complete, or precisions were compared."""
-    record, metric = tables.record, tables.record.metric_names[0]
-    known = tables.by_precision.dropna(subset=[f"best_{metric}"])
-    if "precisions" in record.comparisons or known.empty:
-        return ""
-    names = known["precision"] + (ON + known["device"] if len(tables.devices) > 1 else "")
-    best = known.assign(name=names).sort_values(
-        f"best_{metric}", ascending=record.directions[0] == "minimize"
-    )
-    told = ", ".join(
-        f"{format_metric(metric, value)} under {name}"
-        for name, value in best[["name", f"best_{metric}"]].to_numpy()
-    )
-    if known["precision"].nunique() == 1:
-        return (
-            f"The best {metric} found is {told}. No other precision has a complete trial: `hpo verify` "
-            "shows which ones this machine runs, and `search_space.fp_precision` tries them."
-        )
-    return (
-        f"The best {metric} found is {told}. One search does not tell whether the precisions differ: "
-        f"`hpo compare {shlex.quote(record.name)}` does, on new seeds."
     )
 
 
@@ -136,7 +104,6 @@ def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None
 
 
 def _facts(tables: StudyTables) -> list[str]:
-    """The lines under the name of the study."""
     record = tables.record
     goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
     environments = sorted({_environment(trial) for trial in record.trials} - {""})
@@ -165,7 +132,6 @@ def _environment(trial: TrialRecord) -> str:
 
 
 def _time(tables: StudyTables) -> str:
-    """Of each kind of device."""
     trials = tables.trials
     if len(tables.devices) < 2:
         return format_seconds(float(trials["seconds"].sum()))
@@ -174,7 +140,6 @@ def _time(tables: StudyTables) -> str:
 
 
 def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
-    """The headline of one of the best trials."""
     record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
     precision = trial.telemetry.get("precision") or {}
@@ -195,12 +160,11 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     if "peak_memory_bytes" not in cards:
         cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
     if len(tables.devices) > 1:
-        cards["device"] = tables.device_of(trial.number)
+        cards["device"] = tables.trials.set_index("number")["device"].fillna("not known")[trial.number]
     return cards | {"time": format_seconds(trial_seconds(trial))}
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
-    """One of the best trials below its headline."""
     searched = {name: format_value(value) for name, value in trial.params.items()}
     # A None stands for a default that is decided elsewhere.
     fixed = {
@@ -256,14 +220,7 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
     if trials["train_joules_per_example"].notna().any():
         table["joules/example"] = trials["train_joules_per_example"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
-    for name in ("weights_bytes", "state_bytes"):
-        if trials[name].nunique() > 1:
-            table[name.replace("_bytes", "")] = trials[name].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):
-        table[name] = trials[f"param.{name}"].map(_cell)
+        table[name] = trials[f"param.{name}"].map(format_cell)
     return table
-
-
-def _cell(value: Any) -> str:
-    return format_number(value) if value is None or isinstance(value, float) else str(value)

@@ -65,10 +65,8 @@ class Plan:
 def make_plan(
     config: StudyConfig, costs: list[TrialCost], record: StudyRecord | None, num_workers: int
 ) -> Plan:
-    """The plan of a study whose trials cost so much, each precision as often as the others.
-
-    Args:
-        record: of the study, where it is in the database.
+    """The plan of a study whose trials cost so much, each precision as often as the others; `record` if it is
+    stored.
     """
     seconds = fmean(cost.seconds for cost in costs)
     spent = _spent_seconds(record) if record else 0.0

@@ -1,7 +1,5 @@
-"""A study as one HTML file that opens offline, and CSV tables.
-
-    <folder>/report.html      everything; each chart has a button that saves it as SVG
-    <folder>/tables/*.csv     the numbers behind it, in base units (seconds, bytes)
+"""A study as one HTML file that opens offline, and CSV tables with the numbers in base units (seconds,
+bytes).
 
 Each file is written under a temporary name and renamed, so a reader never sees half a file.
 """
@@ -26,10 +24,9 @@ if TYPE_CHECKING:
 
 
 def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
-    """Write the report of `record` into `out_dir`, over an earlier one, and return the HTML file's path.
+    """Write the report into `out_dir`, over an earlier one, and return the HTML file's path.
 
-    `study_file` is the study as `hpo train` takes it, for the commands that the report names.
-    Raises RunError when a file cannot be written; files of an earlier report are then still whole.
+    `study_file` is the study as `hpo train` takes it. Raises RunError when a file cannot be written.
     """
     tables = StudyTables(record)
     csv = {f"tables/{name}.csv": table.to_csv(index=False) for name, table in _csv_tables(tables).items()}
@@ -47,14 +44,12 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
 
 
 def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
-    """The report's CSV tables by file name (without `.csv`)."""
     return {
         "precision": tables.by_precision,
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
         "importances": tables.importances.table,
-        "not_complete": tables.not_complete,
         **csv_tables(tables),
     }
 

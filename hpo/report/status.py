@@ -79,10 +79,7 @@ def _promotion(record: StudyRecord) -> Promotion | None:
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial; of one that was interrupted, without the time that it waited.
-
-    Of one that goes on from where another paused, without that one's.
-    """
+    """Seconds of work in the trial, without its waits and without the trial that it continues."""
     if trial.telemetry.get("resumed_from_step") is None:
         return trial.seconds
     parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]

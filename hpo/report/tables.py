@@ -1,20 +1,16 @@
 """A study as tables, which the report, the dashboard and the command line read.
 
-What counts where, so that precisions can be compared:
-
-- A trial belongs to the precision that was *requested*. Its metric, speed and memory count there only when
-  that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
-  is counted among the trials and left out of the statistics.
-- A trial that shared its device is left out of speed. Speeds of different devices are never put together:
-  a study that ran on several has one row for each precision and device. Nor are scores: other kernels round
-  otherwise, and in equal time (`max_seconds`) a faster device trains more.
-- Wasted time is time in trials that ended as neither `complete` nor `pruned`; preempted ones have not ended.
+- A trial belongs to the precision that was *requested*. Its metric, speed and memory count only when that
+  precision is what ran: requested = effective, and the observed dtypes agree.
+- The speed of a trial that shared its device does not count. Kinds of device are kept apart, in scores too:
+  kernels round differently, and in equal time (`max_seconds`) a faster device trains more.
+- Wasted time is time in trials that ended as neither `complete` nor `pruned`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +20,7 @@ from hpo.config.limits import violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
-from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
+from hpo.report.formats import format_bytes, format_metric, format_number
 from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
 from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
@@ -53,7 +49,6 @@ _TELEMETRY = {
     "agrees": "precision.agrees",
     "disagreement": "precision.reason",
     "compatibility": "compatibility.verdict",
-    "gradient_cosine": "compatibility.gradient_cosine",
     "shared": "device.shared",
     "train_examples_per_second": "throughput.train_examples_per_second",
     "train_tokens_per_second": "throughput.train_tokens_per_second",
@@ -63,7 +58,6 @@ _TELEMETRY = {
     "device_utilization": "device_utilization",
     "skipped_steps": "scaler.skipped_steps",
     "fp32_fallbacks": "fp32_fallbacks",
-    "num_steps": "num_steps",
     "base_precision": "base_precision.effective",
     "weights_bytes": "base_precision.observed.weights_bytes",
     "optimizer_state": "optimizer_state.effective",
@@ -71,8 +65,6 @@ _TELEMETRY = {
 }
 _NUMBERS = (
     *QUANTITIES,
-    "gradient_cosine",
-    "logits_error",
     "device_utilization",
     "skipped_steps",
     "fp32_fallbacks",
@@ -107,7 +99,6 @@ class StudyTables:
             "precision": [self._requested_precision(trial) for trial in trials],
             **facts,
             "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
-            "logits_error": [_largest_logits_error(trial) for trial in trials],
             "meets_limits": pd.Series(
                 [None if t.values is None else not violation(t.constraints) for t in trials], dtype=object
             ),
@@ -144,12 +135,7 @@ class StudyTables:
 
     @cached_property
     def devices(self) -> list[str]:
-        """The kinds of device that the study ran on."""
         return sorted(self.trials["device"].dropna().unique())
-
-    def device_of(self, number: int) -> str:
-        """The kind of device that a trial ran on."""
-        return str(self.trials.set_index("number")["device"].fillna("not known")[number])
 
     def groups(self, rows: pd.DataFrame) -> pd.Series:
         """What rows of `trials` are put together by: the precision, and the kind of device where the study
@@ -190,13 +176,17 @@ class StudyTables:
     def by_precision(self) -> pd.DataFrame:
         """One row per requested precision, and per device where the study ran on several.
 
-        Columns: `precision`, `device`, `support` (native, emulated, unsupported; for a choice of the study
-        that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count
-        per outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count
-        (the best of those that meet the study's limits),
-        `measured` (trials that speed and memory are from), median, min and max of each of `QUANTITIES`,
-        `skipped_steps` and `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the
-        study's, 0 to 1). Missing numbers are NaN.
+        Columns:
+
+        - `precision`, `device`, `trials`, a count for each outcome, `fell_back`
+        - `support`: native, emulated or unsupported. A choice of the study that no trial drew is `not drawn`,
+          or `not run here` if no device of the study can run it.
+        - `best_<metric>`: over the complete trials that count and meet the study's limits
+        - `measured`: trials whose speed and memory count; median, min and max of each of `QUANTITIES`
+        - `skipped_steps`, `fp32_fallbacks`: sums
+        - `seconds`, `wasted_seconds`, `share_of_time` (0 to 1 of the study's)
+
+        Missing numbers are NaN.
         """
         devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
@@ -228,7 +218,6 @@ class StudyTables:
             values = pd.to_numeric(complete[objective_column(metric)])
             met = values[complete["meets_limits"].eq(True)]
             row[f"best_{metric}"] = met.max() if direction == "maximize" else met.min()
-            row[f"median_{metric}"] = values.median()
         row["measured"] = len(for_speed)
         for quantity in QUANTITIES:
             values = (trained if quantity == "peak_memory_bytes" else for_speed)[quantity]
@@ -256,12 +245,6 @@ class StudyTables:
         nothing = pd.DataFrame(columns=["number", "precision", "step", "epoch"])
         return pd.json_normalize(rows, sep="/") if rows else nothing
 
-    @cached_property
-    def not_complete(self) -> pd.DataFrame:
-        """Every trial that is not complete, and why."""
-        rest = self.trials[self.trials["outcome"].ne(Outcome.COMPLETE)]
-        return rest[["number", "precision", "outcome", "seconds", "reason"]]
-
 
 def objective_column(metric: str) -> str:
     """The column of an objective's values: its name alone may be that of a measured quantity."""
@@ -276,7 +259,6 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 
 
 def fell_back(trials: pd.DataFrame) -> pd.Series:
-    """Which rows of `trials` ran another precision than the one requested."""
     return trials["effective"].notna() & trials["effective"].ne(trials["precision"])
 
 
@@ -300,7 +282,6 @@ def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
 
 
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
-    """Every metric of every task of one trial: task, metric, value."""
     metrics = trial.telemetry.get("metrics") or {}
     rows = [(task, metric, value) for task, values in metrics.items() for metric, value in values.items()]
     return pd.DataFrame(rows, columns=["task", "metric", "value"])
@@ -311,61 +292,23 @@ def group_order(label: str) -> tuple[tuple[int, str], str]:
     return precision_order(label.partition(ON)[0]), label
 
 
-def _largest_logits_error(trial: TrialRecord) -> float | None:
-    errors = _look_up(trial.telemetry, "compatibility.logits_relative_error") or {}
-    return max(errors.values(), default=None)
-
-
 def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
     return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
 
 
-def precision_comparison(tables: StudyTables) -> pd.DataFrame:
-    """`by_precision` as text for people, on its side: a row per quantity, a column per precision and kind of
-    device."""
-    several, rows = len(tables.devices) > 1, tables.by_precision.to_dict("records")
-    has_energy = tables.trials["train_joules_per_example"].notna().any()
-    outcomes = [outcome for outcome in OUTCOMES if any(row[outcome] for row in rows)]
-    columns = {}
-    for row in rows:
-        cells = {"support": row["support"] or "–", "trials": str(row["trials"])}
-        cells |= {name: str(row[name]) for name in outcomes} | {"fell back": str(row["fell_back"])}
-        for metric in tables.record.metric_names:
-            cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
-            cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
-        cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
-        cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
-        if has_energy:
-            cells["train joules/example"] = _spread(row, "train_joules_per_example", format_number)
-        cells["trials measured"] = str(row["measured"])
-        cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
-        cells["skipped steps"] = str(row["skipped_steps"])
-        cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
-        cells["time"] = format_seconds(row["seconds"])
-        cells["share of time"] = _percent(row["share_of_time"])
-        cells["wasted"] = format_seconds(row["wasted_seconds"])
-        on = f"{ON}{row['device']}" if several and row["device"] else ""
-        columns[f"{row['precision']}{on}"] = cells
-    return pd.DataFrame(columns).reset_index(names="requested precision")
-
-
-def _spread(row: Mapping[str, Any], quantity: str, show: Callable[[Any], str]) -> str:
-    """Median, and in brackets min to max, of a quantity of `StudyTables.by_precision`."""
-    low, middle, high = (show(row[f"{quantity}_{name}"]) for name in ("min", "median", "max"))
-    return middle if low == high else f"{middle} ({low} to {high})"
-
-
 def brief_summary(tables: StudyTables) -> pd.DataFrame:
-    """What of `precision_comparison` a terminal shows, with a row per precision."""
+    """`StudyTables.by_precision` as text for people, with a row for each precision."""
     summary = tables.by_precision
     several_devices = summary["device"].nunique() > 1
     rows = []
     for row in summary.to_dict("records"):
         cells = {"precision": row["precision"]} | ({"device": row["device"]} if several_devices else {})
         cells["support"] = row["support"] or "–"
-        cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in OUTCOMES if row[name])
+        outcomes = [f"{row[name]} {name}" for name in OUTCOMES if row[name]]
+        outcomes += [f"{row['fell_back']} fell back"] if row["fell_back"] else []
+        cells["outcomes"] = ", ".join(outcomes)
         for metric in tables.record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
         cells["examples/s"] = format_number(row["train_examples_per_second_median"])

@@ -231,10 +231,6 @@ class Kind(ABC):
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         """How bad each row is, 0 where it is right: [N]. `p_NC` are the probabilities of classes, if any."""
 
-    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64] | None:
-        """Of each token's tags; None: they have none."""
-        return None
-
 
 def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:
     """Lists of labels as rows of booleans: [N, C]."""

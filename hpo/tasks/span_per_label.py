@@ -12,7 +12,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpo.tasks.kind import DecodingThresholds, FloatArray, Span, indicators
 from hpo.tasks.losses import Binary
@@ -97,9 +96,6 @@ class SpanPerLabel(SpanKind, Binary):
     def decided_by(self, decision: DecodingThresholds) -> str:
         gap = f"{decision.merge_gap} token{'s' * (decision.merge_gap != 1)}"
         return f" at the threshold {decision.threshold:.3g} and the merge gap of {gap}"
-
-    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64]:
-        return sigmoid(logits_TK)
 
 
 class Evidence:

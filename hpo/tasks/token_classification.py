@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray
 from hpo.tasks.losses import Multiclass
@@ -92,11 +91,3 @@ class TokenClassification(SpanKind, Multiclass):
         names = [self.task.labels[n] for n in name_P[first]]
         first_O, last_O = first % len(token_O), last % len(token_O)
         return character_spans(split, example_O[first_O], names, token_O[first_O], token_O[last_O])
-
-    def token_probabilities(self, logits_TK: FloatArray) -> NDArray[np.float64]:
-        """Each token's, and where spans may overlap each name's, of O, B and I."""
-        tags = logits_TK.reshape(
-            len(logits_TK), self.num_outputs // self.num_choices, self.num_choices
-        ).astype(np.float64)
-        exponents = np.exp(tags - tags.max(axis=-1, keepdims=True))
-        return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))

@@ -1,7 +1,5 @@
-"""A tracker beside a run, in a process of its own: whatever becomes of it, the search does not notice.
-
-The process sees the end of its standard input when this one ends, also by `kill -9`; then it brings what is
-left, and ends.
+"""A tracker beside a run, in a process of its own, so that it cannot disturb the search. The process ends
+after its standard input does, also if this process is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A study kept in step with a tracker: the database is the truth, and the tracker a copy that may be away.
+"""Keeps a tracker in step with a study. The database is the truth; the tracker is a copy that may be away.
 
-Each look reads the study and brings the runs that have changed since the last one. A run counts as shown only
-when the tracker has taken all of it, so what it missed while it was away comes with a later look, or with the
-next call of the command. Nothing is written to the database, and no worker waits for a tracker.
+A run counts as shown only when the tracker has taken all of it, so a later look brings what it missed.
+Nothing is written to the database, and no worker waits for a tracker.
 """
 
 from __future__ import annotations

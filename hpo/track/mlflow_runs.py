@@ -1,12 +1,8 @@
-"""Runs of MLflow: an experiment of the study's name, in which a tag says of which trial a run is.
+"""Runs of MLflow: an experiment of the study's name, in which a tag names the trial of a run.
 
-MLflow has no key by which a run could be made once, so two commands that follow one study at a time may both
-make it. Whoever finds several runs of a trial keeps the one with the first id and deletes the others (MLflow
-keeps what is deleted), and each command fills the one that is kept.
-
-Whether an evaluation is in a run is read from the run itself: `epoch` is the last of its metrics that is
-written. What a command that was killed in between had written comes again with the same time and value, which
-MLflow's tables hold once.
+Two commands may both make the run of a trial. Each then keeps the one with the first id and deletes the
+others. Whether an evaluation is in a run is read from the run itself: `epoch` is the last metric that is
+written.
 """
 
 from __future__ import annotations
@@ -134,14 +130,12 @@ class MlflowTracker:
         known.digest = run.digest
 
     def _log(self, run_id: str, at_most: int, **entities: Sequence[Any]) -> None:
-        """Send the entities of one kind, so many in a request."""
         ((kind, rows),) = entities.items()
         left = iter(rows)
         while chunk := list(islice(left, at_most)):
             self._client.log_batch(run_id, **{kind: chunk})
 
     def _find(self, run: Run) -> _Known:
-        """The run of a trial, made if there is none."""
         if not self._experiment_id:
             experiment = self._find_experiment()
             self._known = self._search(experiment)

@@ -1,7 +1,5 @@
-"""The folders in which TensorBoard and W&B keep a run, each with a note of what of the trial is in it.
-
-Neither says what a file holds that a command left when it was killed. So a run whose note is not that of the
-trial as it is, is written anew, and nothing is in it twice. What goes on is added to an open file.
+"""The folders of TensorBoard and W&B, each with a note of the trial's state in it. A run whose note is out of
+date is written anew, since a file does not tell what a killed command left in it.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ NOTE = "hpo.json"
 
 
 def is_noted(folder: Path, run: Run) -> bool:
-    """Whether the folder holds the trial as it is."""
     return _note(folder / NOTE) == _content(run)
 
 
 def note(folder: Path, run: Run) -> None:
-    """Say that the folder holds the trial as it is."""
     temporary = folder / f".{NOTE}"
     temporary.write_text(json.dumps(_content(run)))
     temporary.replace(folder / NOTE)

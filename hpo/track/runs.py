@@ -1,11 +1,8 @@
-"""What a tracker shows of a study: one run for each trial, made from the study's tables alone.
+"""The runs that a tracker shows: one for each trial, made from the study's tables alone.
 
-The key of a run is that of its trial in any database, so a second call, another machine or a copy of the
-study finds the run again. A trial that paused and goes on is one run with all its evaluations, though Optuna
-has two trials of it. One that failed and is tried again is two.
-
-Whoever can write to the database decides on names and texts: control characters are replaced in all of them,
-and in names also what MLflow refuses, which takes fewer characters than the others.
+The key of a run is the same in any database, so another machine or a copy of the study finds it again. A
+trial that paused and goes on is one run, though Optuna has two trials of it. Anybody who can write to the
+database decides on names and texts, so control characters, and in names what MLflow refuses, are replaced.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """Another one when anything of the run is."""
         return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
 
 
@@ -72,12 +68,10 @@ def runs_of(record: StudyRecord, token: str) -> list[Run]:
 
 
 def is_over(record: StudyRecord) -> bool:
-    """Whether nothing will happen in the study any more."""
     return record.state == "cancelled" or record.slots["done"] == sum(record.slots.values())
 
 
 def _run(record: StudyRecord, key: str, trials: Sequence[TrialRecord]) -> Run:
-    """The run of the `trials` that are one to a person."""
     first, last = trials[0], trials[-1]
     assert first.started is not None
     started, status = first.started.timestamp(), _status(last, is_over(record))

@@ -1,8 +1,7 @@
-"""Event files of TensorBoard: a folder for each trial, with its evaluations as scalars and its parameters as
-what the page HPARAMS shows, once it has ended.
+"""Event files of TensorBoard: a folder for each trial, with its evaluations as scalars and, at its end,
+HPARAMS.
 
-A folder that is written anew begins with the order to drop what was there before (`purge_step`), which a
-TensorBoard that has read that obeys.
+A folder that is written anew begins with `purge_step`, which makes TensorBoard drop what it had read before.
 """
 
 from __future__ import annotations

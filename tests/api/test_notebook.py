@@ -1,11 +1,8 @@
-"""A study in Jupyter: run, shown as a picture, and a precision checked, in a kernel of its own."""
-
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import nbformat
 import pytest
@@ -26,7 +23,6 @@ print(hpo.check_precision(model, lambda model, batch: model(batch).square().mean
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each cell shows."""
     monkeypatch.delenv("HPO_STORAGE", raising=False)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     write_study(tmp_path)
@@ -45,13 +41,8 @@ def test_a_notebook(outputs: list[Any]) -> None:
 
     page = shown[-1].data["text/html"]
     assert page.startswith("<b>tiny</b>: 2 of 2 trials done")
-    assert not re.search("<script|https?://(?!www.w3.org/2000/svg)", page), "it is read offline"
-    (picture,) = re.findall("<svg .*</svg>", page, re.DOTALL)
-    circles = ElementTree.fromstring(picture).findall("{http://www.w3.org/2000/svg}circle")
-    places = [(float(one.get("cx", "")), float(one.get("cy", ""))) for one in circles]
-    assert len(places) == 2
-    assert places[0][0] < places[1][0]
-    assert all(70 < x < 630 and 30 < y < 215 for x, y in places)
+    assert not re.search("<script|https?://", page), "it is read offline"
+    assert "2 complete" in page
 
     assert "text/html" in table[-1].data
     assert "bf16: ok" in checked[-1].text

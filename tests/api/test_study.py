@@ -1,5 +1,3 @@
-"""`hpo.Study`: what the commands do, from Python and in a notebook."""
-
 from __future__ import annotations
 
 import os

@@ -1,17 +1,13 @@
 """Tables of curves: a pool of configurations, each with its losses after parts of its training.
 
-A table is one of two:
-
-    NAME.npz    `hyperparameters` [N, K] with their `names` [K], and `valid_loss` [N, P + 1] after 0 to P
-                equal parts of training, not finite from where a run broke
-    NAME.jsonl  what `tabulate_spaces.py` wrote, beside NAME.yaml, its study; the loss is the negative score
+A table is a file NAME.npz with `hyperparameters` [N, K], their `names` [K], and `valid_loss` [N, P + 1] after
+0 to P equal parts of training. A loss is not finite from the part on in which the run broke.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpo.config.search_space import CategoricalDistribution, Distribution, FloatDistribution, SearchSpace
-from hpo.config.study_config import load_study
+from hpo.config.search_space import FloatDistribution
 
 Settings = Mapping[str, Any]
 
@@ -29,7 +24,7 @@ Settings = Mapping[str, Any]
 class Curves:
     """A table."""
 
-    space: SearchSpace
+    space: Mapping[str, FloatDistribution]
     params: Sequence[Settings]
     """Of each of the N runs."""
     shares: Sequence[Fraction]
@@ -38,7 +33,7 @@ class Curves:
     """After each share; NaN where the run has broken."""
 
     @property
-    def points_NF(self) -> np.ndarray:
+    def points_NK(self) -> np.ndarray:
         """The settings as points, see `points`."""
         return points(self.params, self.space)
 
@@ -66,34 +61,20 @@ class Curves:
 
 
 def table_paths(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.npz"), *folder.glob("*.jsonl")])
+    return sorted(folder.glob("*.npz"))
+
+
+def points(params: Sequence[Settings], space: Mapping[str, FloatDistribution]) -> np.ndarray:
+    """Each setting from 0 to 1 over its range, on a log scale where it is searched on one [N, K]."""
+    columns_KN = []
+    for name, setting in space.items():
+        scale = np.log if setting.log else np.asarray
+        low, high = scale(setting.low), scale(setting.high)
+        columns_KN.append((scale([one[name] for one in params]) - low) / (high - low))
+    return np.stack(columns_KN, axis=1)
 
 
 def load(path: Path) -> Curves:
-    return _load_jsonl(path) if path.suffix == ".jsonl" else _load_npz(path)
-
-
-def points(params: Iterable[Settings], space: SearchSpace) -> np.ndarray:
-    """Each setting from 0 to 1 over its range, on a log scale where it is searched on one [N, F].
-
-    A categorical setting has a column for each choice; two that differ in it are as far apart as the ends of
-    a range.
-    """
-    params = list(params)
-    columns = [_columns([one[name] for one in params], space[name]) for name in space]
-    return np.concatenate(columns, axis=1)
-
-
-def _columns(values: Sequence[Any], distribution: Distribution) -> np.ndarray:
-    if isinstance(distribution, CategoricalDistribution):
-        return np.array([[value == choice for choice in distribution.choices] for value in values]) / 2**0.5
-    scale = np.log if distribution.log else np.asarray
-    low, high = scale(distribution.low), scale(distribution.high)
-    column_N: np.ndarray = (scale(np.array(values)) - low) / (high - low)
-    return column_N[:, None]
-
-
-def _load_npz(path: Path) -> Curves:
     with np.load(path) as table:
         names, settings_NK = table["names"].tolist(), table["hyperparameters"].astype(float)
         losses_NP = table["valid_loss"].astype(float)
@@ -109,15 +90,3 @@ def _load_npz(path: Path) -> Curves:
     shares = [Fraction(part, num_parts) for part in range(num_parts + 1)]
     is_finite_NP = np.isfinite(losses_NP).cumprod(axis=1).astype(bool)
     return Curves(space, params, shares, np.where(is_finite_NP, losses_NP, np.nan))
-
-
-def _load_jsonl(path: Path) -> Curves:
-    study = load_study(path.with_suffix(".yaml"))
-    _, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    shares = [Fraction(0), *study.evaluation.shares(study.training.epochs)]
-    losses_NP = np.full((len(rows), len(shares)), np.nan)
-    losses_NP[:, 0] = 0.0
-    for row, losses_P in zip(rows, losses_NP, strict=True):
-        scores = [score for *_, score in row["evaluations"]]
-        losses_P[1 : len(scores) + 1] = np.negative(scores)
-    return Curves(study.search_space, [row["params"] for row in rows], shares, losses_NP)

@@ -28,10 +28,10 @@ from peer_searches import (
     WORKLOAD,
     Search,
     Trial,
-    missing,
     run_search,
     write_bf16_checkpoint,
 )
+from peers import missing
 from workload import run_apart, write_workload
 
 from hpo.device import probe_device

@@ -8,7 +8,6 @@ maximises the accuracy of `severity`; ours has its own `score`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import tempfile
@@ -307,7 +306,6 @@ CONTENDERS: dict[str, Callable[[Search, Watch], list[Trial]]] = {
     "lightning": run_lightning,
     "hpo": run_hpo,
 }
-NEEDS = {"trainer-fp32": "accelerate", "trainer-bf16": "accelerate", "lightning": "lightning"}
 
 
 def run_search(name: str, search: Search) -> list[Trial]:
@@ -316,9 +314,3 @@ def run_search(name: str, search: Search) -> list[Trial]:
     watch = Watch()
     with watch.watching():
         return CONTENDERS[name](search, watch)
-
-
-def missing(name: str) -> str:
-    """The package that a contender lacks here; empty if none."""
-    package = NEEDS.get(name, "")
-    return package if package and importlib.util.find_spec(package) is None else ""

@@ -6,6 +6,7 @@ does by default, in unsorted batches of 8. `run_plain`, a loop as a careful user
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import tempfile
@@ -28,6 +29,8 @@ LOADERS = {"cpu": 0, "cuda": 2}
 CHUNK_BATCHES = 50
 """Batches among which a plain loop sorts by length, as Trainer does."""
 SEED = 42
+NEEDS = {"trainer": "accelerate", "lightning": "lightning"}
+"""The packages that contenders need beside the project's, by the first word of their names."""
 LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -82,6 +85,12 @@ class PeerModel(nn.Module):
 
     def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, target)
+
+
+def missing(contender: str) -> str:
+    """The package that a contender lacks here; empty if none."""
+    package = NEEDS.get(contender.split("-")[0], "")
+    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def minilm_folder() -> str:
@@ -350,6 +359,4 @@ CONTENDERS = {
     "trainer": run_trainer,
     "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
     "lightning": run_lightning,
-    "trainer-tuned": run_tuned_trainer,
-    "plain": run_plain,
 }

@@ -132,7 +132,7 @@ def main() -> None:
         return
     num_rounds = arguments.pairs or 5
     if arguments.figures == [SEARCH_WALL]:
-        search_wall.main(["measure", "--seeds", str(num_rounds), *results])
+        search_wall.main(["--seeds", str(num_rounds), *results])
         return
     known = [figure.number for figure in FIGURES]
     if unknown := set(arguments.figures) - set(known):

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import optuna
-from curves import Curves, load
+from curves import Curves, load, table_paths
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
@@ -62,7 +62,7 @@ PEERS = {"multi_metric_pruner, MedianPruner": Policy(lambda _, seed: TPESampler(
 def second_losses(path: Path, curves: Curves, second: str) -> np.ndarray:
     """Of each run after each part of its training, the second objective [N, P + 1]."""
     if second in curves.space:
-        setting_N1 = curves.points_NF[:, [list(curves.space).index(second)]]
+        setting_N1 = curves.points_NK[:, [list(curves.space).index(second)]]
         return np.broadcast_to(setting_N1, curves.losses_NP.shape)
     with np.load(path) as table:
         return np.where(np.isnan(curves.losses_NP), np.nan, table[second].astype(float))
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--second", default="learning_rate", help="a setting, or `test_loss`")
     parser.add_argument("--peer", type=Path)
     arguments = parser.parse_args()
-    tables = sorted(arguments.folder.glob("*.npz"))
+    tables = table_paths(arguments.folder)
     if not tables:
         parser.error(f"there is no table (*.npz) in {arguments.folder}")
     if arguments.peer:

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/search_tables.py FOLDER [--seeds 100] [--policies NAME ...] [--json]
 
-The tables of FOLDER are those of `curves.py`; ours are in `tests/benchmarks/spaces`. A trial has an
-evaluation after each tenth of its training, and at the rungs; where a table has no losses there (ours have
-them after each epoch), it trains on to where there are, and its rung is there. It costs what it trained, to
-where it paused, was stopped or broke; one that goes on costs the rest. A whole run counts 1.
+FOLDER has tables as `curves.py` describes them. A trial has an evaluation after each tenth of its training,
+and at the rungs. Where a table has no losses there, the trial trains on to where there are, and its rung is
+there. It costs what it trained, to where it paused, was stopped or broke; one that goes on costs the rest. A
+whole run counts 1.
 
 The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
 configuration that was not tried, and the sampler is shown that one's settings.
@@ -119,7 +119,7 @@ class Search:
             sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), directions=self.directions
         )
         self.left = np.ones(len(curves.params), dtype=bool)
-        self.points_NF = curves.points_NF
+        self.points_NK = curves.points_NK
         self.spent = 0.0
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
@@ -219,7 +219,7 @@ class Search:
         return params
 
     def _nearest(self, params: dict[str, Any]) -> int:
-        distance_N = ((self.points_NF - points([params], self.curves.space)) ** 2).sum(axis=1)
+        distance_N = ((self.points_NK - points([params], self.curves.space)) ** 2).sum(axis=1)
         row = int(np.where(self.left, distance_N, np.inf).argmin())
         self.left[row] = False
         return row
@@ -253,7 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tables = table_paths(arguments.folder)
     if not tables:
-        parser.error(f"there is no table (*.npz, *.jsonl) in {arguments.folder}")
+        parser.error(f"there is no table (*.npz) in {arguments.folder}")
     result: dict[str, dict[str, dict[str, float]]] = {}
     with ProcessPoolExecutor() as pool:
         for name in arguments.policies:

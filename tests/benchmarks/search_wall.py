@@ -1,20 +1,18 @@
 """Seconds until a search has trained a checkpoint as good as an exhaustive search's, ours against the peers.
 
-    python tests/benchmarks/search_wall.py exhaust SET     train a random sample of the space, in minutes
-    python tests/benchmarks/search_wall.py measure         every contender on every set, with each seed
+    python tests/benchmarks/search_wall.py     every contender on every set, with each seed
 
-The target is the best validation score of the sample, whose file is in `exhausted/`, minus half a point. A
-search is a process of its own. Its clock begins when the process is started and ends at its first evaluation
-that scores at least the target, of whichever trial; then it is killed. Ours is `hpo run STUDY` with the
-defaults of a study, so with 20 trials; `hpo-hours` has `--hours` of the cap instead, and `hpo-no-portfolio`
-has `portfolio: false`. The peers are in `wall_searches.py`, the space in `exhaustive_search.py`. Contenders
-take turns, so what the machine does meets all.
+The target is the best validation score of an exhaustive search, minus half a point. A search is a process of
+its own. Its clock begins when the process is started and ends at its first evaluation that scores at least
+the target, of whichever trial; then it is killed. Ours is `hpo run STUDY` with the defaults of a study, so
+with 20 trials; `hpo-hours` has `--hours` of the cap instead, and `hpo-no-portfolio` has `portfolio: false`.
+The peers are in `wall_searches.py`, the space and the targets in `wall.py`. Contenders take turns, so what
+the machine does meets all.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -32,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from exhaustive_search import TASKS, WIDER, Wall, exhausted, target_of, write_exhausted
+from peers import missing
 from real_sets import REAL_SETS
+from wall import WALLS, WIDER, Wall
 from wall_searches import PEERS, SCORES
 
 HOURS = "hpo-hours"
 OURS: dict[str, dict[str, Any]] = {"hpo": {}, HOURS: {}, "hpo-no-portfolio": {"portfolio": False}}
 """What each has in its study file that a study with the defaults has not."""
 CONTENDERS = (*OURS, *PEERS)
-NEEDS = {"trainer": "accelerate", "lightning": "lightning"}
 WANTED = 0.25
 """Of the best peer's time."""
 POLL_SECONDS = 0.1
@@ -73,12 +71,6 @@ class Found:
     def seconds_to(self, score: float) -> float | None:
         """Until the first evaluation with at least this score; None: there was none."""
         return next((seconds for seconds, found in self.course if found >= score), None)
-
-
-def missing(contender: str) -> str:
-    """The package that a contender lacks here; empty if none."""
-    package = NEEDS.get(contender, "")
-    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def command(search: Search, rows: Path, work: Path) -> list[str]:
@@ -151,7 +143,7 @@ def measured(searches: Iterable[Search], results: Path | None = None) -> Iterato
         if search not in known:
             with tempfile.TemporaryDirectory() as folder:
                 rows = Path(folder)
-                Wall.read(exhausted(search.set)).write(rows)
+                WALLS[search.set].write(rows)
                 known[search] = run(search, rows)
             if results:
                 results.parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +174,6 @@ def table(found: Sequence[Found], contenders: Sequence[str], target: float) -> I
         yield f"{contender} takes {ratio:.2f} of the time of {best}; wanted at most {WANTED:g}: {verdict}"
 
 
-# The command line
-
-
 def measure(arguments: argparse.Namespace) -> None:
     from hpo.device import probe_device
 
@@ -195,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> None:
         else:
             contenders.append(name)
     searches = [
-        Search(name, contender, seed, target_of(name), arguments.cap)
+        Search(name, contender, seed, WALLS[name].target(), arguments.cap)
         for seed in range(arguments.seeds)
         for name in arguments.sets
         for contender in contenders
@@ -205,9 +194,6 @@ def measure(arguments: argparse.Namespace) -> None:
         best = one.course[-1][1] if one.course else 0.0
         print(f"{one.search}: {one.seconds} s, {best:.4f}", file=sys.stderr, flush=True)
         found.append(one)
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-        return
     device = probe_device("cpu")
     print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, torch {device.torch_version}, "
@@ -215,7 +201,7 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     for name in arguments.sets:
         of_set = [one for one in found if one.search.set == name]
-        for target in (target_of(name), target_of(name, WIDER)):
+        for target in (WALLS[name].target(), WALLS[name].target(WIDER)):
             print(f"\n{name}, {target:.4f}:\n\n| | seconds, median (min to max) | reached |")
             print("| --- | --- | --- |")
             print("\n".join(table(of_set, contenders, target)))
@@ -225,30 +211,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True)
-    of_target = commands.add_parser("exhaust")
-    of_target.add_argument("set", choices=TASKS)
-    of_target.add_argument("--runs", type=int, default=40, help="configurations")
-    of_target.add_argument("--train", type=int, default=256, help="rows")
-    of_target.add_argument("--validation", type=int, default=200, help="rows")
-    of_target.add_argument("--epochs", type=int, default=2)
-    of_target.set_defaults(run=write_exhausted)
-    of_searches = commands.add_parser("measure")
-    of_searches.add_argument("--sets", nargs="+", choices=TASKS, default=list(TASKS))
-    of_searches.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    of_searches.add_argument("--seeds", type=int, default=5, help="how many")
-    of_searches.add_argument("--cap", type=float, default=300.0, help="seconds of one search")
-    of_searches.add_argument(
-        "--results", type=Path, help="a file of searches, with which a stopped run goes on"
-    )
-    of_searches.add_argument("--json", action="store_true", help="print every search")
-    of_searches.set_defaults(run=measure)
+    parser.add_argument("--sets", nargs="+", choices=WALLS, default=list(WALLS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--cap", type=float, default=300.0, help="seconds of one search")
+    parser.add_argument("--results", type=Path, help="a file of searches, with which a stopped run goes on")
     arguments = parser.parse_args(words)
-    for name in getattr(arguments, "sets", [getattr(arguments, "set", "")]):
+    for name in arguments.sets:
         if not (REAL_SETS / name / "tasks.json").exists():
             parser.error(f"there is no set {name} in {REAL_SETS}: HPO_DATA_DIR names their folder")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    arguments.run(arguments)
+    measure(arguments)
 
 
 if __name__ == "__main__":

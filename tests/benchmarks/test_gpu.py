@@ -66,31 +66,28 @@ def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
     assert printed.endswith("left out for lack of time: nothing\n")
 
 
-def test_no_part_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_without_enough_time_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main(["--tiny", "--device", "cpu", "--seconds", "0"])
     assert capsys.readouterr().out.endswith(f"left out for lack of time: {', '.join(gpu.PARTS)}\n")
-
-
-def test_a_figure_that_needs_more_time_than_is_left_is_left_out() -> None:
     report = gpu.Report(100.0, None)
-    assert report.allows("first", 50.0)
-    assert not report.allows("second", 150.0)
-    assert report.left_out == ["second"]
+    assert [report.allows(name, seconds) for name, seconds in (("a", 50.0), ("b", 150.0))] == [True, False]
+    assert report.left_out == ["b"]
 
 
-def test_a_part_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["speed"])
-    assert "a part must be one of rounds, products, profile" in capsys.readouterr().err
-
-
-def test_a_machine_without_a_gpu_is_told_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speed"], "a part must be one of rounds, products, profile"),
+        ([], "PyTorch sees no CUDA device here. Use device: auto or cpu."),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        gpu.main([])
-    assert "PyTorch sees no CUDA device here. Use device: auto or cpu." in capsys.readouterr().err
+        gpu.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""What each contender's studies say of precision, against what the hooks saw."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,14 +6,13 @@ import pytest
 from peer_precision import costs
 from peer_searches import (
     DTYPES,
-    NEEDS,
     WORKLOAD,
     Search,
     Trial,
-    missing,
     run_search,
     write_bf16_checkpoint,
 )
+from peers import missing
 from workload import run_apart, write_workload
 
 NUM_TRIALS, SEED = 4, 0
@@ -78,8 +75,8 @@ def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(rows: Path) -
     ],
 )
 def test_peers_record_what_they_do_not_run(rows: Path, name: str, ran: dict[str, str]) -> None:
-    if missing(name):
-        pytest.skip(f"{NEEDS[name]} is not installed: `make bench` does it")
+    if package := missing(name):
+        pytest.skip(f"{package} is not installed: `make bench` does it")
     trials = run_apart(run_search, name, Search(rows))
     assert dtypes_of(trials) == {asked: {str(DTYPES[precision])} for asked, precision in ran.items()}
     assert [trial.is_true for trial in trials] == [ran[trial.asked] == trial.asked for trial in trials]

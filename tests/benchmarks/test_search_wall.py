@@ -1,67 +1,56 @@
-"""Whole searches of made posts by a tiny encoder, each in a process of its own; and what is said of them."""
-
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import exhaustive_search
 import numpy as np
 import pytest
 import run
 import search_wall
 import wall_searches
-from exhaustive_search import EXHAUSTED, SPACE, TASKS, Wall, exhaust, exhausted, target_of
 from peer_searches import TINY
-from search_wall import Found, Search, measured, missing, table
+from peers import missing
+from search_wall import Found, Search, measured, table
 from sklearn.metrics import f1_score
+from wall import WALLS, Wall
 from wall_searches import PEERS
 from workload import Workload
 
-MADE = Wall(Workload("made", "", ("severity",), 64, (1, 3), 64, 32, encoder=TINY), 1)
-SEARCH = Search("made", "hpo", seed=1, target=1.0, cap=120.0)
+MADE = Wall(Workload("made", "", ("severity",), 64, (1, 3), 64, 32, encoder=TINY), 1, best=0.055)
+SEARCH = Search("made", "hpo", seed=1, target=MADE.target(), cap=120.0)
+"""The first evaluation of a search scores at least the target."""
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[float]:
-    """That of the worse of two runs, which every search reaches."""
-    folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exhaustive_search, "EXHAUSTED", folder)
-        runs = exhaust(MADE, 2, folder / "rows")
-        assert all(run["params"].keys() == SPACE.keys() for run in runs)
-        worse = min(run["score"] for run in runs)
-        exhausted("made").write_text(json.dumps(asdict(MADE) | {"best": worse}))
-        yield target_of("made")
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WALLS, MADE.workload.name, MADE)
 
 
 @pytest.mark.parametrize("contender", ["hpo", *PEERS])
 def test_a_search_ends_when_a_checkpoint_reaches_the_target(
-    contender: str, target: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if package := missing(contender):
         pytest.skip(f"{package} is not installed: `make bench` does it")
-    asked, results = replace(SEARCH, contender=contender, target=target), tmp_path / "runs" / "found.jsonl"
+    asked, results = replace(SEARCH, contender=contender), tmp_path / "runs" / "found.jsonl"
     (found,) = measured([asked], results)
     assert found.reached
     assert found.course[-1] == (found.seconds, max(score for _, score in found.course))
-    assert all(score < target for _, score in found.course[:-1])
-    assert found.course[-1][1] >= target
+    assert all(score < SEARCH.target for _, score in found.course[:-1])
+    assert found.course[-1][1] >= SEARCH.target
     monkeypatch.setattr(search_wall, "run", None)
     assert list(measured([asked], results)) == [found], "a stopped run goes on"
 
 
-def test_what_is_not_reached_ends_at_the_cap(target: float) -> None:
-    (found,) = measured([replace(SEARCH, contender="plain", target=target + 1, cap=0.5)])
+def test_a_search_ends_at_the_cap() -> None:
+    (found,) = measured([replace(SEARCH, contender="plain", target=2.0, cap=0.5)])
     assert not found.reached
     assert found.seconds >= 0.5
 
 
-@pytest.mark.usefixtures("target")
-def test_a_search_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_search_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(search_wall.OURS, "hpo", {"no_such_key": 1})
     with pytest.raises(RuntimeError, match=r"hpo ended with 2:[^$]*no_such_key"):
         list(measured([SEARCH]))
@@ -102,19 +91,4 @@ def test_make_bench_measures_as_many_seeds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(search_wall, "main", asked.append)
     monkeypatch.setattr(sys, "argv", ["run.py", "search-wall", "--pairs", "3", "--results", "found.jsonl"])
     run.main()
-    assert asked == [["measure", "--seeds", "3", "--results", "found.jsonl"]]
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_target_of_a_set_is_neither_trivial_nor_out_of_reach(name: str) -> None:
-    content = json.loads((EXHAUSTED / f"{name}.json").read_text())
-    scores = [run["score"] for run in content["runs"]]
-    assert content["best"] == max(scores)
-    num_at_target, num_wider = (
-        sum(score >= content["best"] - margin for score in scores)
-        for margin in (exhaustive_search.MARGIN, exhaustive_search.WIDER)
-    )
-    assert content["num_at_target"] == num_at_target
-    assert num_at_target < num_wider
-    assert 0.05 < num_wider / len(scores) < 0.25
-    assert f"exhaust {name} " in content["command"]
+    assert asked == [["--seeds", "3", "--results", "found.jsonl"]]

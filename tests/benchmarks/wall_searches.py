@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from exhaustive_search import Wall, suggest
+from wall import Wall, suggest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,11 +1,9 @@
-"""`hpo database` and `hpo copy` as a person types them."""
-
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok
+from command_line import hpo_command, ok, refused
 
 
 def test_no_database(tmp_path: Path) -> None:
@@ -13,9 +11,7 @@ def test_no_database(tmp_path: Path) -> None:
     status = hpo_command(tmp_path, "database", "status", "--json")
     assert (status.exit_code, status.json) == (1, {"running": False})
     assert not (tmp_path / "runs").exists()
-    copied = hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///b.db")
-    assert copied.exit_code == 2
-    assert "Error: There is no" in copied.err
+    refused(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///b.db"), "Error: There is no")
     assert not list(tmp_path.iterdir())
 
 
@@ -24,9 +20,7 @@ def test_a_url_in_a_file_is_a_storage(folder: Path, postgres_url: str) -> None:
     file = folder / "url"
     file.write_text(postgres_url)
     file.chmod(0o644)
-    refused = hpo_command(folder, "copy", "tiny", "--to", "@url")
-    assert refused.exit_code == 2
-    assert "only its owner may read it" in refused.err
+    refused(hpo_command(folder, "copy", "tiny", "--to", "@url"), "only its owner may read it")
     file.chmod(0o600)
     ok(hpo_command(folder, "copy", "tiny", "--to", "@url"))
     assert "tiny" in ok(hpo_command(folder, "status", "tiny", "--storage", "@url")).out

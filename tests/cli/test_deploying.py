@@ -1,5 +1,3 @@
-"""`hpo deploy`: from a study to a folder with the artifact to use."""
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok
+from command_line import hpo_command, ok, refused
 from planted_int8 import MAX_DROP, ruined_exports, write_mood_study
 from study_records import record_of, with_values
 from worker_process import wait_for
@@ -26,17 +24,10 @@ INT8 = "onnx_int8_dynamic,onnx_int8_static"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time little."""
-
     def little(predict: Any, rows: Any, size: int, *_: Any) -> Any:
         return time_in_turn(predict, rows, size, Effort(rounds=2, seconds=0.1))
 
     monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", little)
-
-
-def refused(finished: Finished, message: str) -> None:
-    assert (finished.exit_code, finished.out) == (2, ""), finished
-    assert message in finished.err
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +84,7 @@ def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list((folder / "runs" / "tiny").glob("*deploy*"))
 
 
-def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_refused_deployment_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "mine.txt").write_text("mine")

@@ -1,5 +1,3 @@
-"""What is on the screen, at the width of a terminal and in a log file."""
-
 from __future__ import annotations
 
 import io
@@ -37,8 +35,6 @@ LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. U
 
 
 class Screen:
-    """A console whose output can be read."""
-
     def __init__(self, width: int, terminal: bool = True) -> None:
         self._file = io.StringIO()
         self.console = Console(

@@ -1,5 +1,3 @@
-"""What each command says, and chooses, in studies whose unconstrained best breaks a limit."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Which study a command means, and what an option changes."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Nothing that leaves the machine holds the password of the storage URL."""
-
 from __future__ import annotations
 
 from pathlib import Path

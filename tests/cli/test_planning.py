@@ -1,5 +1,3 @@
-"""`hpo plan`: what a study's trials or its budget come to."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Commands about the studies of a database, and workers that need nothing but it."""
-
 from __future__ import annotations
 
 import json
@@ -12,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
 from jsonl_sets import write_set
 from tiny import ENCODER, write_long_study, write_study
 
@@ -43,7 +41,6 @@ def change_definition(folder: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """A folder with the tiny study, and the same in its database."""
     ok(hpo_command(tmp_path, "init", str(write_study(tmp_path))))
     return tmp_path
 
@@ -59,9 +56,7 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
         "outcomes": {"complete": 2},
         "left_out": {},
     }
-    refused = hpo_command(here, "worker", "studies/tiny.yaml", "--storage", url)
-    assert refused.exit_code == 2
-    assert "training.max_steps: 4 -> 9" in refused.err
+    refused(hpo_command(here, "worker", "studies/tiny.yaml", "--storage", url), "training.max_steps: 4 -> 9")
     ok(hpo_command(here, "worker", str(made / "tiny.yaml"), "--storage", url))
     (listed,) = ok(hpo_command(made, "studies", "--json")).json
     assert (listed["name"], listed["state"], listed["workers"]) == ("tiny", "done", 0)
@@ -69,17 +64,15 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
     assert "tiny   done   2/2" in ok(hpo_command(made, "studies", width=120)).out
 
 
-def test_a_name_that_nothing_has(made: Path) -> None:
-    refused = hpo_command(made, "worker", "tony", "--storage", f"sqlite:///{made}/runs/hpo.db")
-    assert refused.exit_code == 2
-    assert "There is no study `tony` in sqlite:///" in refused.err
-    assert "there is no study `tony` in studies" in refused.err
+def test_an_unknown_name(made: Path) -> None:
+    url = f"sqlite:///{made}/runs/hpo.db"
+    messages = ("There is no study `tony` in sqlite:///", "there is no study `tony` in studies")
+    refused(hpo_command(made, "worker", "tony", "--storage", url), *messages)
 
 
 def test_a_definition_of_another_name_is_refused(made: Path) -> None:
     change_definition(made, name="other")
-    refused = hpo_command(made, "worker", "tiny")
-    assert (refused.exit_code, "is of `other`" in refused.err) == (2, True)
+    refused(hpo_command(made, "worker", "tiny"), "is of `other`")
 
 
 def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
@@ -90,24 +83,18 @@ def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
         ("tiny", "give the option --trust-remote-code"),
         ("./tiny.yaml", "~ model.trust_remote_code: true -> false"),
     ):
-        refused = hpo_command(made, "worker", study)
-        assert refused.exit_code == 2
-        assert message in refused.err
+        refused(hpo_command(made, "worker", study), message)
     trusted = ok(hpo_command(made, "worker", "tiny", "--trust-remote-code", "--json"))
     assert trusted.json["outcomes"] == {"complete": 2}
-    scored = hpo_command(
-        made / "studies", "best", "tiny", "--evaluate", "test", "--storage", f"sqlite:///{made}/runs/hpo.db"
-    )
-    assert scored.exit_code == 2
-    assert "give the option --trust-remote-code" in scored.err
+    url = f"sqlite:///{made}/runs/hpo.db"
+    scored = hpo_command(made / "studies", "best", "tiny", "--evaluate", "test", "--storage", url)
+    refused(scored, "give the option --trust-remote-code")
 
 
 def test_a_worker_needs_a_study(tmp_path: Path) -> None:
-    refused = hpo_command(tmp_path, "worker")
-    assert (refused.exit_code, "Missing argument 'STUDY'" in refused.err) == (2, True)
-    refused = hpo_command(tmp_path, "worker", "--idle-timeout", "3")
-    assert (refused.exit_code, refused.out) == (2, "")
-    assert refused.err.startswith("Error: `hpo worker --idle-timeout` was removed. ")
+    refused(hpo_command(tmp_path, "worker"), "Missing argument 'STUDY'")
+    message = "Error: `hpo worker --idle-timeout` was removed. "
+    refused(hpo_command(tmp_path, "worker", "--idle-timeout", "3"), message)
 
 
 @pytest.mark.parametrize("command", ["pause", "cancel"])
@@ -136,22 +123,19 @@ def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [*folder.glob("runs/tiny/checkpoints-*")]
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
         note_database(kept[0], storage)  # `folder` is a copy
-    refused = hpo_command(folder, "delete", "tiny", "--json")
-    assert (refused.exit_code, "give --yes" in refused.err) == (2, True)
+    refused(hpo_command(folder, "delete", "tiny", "--json"), "give --yes")
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
         alive = {"state": "live", "pid": os.getpid(), "process_start": start, "last_seen": time.time()}
         alive |= {"host": "\x1b]0;theirs\x07"}
         connection.execute(sa.update(workers).values(alive))
-    refused = hpo_command(folder, "delete", "tiny", "--yes")
-    assert refused.exit_code == 2
-    assert "`hpo cancel tiny` stops them." in refused.err
-    assert "\x1b" not in refused.err, "the host of a worker is what its row says"
+    ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
+    assert "\x1b" not in ended.err, "the host of a worker is what its row says"
     assert [*kept[0].glob("trial-*/best-*")]
     monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
-    refused = hpo_command(folder, "cancel", "tiny")
-    assert refused.exit_code == 1
-    assert "is cancelled, but after 0.1 s it has process" in refused.err
+    ended = hpo_command(folder, "cancel", "tiny")
+    assert ended.exit_code == 1
+    assert "is cancelled, but after 0.1 s it has process" in ended.err
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(state="left"))
     deleted = ok(hpo_command(folder, "delete", "tiny", "--yes"))
@@ -182,9 +166,10 @@ def test_data_are_found_on_another_machine_and_must_be_the_same(
         f"There is no folder {data}. If mine lies elsewhere on this machine, name its folder in" in lost.err
     )
     monkeypatch.setenv("HPO_DATA_DIR", str(here))
-    lost = hpo_command(here, "worker", "tiny", "--storage", url)
-    assert lost.exit_code == 2
-    assert f"There is no folder {data}, nor is it in HPO_DATA_DIR ({here})" in lost.err
+    refused(
+        hpo_command(here, "worker", "tiny", "--storage", url),
+        f"There is no folder {data}, nor is it in HPO_DATA_DIR ({here})",
+    )
     monkeypatch.setenv("HPO_DATA_DIR", str(moved))
     found = ok(hpo_command(here, "worker", "tiny", "--storage", url))
     assert f"{data} is not here; the data are read from {moved / 'mine'}" in found.err
@@ -204,8 +189,10 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("runs/tiny/checkpoints-*")
     (folder / "trial-00009").mkdir()  # superfluous
     before = sorted(folder.rglob("*"))
-    again = hpo_command(tmp_path, "copy", "tiny", "--to", other[1])
-    assert (again.exit_code, "Go on with that one, or name another database." in again.err) == (2, True)
+    refused(
+        hpo_command(tmp_path, "copy", "tiny", "--to", other[1]),
+        "Go on with that one, or name another database.",
+    )
     ok(hpo_command(tmp_path, "doctor", "--fix"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
     shown = folder.relative_to(tmp_path)
@@ -270,15 +257,16 @@ def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
         (["nonsense"], "must be written as name=value"),
     ):
         options = [part for one in params for part in ("--param", one)]
-        refused = hpo_command(tmp_path, "enqueue", "tiny", *options)
-        assert refused.exit_code == 2
-        assert re.search(message, " ".join(refused.err.split())), refused.err
+        ended = hpo_command(tmp_path, "enqueue", "tiny", *options)
+        assert ended.exit_code == 2
+        assert re.search(message, " ".join(ended.err.split())), ended.err
     given = ("--param", "fp_precision=16-mixed", "--param", "init_scale=8")
     told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json
     assert told == {"study": "tiny", "enqueued": {"fp_precision": "fp16", "init_scale": 8.0}, "ahead": 0}
-    refused = hpo_command(tmp_path, "enqueue", "tiny", *given)
-    assert refused.exit_code == 2
-    assert "must have a trial left to begin, but has 1, and 1 are enqueued" in refused.err
+    refused(
+        hpo_command(tmp_path, "enqueue", "tiny", *given),
+        "must have a trial left to begin, but has 1, and 1 are enqueued",
+    )
     ok(hpo_command(tmp_path, "worker", "tiny"))
     [trial] = stored(tmp_path).trials
     assert told["enqueued"].items() <= trial.params.items()

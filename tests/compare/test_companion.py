@@ -1,5 +1,3 @@
-"""What a comparison trains: which configurations, in which order, with which seeds, and where."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""Whole comparisons with planted scores: what is planted is what is said."""
-
 from __future__ import annotations
 
 import random
@@ -50,8 +48,6 @@ def planted(loss: float, own_noise: float = 0.0, precision: str = "bf16") -> Any
 
 
 def by_state(loss: float) -> Any:
-    """Moments in int8 lose so many points."""
-
     def score(params: dict[str, Any]) -> float:
         value = BASE[params["learning_rate"]] + noise(params, 1.0, "seed", "learning_rate")
         return value - loss * (params.get("optimizer_state") == "int8")
@@ -92,7 +88,6 @@ def test_moments_that_were_kept_in_fp32_say_nothing_of_int8() -> None:
 
 
 def shown(found: Any) -> str:
-    """What the terminal shows."""
     with StringIO() as text, redirect_stdout(text):
         print_comparison(json_safe(found.content))
         return text.getvalue()
@@ -112,9 +107,8 @@ def test_no_loss() -> None:
     assert row["collapse_share"] == pytest.approx(1 - 0.05 ** (1 / 6))
     assert found["recommendation"] == (
         f"Use bf16: as good as fp32 (score within 0.5 points, 6 runs) if {conditions}; 2.00 times as fast "
-        "(2.00 to 2.00) on Example CPU."
+        "(2.00 to 2.00)."
     )
-    assert found["tuned_sentence"].startswith("Best score of the search itself: fp32 0.")
 
 
 def test_a_loss() -> None:
@@ -257,27 +251,6 @@ def test_a_comparison_that_was_stopped_says_the_same(storage: Storage, tmp_path:
             run(other, companion, score, trials=trials)
         again = compared(other, config, score, request).content
     assert again == whole
-
-
-KINDS = ("Example CPU 2", "slow CPU")
-
-
-def test_speed_is_each_kind_of_device_s_own() -> None:
-    """bf16 is twice as fast on one and half as fast on the other; its scores are of both."""
-    score = planted(0.0, own_noise=0.1)
-    config = search_config()
-    found = told(config, score, Request(top=2, seeds=4, margin=2.0), devices=KINDS).content
-    (row,) = found["verdicts"]
-    assert row["verdict"] == "as_good"
-    assert {one["device"]: round(one["speed_ratio"], 2) for one in row["devices"]} == {
-        "Example CPU 2": 2.0,
-        "slow CPU": 0.5,
-    }
-    assert row["speed_ratio"] is row["memory_ratio"] is None, "there is none over several kinds"
-    assert "on Example CPU 2." in found["recommendation"]
-    assert found["recommendation"].endswith(
-        "Use fp32 on slow CPU: nothing as good is shown to be faster there."
-    )
 
 
 def test_rows_that_are_damaged(storage: Storage) -> None:

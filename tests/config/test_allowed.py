@@ -1,5 +1,3 @@
-"""Which places of a stored study a machine allows."""
-
 from __future__ import annotations
 
 import json

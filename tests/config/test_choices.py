@@ -1,5 +1,3 @@
-"""Each name that a setting takes is known to the code that runs by it."""
-
 from __future__ import annotations
 
 from collections.abc import Collection

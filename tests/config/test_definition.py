@@ -21,7 +21,6 @@ def study(**keys: Any) -> StudyConfig:
 
 
 def stored(config: StudyConfig) -> dict[str, Any]:
-    """The definition as it comes back from the database."""
     return dict(json.loads(json.dumps(config.definition())))
 
 

@@ -44,7 +44,7 @@ def test_configurations_have_the_values_of_settings(tmp_path: Path) -> None:
             "first.0.init_scale: it is drawn with fp_precision=fp16 alone. Give that, too.",
         ),
         ({"top": 2}, "first.study: "),
-        ({"study": "a", "csv": "b"}, "first.csv: this key was removed. Use `first: {study: NAME}`"),
+        ({"study": "a", "csv": "b"}, "first.csv: this key was removed. Copy that study into this database"),
         ({"study": "a", "top": 0}, "first.top: must be >= 1, but got `0`."),
         ({"study": "a", "best": 2}, "first.best: there is no such key."),
     ],

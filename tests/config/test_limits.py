@@ -1,5 +1,3 @@
-"""`constraints` of a study file: what is refused, and how far a value is outside."""
-
 from __future__ import annotations
 
 from pathlib import Path

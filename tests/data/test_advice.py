@@ -28,10 +28,12 @@ def both(num: int, first: int = 0) -> list[dict[str, Any]]:
     return [*rows(num, first, tone="calm"), *rows(num, first + num, tone="angry")]
 
 
-def study(folder: Path, tasks: Any = TONE, splits: Any = None, **keys: Any) -> StudyConfig:
-    """A study of a jsonl set; of two good splits where none are given."""
-    given = splits or {"train": both(60), "validation": both(60, 1000), "test": both(60, 2000)}
-    write_set(folder / "set", tasks, **given)
+GOOD = {"train": both(60), "validation": both(60, 1000), "test": both(60, 2000)}
+
+
+def study(folder: Path, tasks: Any = TONE, splits: Any = GOOD, **keys: Any) -> StudyConfig:
+    """A study of a jsonl set."""
+    write_set(folder / "set", tasks, **splits)
     data = {"source": "jsonl", "path": str(folder / "set"), **keys.pop("data", {})}
     return StudyConfig.model_validate({"name": "s", "data": data, **keys})
 
@@ -58,38 +60,26 @@ TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dea
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("bad", "text"),
     [
         (
-            {"splits": {"train": both(60), "validation": LEAKED, "test": both(60, 2000)}},
+            {"validation": LEAKED},
             "2 of 120 texts (1.7 %) of validation are in train too (row `vr118` is `r118`)",
         ),
         (
-            {"splits": {"train": LONG, "validation": both(60, 1000), "test": both(60, 2000)}},
+            {"train": LONG},
             "120 of 360 texts (33.3 %) of the data are cut at `max_length` 16: set `data.long_text: window`",
         ),
-        (
-            {"splits": {"train": both(60), "validation": both(60, 1000), "test": OPEN}},
-            "200 of 200 rows (100.0 %) of test are not labelled for `tone`",
-        ),
-        (
-            {
-                "splits": {
-                    "train": rows(60, tone="calm"),
-                    "validation": both(60, 1000),
-                    "test": both(60, 2000),
-                }
-            },
-            "`tone`: `angry` is evaluated, but in no training row",
-        ),
+        ({"test": OPEN}, "200 of 200 rows (100.0 %) of test are not labelled for `tone`"),
+        ({"train": rows(60, tone="calm")}, "`tone`: `angry` is evaluated, but in no training row"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], text: str, tmp_path: Path) -> None:
-    found = advice(study(tmp_path, training={"max_length": 16}, **change), tmp_path)
+def test_a_fault_of_the_data_is_reported(bad: dict[str, Any], text: str, tmp_path: Path) -> None:
+    found = advice(study(tmp_path, splits=GOOD | bad, training={"max_length": 16}), tmp_path)
     assert sum(text in one for one in found) == 1, found
 
 
-def test_lost_spans_are_said_with_what_keeps_them(tmp_path: Path) -> None:
+def test_lost_spans_are_reported_with_the_remedy(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["end"]}}
     splits = {
         "train": [{**row, "labels": {}, "spans": {"end": [[200, len(row["text"])]]}} for row in LONG],
@@ -103,7 +93,7 @@ def test_lost_spans_are_said_with_what_keeps_them(tmp_path: Path) -> None:
     assert not [one for one in advice(windowed, tmp_path) if "lost" in one or "cut" in one]
 
 
-def test_an_empty_cell_of_csv_that_says_none_where_nobody_labelled(tmp_path: Path) -> None:
+def test_many_empty_cells_of_csv_are_reported(tmp_path: Path) -> None:
     cells = [*["late"] * 5, *["dear"] * 5, *[""] * 300]
     for split, first in (("train", 0), ("validation", 1000)):
         lines = [f"text {first + n},{cell}\n" for n, cell in enumerate(cells)]

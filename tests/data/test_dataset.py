@@ -33,7 +33,7 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
         "id": "a",
         "text": "Who? Ann, café.",
         "labels": {"tone": "calm", "topics": [], "grade": 2},
-        "spans": {"person": [[5, 8]], "place": [[10, 14]]},
+        "spans": {"person": [[4, 8]], "place": [[9, 14]]},  # with white space, which is removed
         "group": "g",
         "segments": {"question": [0, 4]},
         "alt_spans": {"person": [[5, 9], [5, 8]]},
@@ -57,13 +57,6 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
     assert example.annotated == set(tasks)
     assert [task.name for task in dataset.tasks] == list(tasks)
     assert list(dataset.splits) == ["train", "validation"]
-
-
-def test_white_space_around_a_span_is_taken_off(tmp_path: Path) -> None:
-    tasks = {"names": {"kind": "token_classification", "span_names": ["person"]}}
-    line = {"id": "a", "text": "see  Ann B,\n now", "spans": {"person": [[3, 10], [11, 16]]}}
-    dataset = load_set(write_set(tmp_path, tasks, train=[line], validation=[{**line, "id": "v"}]))
-    assert dataset.splits["train"][0].spans == {"person": [(5, 10), (13, 16)]}
 
 
 def test_evidence_counts_as_annotated_only_with_its_classes(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jsonl_sets
 import numpy as np
@@ -31,7 +30,7 @@ def dataset() -> DataSet:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each time that a split is really tokenised."""
+    """One entry for each time that this process tokenises a split."""
     times: list[int] = []
 
     def counted(*args: object) -> Iterator[TokenizedSplit]:
@@ -141,24 +140,19 @@ def test_what_a_killed_process_left_is_not_in_the_way(dataset: DataSet, tmp_path
     assert not unfinished.exists()
 
 
-def test_threads_and_processes_that_start_together_do_the_work_once(dataset: DataSet, tmp_path: Path) -> None:
+def test_concurrent_threads_and_processes_do_the_work_once(
+    dataset: DataSet, tmp_path: Path, made: list[int]
+) -> None:
     """Two threads here and two of another process wait at a gate and then ask at once."""
     context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(2), context.SimpleQueue()
     tiny_tokenizer("wordpiece")
 
     def ask() -> None:
-        made: list[int] = []
-
-        def counted(*args: object) -> Iterator[TokenizedSplit]:
-            made.append(1)
-            return tokenize_chunks(*args)  # type: ignore[arg-type]
-
-        with mock.patch.object(hpo.data.token_cache, "tokenize_chunks", counted):
-            gate.wait(60)
-            with ThreadPoolExecutor() as threads:
-                sums = list(threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2)))
-            found.put((len(made), *sums))
+        gate.wait(60)
+        with ThreadPoolExecutor() as threads:
+            sums = list(threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2)))
+        found.put((len(made), *sums))
 
     other = context.Process(target=ask)
     other.start()
@@ -169,10 +163,8 @@ def test_threads_and_processes_that_start_together_do_the_work_once(dataset: Dat
     assert len({*here, *there}) == 1
 
 
-def test_a_cache_that_cannot_be_written_says_so(dataset: DataSet, tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(
-        RunError, match=r"the token cache could not be written: .*Free space or make .* writable"
-    ):
-        load(dataset, blocked / "tokens")
+def test_a_cache_without_write_access_is_an_error(dataset: DataSet, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = r"the token cache could not be written: .*Free space or make .* writable"
+    with pytest.raises(RunError, match=message):
+        load(dataset, tmp_path / "file" / "tokens")

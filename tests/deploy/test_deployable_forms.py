@@ -1,5 +1,3 @@
-"""Which artifacts a machine can have."""
-
 from __future__ import annotations
 
 from dataclasses import replace

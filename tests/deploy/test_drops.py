@@ -1,5 +1,3 @@
-"""Drops with their intervals, and what they decide."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The exact bound of the net share of texts that get worse."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The ONNX export: PyTorch's logits whatever the encoder, the pooling, the batch; and what is refused."""
-
 from __future__ import annotations
 
 import json
@@ -111,7 +109,6 @@ def test_the_terminal_shows_nothing_of_the_exporter(
 
 
 def refused(model: TrainedModel, folder: Path, message: str) -> None:
-    """And nothing is written."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(ModelError, match=message) as raised:
         export_onnx(model, folder / "onnx")

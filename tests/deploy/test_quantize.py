@@ -1,5 +1,3 @@
-"""Exports in int8: near those in fp32, and what is refused."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Timing in turn, with a clock that tells what each prediction takes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

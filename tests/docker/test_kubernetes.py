@@ -1,5 +1,3 @@
-"""The manifests in docker/kubernetes: each is valid, and the names in them refer to each other."""
-
 from __future__ import annotations
 
 import re

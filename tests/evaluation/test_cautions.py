@@ -4,7 +4,7 @@ from typing import Any
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.evaluation.cautions import cover_warnings, task_warnings
+from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures
 from hpo.tasks.kind import DecodingThresholds
 from hpo.training.metrics import row_statistics
@@ -45,45 +45,6 @@ def test_a_threshold_that_predicts_everything_or_nothing() -> None:
     ]
     # What holds in every row may be predicted there.
     assert warned(MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5) == []
-
-
-def test_a_class_that_is_predicted_nearly_everywhere() -> None:
-    truth = [["a"] if n % 10 == 0 else ["b"] for n in range(1000)]
-    many = [["a", "b"]] * 999 + [["b"]]
-    assert warned(MULTI, truth, many, 0.02)[0] == ("`b` is predicted in every row at the threshold 0.02.")
-    assert warned(MULTI, truth, many, 0.02)[1] == (
-        "`a` is predicted in more than 95% of the rows at the threshold 0.02, and true in far fewer."
-    )
-    # Not what is true nearly as often.
-    common = [["a"]] * 700 + [[]] * 300
-    assert warned(MULTI, common, [["a"]] * 960 + [[]] * 40, 0.5) == [
-        "`b`, `c` do not occur in this split; f1_macro is of the others."
-    ]
-    answer = Task("t", "span_extraction", ("answer",))
-    answers = [[("answer", 0, 1)], []] * 50
-    assert warned(answer, answers, [[("answer", 0, 1)]] * 98 + [[]] * 2) == [
-        "`answer` is predicted in more than 95% of the rows at the null offset 0, and true in far fewer."
-    ]
-
-
-def test_spans_that_cover_the_whole_texts() -> None:
-    text = "one two three four five"
-    rows = [Example("", text, {}, {"a": [(4, 7)]}, annotated=frozenset("t"))] * 40
-    task = Task("t", "span_per_label", ("a", "b"), evidence_for="u")
-    decisions = DecodingThresholds(0.1, merge_gap=5)
-
-    def found(*spans: tuple[str, int, int]) -> list[str]:
-        return list(cover_warnings(task, [list(spans)] * 40, rows, decisions))
-
-    expected = (
-        "Predicted spans cover 100.0% of the words of the texts they are in at the threshold 0.1 and the "
-        "merge gap of 5 tokens; true ones cover 20.0%."
-    )
-    assert found(("a", 0, len(text)), ("b", 0, len(text))) == [expected]
-    assert found(("a", 0, len(text) - 5)) == []
-    assert found() == []
-    rows = [Example("", text, {}, {"a": [(0, len(text))]}, annotated=frozenset("t"))] * 40
-    assert found(("a", 0, len(text))) == []
 
 
 def test_classes_that_are_never_predicted_or_always() -> None:

@@ -1,18 +1,41 @@
-"""A worker is killed with SIGKILL at every place where it writes; the next one must go on without a loss."""
+"""Workers are killed with SIGKILL at every place where they write, and again and again; nothing is lost."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import signal
+import time
 from collections import Counter
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import PLACES, check_done, finish, notes, outcome_of, start, study
+from worker_process import (
+    PLACES,
+    check_done,
+    ended_log,
+    finish,
+    notes,
+    outcome_of,
+    run_until_killed,
+    start,
+    study,
+    value_of,
+    wait_for,
+    work,
+)
 
+from hpo.config.study_config import StudyConfig
 from hpo.study.claims.lease import MAX_DEATHS
-from hpo.study.store.storage import open_storage
+from hpo.study.reading.overview import list_studies
+from hpo.study.reading.reader import read_study
+from hpo.study.store.schema import slots
+from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
@@ -28,9 +51,7 @@ def test_killed_worker_is_continued(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str
 ) -> None:
     storage_url, config, log = request.getfixturevalue(f"{kind}_url"), study(4), tmp_path / "log"
-    killed = start(storage_url, config, log, kill=place, kill_at=2)
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
+    run_until_killed(work, storage_url, config, log, kill=place, kill_at=2)
     before = notes(log)
     with open_storage(storage_url) as storage:
         counts = storage.slot_counts(config.name)
@@ -68,3 +89,98 @@ def test_configuration_that_kills_its_process_ends_as_crashed(sqlite_url: str, t
         for trial in opened.trials:
             if trial not in crashed:
                 assert trial.user_attrs["outcome"] == outcome_of(trial.params)
+
+
+TRIAL_SECONDS = 0.6
+"""24 of them keep four workers busy while `NUM_KILLS` are killed."""
+NUM_KILLS = 12
+
+GRID = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
+    "batch_size": {"type": "categorical", "choices": [1, 2, 3, 4, 5, 6, 7, 8]},
+}
+
+
+def check_exact(storage: Storage, config: StudyConfig, log: Path, num_killed_after_end: int = 0) -> None:
+    """Every slot is done once; a trial that was killed often in one place may have ended as `crashed`.
+
+    No trial is trained twice to its end, but those whose worker was killed between the end and its record.
+    """
+    with storage.engine.connect() as connection:
+        query = sa.select(slots.c.trial_number).where(slots.c.deaths >= MAX_DEATHS)
+        crashed = set(connection.execute(query).scalars())
+    check_done(storage, config, log, crashed)
+    record = read_study(storage, config.name)
+    numbers = sorted(worker.number for worker in record.workers)
+    assert numbers == list(range(len(numbers))), "none is given twice"
+    for trial in record.trials:
+        assert trial.outcome != "complete" or trial.values == (value_of(trial.params),)
+    ended = Counter(line["number"] for line in notes(ended_log(log)))
+    assert ended.keys() - crashed == {trial.number for trial in record.trials} - crashed
+    assert sum(count - 1 for count in ended.values()) <= num_killed_after_end
+
+
+def test_one_of_four_workers_is_killed_again_and_again(storage_url: str, tmp_path: Path) -> None:
+    """Each point of the grid has one finished trial, with the value of an undisturbed run."""
+    config, log = study(24, sampler={"name": "grid"}, search_space=GRID), tmp_path / "log"
+    moments = random.Random(0)
+
+    def begin() -> Any:
+        return start(storage_url, config, log, trial_seconds=TRIAL_SECONDS)
+
+    workers = [begin() for _ in range(4)]
+    killed = []
+    wait_for(lambda: len(notes(log)) >= 4)
+    for _ in range(NUM_KILLS):
+        time.sleep(moments.uniform(0.0, TRIAL_SECONDS / 2))
+        victim = moments.choice(workers)
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(60)
+        killed.append((victim.pid, victim.exitcode))
+        workers[workers.index(victim)] = begin()
+    assert [exit_code for _, exit_code in killed] == [-signal.SIGKILL] * NUM_KILLS
+    finish(*workers)
+    last = {line["pid"]: line["number"] for line in notes(log)}
+    ended = {(line["pid"], line["number"]) for line in notes(ended_log(log))}
+    num_killed_after_end = sum((pid, last.get(pid)) in ended for pid, _ in killed)
+    with open_storage(storage_url) as storage:
+        check_exact(storage, config, log, num_killed_after_end)
+        tried = [tuple(trial.params.values()) for trial in read_study(storage, config.name).trials]
+    points = itertools.product(*(dimension["choices"] for dimension in GRID.values()))
+    assert sorted(tried) == sorted(points)
+
+
+@pytest.mark.postgres
+def test_16_workers_start_at_once_on_an_empty_database(postgres_url: str, tmp_path: Path) -> None:
+    config, log = study(32), tmp_path / "log"
+    finish(*(start(postgres_url, config, log, trial_seconds=0.1) for _ in range(16)), seconds=240)
+    with open_storage(postgres_url) as storage:
+        check_exact(storage, config, log)
+        assert len(read_study(storage, config.name).workers) == 16
+
+
+def test_workers_of_two_studies_keep_to_their_own_also_after_kills(storage_url: str, tmp_path: Path) -> None:
+    configs = [study(6, name=name, pruner={"name": "none"}) for name in ("first", "second")]
+    logs = {config.name: tmp_path / config.name for config in configs}
+    with open_storage(storage_url) as storage:
+        for config in configs:
+            create_or_resume_study(storage, config)
+        killed = [
+            start(storage_url, config, logs[config.name], kill="training", kill_at=2) for config in configs
+        ]
+        for process in killed:
+            process.join(120)
+        assert [process.exitcode for process in killed] == [-signal.SIGKILL] * 2
+        others = {
+            config.name: [start(storage_url, config, logs[config.name]) for _ in range(2)]
+            for config in configs
+        }
+        finish(*(process for processes in others.values() for process in processes))
+        for config, dead in zip(configs, killed, strict=True):
+            check_done(storage, config, logs[config.name])
+            own = {dead.pid, *(process.pid for process in others[config.name])}
+            assert {line["pid"] for line in notes(logs[config.name])} <= own
+        assert [(found.name, found.state, found.workers) for found in list_studies(storage)] == [
+            ("first", "done", 0),
+            ("second", "done", 0),
+        ]

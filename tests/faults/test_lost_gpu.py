@@ -31,25 +31,15 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hpo.Study:
 def test_a_lost_context_ends_the_run_and_no_trial_fails(
     study: hpo.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a notebook the process stays: it must not claim the next trials one after the other."""
     gpu = LostGpu(monkeypatch.setattr, "step", at=3)  # in the second trial
-    with pytest.raises(DeviceLostError, match=r"illegal memory access.*Start a new process"):
-        study.run()
+    for message in ("illegal memory access", "any more", "any more"):
+        with pytest.raises(DeviceLostError, match=rf"{message}.*Start a new process"):
+            study.run()
     assert outcomes(study) == {"complete": 1, "preempted": 1}
     gpu.start_new_process()
     assert study.run().outcomes == {"complete": 2}
     assert outcomes(study) == {"complete": 3}
-
-
-def test_a_process_with_a_lost_context_claims_no_other_trial(
-    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a notebook, where the process stays: the next trials would be blamed one after the other."""
-    gpu = LostGpu(monkeypatch.setattr, "step", at=3)
-    for _ in range(4):
-        with pytest.raises(DeviceLostError):
-            study.run()
-    gpu.start_new_process()
-    assert study.run().outcomes == {"complete": 2}
 
 
 def test_three_lost_contexts_in_a_row_end_the_trial_as_crashed(

@@ -305,14 +305,6 @@ def test_random_bytes_inside_a_file(exported: Exported, tmp_path: Path, name: st
         hpo.load(folder)
 
 
-def test_an_export_of_an_earlier_version_has_no_checksums(exported: Exported, tmp_path: Path) -> None:
-    folder = copied(exported, tmp_path)
-    content = json.loads((folder / "hpo.json").read_text())
-    del content["checksums"]
-    (folder / "hpo.json").write_text(json.dumps(content))
-    assert hpo.load(folder).predict(["late"]) == load(exported).predict(["late"])
-
-
 def test_no_pickle_is_read_in_place_of_the_weights(exported: Exported, tmp_path: Path) -> None:
     folder = copied(exported, tmp_path)
     model, _, _ = load_exported(folder)

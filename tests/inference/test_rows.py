@@ -75,10 +75,11 @@ def write_twice(path: Path) -> None:
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    write_twice(tmp_path / "out.jsonl")
-    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "out.jsonl"
+    write_twice(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [ROW, {**ROW, "id": "2"}]
-    assert read(tmp_path / "out.jsonl") == ([("1", ROW["text"]), ("2", ROW["text"])], [])
+    assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -103,26 +104,30 @@ def test_tables(tmp_path: Path, suffix: str) -> None:
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
 
 
-def test_predictions_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+        (
+            OSError(28, "No space left on device"),
+            pytest.raises(InputError, match=r"out.csv: cannot be written: No space left on device\."),
+        ),
+    ],
+    ids=["interrupted", "full disk"],
+)
+def test_predictions_are_written_completely_or_not_at_all(
+    tmp_path: Path, error: BaseException, raised: Any
+) -> None:
     path = tmp_path / "out.csv"
-    path.write_text("of before")
+    path.write_text("old")
 
-    def stopped() -> Iterator[dict[str, Any]]:
+    def failing() -> Iterator[dict[str, Any]]:
         yield ROW
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt), predictions_file(path, KIND_TASKS) as write:
-        write(stopped())
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "of before")]
-
-    def on_full_disk() -> Iterator[dict[str, Any]]:
-        yield ROW
-        raise OSError(28, "No space left on device")
-
-    message = r"out.csv: cannot be written: No space left on device\."
-    with pytest.raises(InputError, match=message), predictions_file(path, KIND_TASKS) as write:
-        write(on_full_disk())
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "of before")]
+    with raised, predictions_file(path, KIND_TASKS) as write:
+        write(failing())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
 
 
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
@@ -230,17 +235,6 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
         DataError, match=messages.get(path.suffix, "must hold at least one text, but is empty")
     ):
         read(path)
-
-
-PAIRED = '{"id": "1", "text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n'
-
-
-def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text(PAIRED + '{"text": "a b"}\n')
-    examples, bad = read_examples(path, trained(("q", "c")))
-    assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
-    assert "`segments` must have `q`" in bad[0]
 
 
 def test_pairs_come_in_jsonl_alone(tmp_path: Path) -> None:

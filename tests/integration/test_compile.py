@@ -117,11 +117,17 @@ def test_no_compiled_code_outlives_the_check_or_the_trial(
         assert (num_compiled[0], num_compiled[1] > 0) == (0, True), "the check left compiled code behind"
 
 
-def executor_of(folder: Path, **changes: Any) -> Executor:
+def executor_of(folder: Path, num_train: int = 8, num_validation: int = 4, **changes: Any) -> Executor:
     model = {"encoder": ENCODER | {"num_hidden_layers": 1}}
-    executor = tiny_executor(folder, **({"model": model, "compat": {"enabled": False}} | changes))
+    sizes = {"num_train": num_train, "num_validation": num_validation, "max_sentences": 4}
+    defaults = {"model": model, "compat": {"enabled": False}}
+    defaults["data"] = {"source": "synthetic", "synthetic": sizes}
+    executor = tiny_executor(folder, **(defaults | changes))
     executor.loader.apply_compile = compile_layers_alone
     return executor
+
+
+COMPILED = {"max_steps": 1, "batch_size": 8, "max_length": 16, "compile": "default"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -142,13 +148,9 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
     count_step = TrainState.count_step
     monkeypatch.setattr(TrainState, "count_step", after_a_step)
     monkeypatch.setattr(CompileClock, "start", start_with_an_hour)
-    executor = executor_of(
-        tmp_path,
-        # One batch of the epoch has 4 rows, and the evaluation 6.
-        data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 6, "max_sentences": 4}},
-        training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"}
-        | {"fp_precision": "bf16"},
-    )
+    training = {"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default", "fp_precision": "bf16"}
+    # One batch of the epoch has 4 rows, and the evaluation 6.
+    executor = executor_of(tmp_path, 20, 6, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert result.outcome == "complete", result.traceback
     precision = result.telemetry["precision"]
@@ -173,12 +175,7 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
         return forward(model, *inputs)
 
     monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
-    executor = executor_of(
-        tmp_path,
-        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
-        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 4, "max_length": 16}
-        | {"compile": "default"},
-    )
+    executor = executor_of(tmp_path, training=COMPILED | {"micro_batch_size": 4})
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.reason) == ("complete", ""), result.traceback
     assert max(sizes) == 4, "never the whole batch"
@@ -189,13 +186,8 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
 @pytest.mark.filterwarnings("ignore")
 def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) -> None:
     """It may be the settings of this trial alone, so the study goes on."""
-    executor = executor_of(
-        tmp_path,
-        objective={"metric": "train_tokens_per_second"},
-        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
-        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 3, "max_length": 16}
-        | {"compile": "default"},
-    )
+    training = COMPILED | {"micro_batch_size": 3}
+    executor = executor_of(tmp_path, objective={"metric": "train_tokens_per_second"}, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
     message = (
@@ -216,7 +208,7 @@ def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> N
         settings |= {"optimizer": "sgd"}  # Adam's first steps have the sign of gradients that are nearly 0
         settings |= {"attention_dropout": 0.0, "head_dropout": 0.0}  # compiled, the masks are others
         training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
-        executor = executor_of(folder, training={**training, **settings})
+        executor = executor_of(folder, 48, 24, training={**training, **settings})
         executor.loader.apply_compile = partial(compile_layers_alone, backend="aot_eager")
         results.append(executor.run({}, folder / "trial", "trial"))
         assert results[-1].outcome == "complete", results[-1].traceback

@@ -12,6 +12,7 @@ import torch
 from command_line import hpo_command, ok
 from every_kind import TASKS, WINDOWS, write_every_kind
 from peft import PeftModel
+from resumed_trials import check_resume_is_exact, run_trial, weights_of
 from safetensors.torch import load_file, save_file
 from tiny import CPU, tiny_executor
 from tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
@@ -23,9 +24,7 @@ from hpo.errors import InputError, ModelError, RunError
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import TrialSource, export_checkpoint
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
 from hpo.trial.trial_parts import build_trial
 from hpo.versions import install_hint
 
@@ -44,26 +43,16 @@ def executor_of(folder: Path, encoder: Any, **training: Any) -> Executor:
     return Executor(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU, folder)
 
 
-def run(executor: Executor, checkpoints: Path, stop_at: int = 0) -> TrialResult:
-    """The trial, which is preempted after so many steps."""
-    asked = iter(range(1, 10**6))
-    return executor.run({}, checkpoints, "trial", Callbacks(should_stop=lambda: next(asked) == stop_at))
-
-
 def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
     """An executor whose trial has left a checkpoint in `folder / "trial"`."""
     executor = executor_of(folder, encoder, **training)
-    result = run(executor, folder / "trial")
+    result = run_trial(executor, folder / "trial")
     assert result.outcome == Outcome.COMPLETE, result.reason
     return executor
 
 
 def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False) -> Path:
     return export_checkpoint(executor, folder / "trial", folder / name, TrialSource(0), merge=merge)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("best-*/model.safetensors")))
 
 
 def logits_of(model: hpo.TrainedModel) -> dict[str, torch.Tensor]:
@@ -81,19 +70,14 @@ def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_a_trial_goes_on_bit_by_bit_from_its_trained_weights(tmp_path: Path, adapter: str, base: str) -> None:
+def test_a_trial_resumes_bit_for_bit_from_its_trained_weights(
+    tmp_path: Path, adapter: str, base: str
+) -> None:
     executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
-    whole = run(executor, tmp_path / "whole")
-    assert whole.outcome == Outcome.COMPLETE, whole.reason
-    assert run(executor, tmp_path / "cut", stop_at=5).outcome == Outcome.PREEMPTED
-    resumed = run(executor, tmp_path / "cut")
-    assert resumed.telemetry["resumed_from_step"] > 0
-    assert resumed.values == whole.values
-    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-    assert all(".lora_" in name for name in first if name.startswith("encoder.")), "and no frozen weight"
-    changed = [float(value.norm()) for name, value in first.items() if ".lora_B" in name]
+    check_resume_is_exact(executor, tmp_path)
+    weights = weights_of(tmp_path / "whole")
+    assert all(".lora_" in name for name in weights if name.startswith("encoder.")), "and no frozen weight"
+    changed = [float(value.norm()) for name, value in weights.items() if ".lora_B" in name]
     assert len(changed) == 12, "every linear layer of the two has an adapter, and the pooler none"
     assert min(changed) > 0
 
@@ -102,13 +86,11 @@ def test_a_trial_goes_on_bit_by_bit_from_its_trained_weights(tmp_path: Path, ada
 def test_any_encoder_has_a_default(tmp_path: Path, encoder: str) -> None:
     attention = FAMILIES[encoder][1] if encoder in FAMILIES else "sdpa"
     settings = {"attention": attention, "gradient_checkpointing": encoder != "mpnet", "max_steps": 2}
-    executor = executor_of(
-        tmp_path, ENCODERS[encoder], base_precision="int8", fp_precision="bf16", **settings
-    )
-    result = run(executor, tmp_path / "trial")
+    settings |= {"base_precision": "int8", "fp_precision": "bf16"}
+    result = run_trial(executor_of(tmp_path, ENCODERS[encoder], **settings), tmp_path / "trial")
     assert result.outcome == Outcome.COMPLETE, result.reason
-    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
-    assert result.telemetry["base_precision"]["agrees"], result.telemetry["base_precision"]
+    for name in ("precision", "base_precision"):
+        assert result.telemetry[name]["agrees"], result.telemetry[name]
 
 
 MERGED = [(precision, base, adapter) for precision in PRECISIONS for base in BASES for adapter in ADAPTERS]
@@ -172,11 +154,11 @@ def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
     """Weights of the same shapes under the same name are told apart: resumed, scored, loaded."""
     encoder = save_encoder(tmp_path / "encoder")
     executor = executor_of(tmp_path, str(encoder))
-    assert run(executor, tmp_path / "trial", stop_at=9).outcome == Outcome.PREEMPTED
+    assert run_trial(executor, tmp_path / "trial", stop_at=9).outcome == Outcome.PREEMPTED
     weights = load_file(encoder / "model.safetensors")
     name = "encoder.layer.1.output.dense.weight"
     save_file({**weights, name: weights[name] + 1e-3}, encoder / "model.safetensors", {"format": "pt"})
-    assert "resumed_from_step" not in run(executor, tmp_path / "trial").telemetry
+    assert "resumed_from_step" not in run_trial(executor, tmp_path / "trial").telemetry
     folder = exported(executor, tmp_path, "alone")
     save_file(weights, encoder / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError, match=r"must have the weights that the trial's adapter .* was trained on"):
@@ -195,7 +177,7 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "nf4": 4.5}
     held, errors = [], []
     for base, expected in bits.items():
-        result = run(executor_of(tmp_path, BERT, base_precision=base, max_steps=1), tmp_path / base)
+        result = run_trial(executor_of(tmp_path, BERT, base_precision=base, max_steps=1), tmp_path / base)
         facts = result.telemetry["base_precision"]
         assert (facts["requested"], facts["effective"], facts["agrees"]) == (base, base, True)
         assert expected <= facts["observed"]["bits_per_weight"] < expected + 1  # and a scale for each row
@@ -206,13 +188,13 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     assert held[1] < 0.55 * held[0], "embeddings are in bf16, too"
     assert errors[0] == 0, "the check measures what the base costs"
     assert 1e-4 < max(errors[1:3]) < errors[3] < 0.1
-    result = run(executor_of(tmp_path, BERT, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
+    result = run_trial(executor_of(tmp_path, BERT, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
     facts = result.telemetry["base_precision"]
     assert (facts["requested"], facts["effective"]) == ("fp32", "bf16")
     assert facts["reason"] == "bf16-true has all weights in bf16."
 
 
-def test_rates_of_their_own(tmp_path: Path) -> None:
+def test_adapters_have_their_own_learning_rate(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, BERT, learning_rate=1e-4, lora_learning_rate=3e-3)
     rates = {group["name"]: group["lr"] for group in build_parts(executor).prepare().param_groups}
     assert rates == {"encoder": 3e-3, "heads": 1e-4, "heads, no decay": 1e-4}
@@ -242,7 +224,7 @@ def test_an_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
 def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of(tmp_path, BERT, base_precision="nf4")
     executor.device = replace(CPU, has_bitsandbytes=False)
-    result = run(executor, tmp_path / "trial")
+    result = run_trial(executor, tmp_path / "trial")
     assert (result.outcome, result.reason) == (
         Outcome.UNSUPPORTED,
         f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}",
@@ -269,7 +251,7 @@ def test_a_study_of_adapters_from_end_to_end(tmp_path: Path) -> None:
     assert hpo.load(tmp_path / "merged").predict(TEXTS)
 
 
-def test_one_is_deployed_merged(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_before_it_is_deployed(tmp_path: Path) -> None:
     training = {**WINDOWS, "max_steps": 8, **LORA, "base_precision": "int8"}
     path = write_every_kind(tmp_path, training=training, search_space={})
     ok(hpo_command(tmp_path, "run", path.name))

@@ -77,15 +77,6 @@ def test_the_result_is_that_of_training_the_whole_table(family: str, name: str) 
     assert not torch.equal(ours[embedding][60], before[embedding][60]), "a row without gradient decays"
 
 
-def test_a_whole_model_loads_the_state() -> None:
-    compact, whole = compacted(), model_of(seed=1)
-    train(compact, optimizer_of(compact, "adamw"))
-    whole.load_state_dict(compact.state_dict())
-    ids_BL = torch.from_numpy(USED)[None]
-    seen_BL = torch.ones_like(ids_BL)
-    torch.testing.assert_close(whole.eval()(ids_BL, seen_BL), compact.eval()(ids_BL, seen_BL))
-
-
 def test_every_row_may_be_used() -> None:
     model = model_of()
     before = whole_state(model)

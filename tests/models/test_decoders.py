@@ -12,6 +12,7 @@ from command_line import hpo_command, ok
 from command_line import stored as stored_study
 from every_kind import TASKS, WINDOWS, write_every_kind
 from jsonl_sets import write_set
+from resumed_trials import check_resume_is_exact
 from safetensors.torch import load_file
 from tiny import CPU, TinyEncoder, write_study
 from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
@@ -26,37 +27,27 @@ from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import ModelError
 from hpo.models.encoder import is_causal, load_encoder, load_tokenizer
 from hpo.models.multitask import pool_last
-from hpo.outcome import Outcome
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
 
 IDS_L = torch.arange(1, 13)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_is_causal_by_what_it_does(name: str) -> None:
+def test_a_decoder_is_causal_and_keeps_no_keys(name: str) -> None:
     decoder = load_encoder(DECODERS[name])
     assert is_causal(decoder)
     assert not decoder.training
     with torch.no_grad():
         output = decoder(input_ids=IDS_L[None], attention_mask=torch.ones(1, 12))
-    assert output.past_key_values is None, "no keys and values are kept"
+    assert output.past_key_values is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_encoder_is_not(family: str) -> None:
-    assert not is_causal(family_encoder(family))
-
-
-def test_bert_as_a_decoder_is_one() -> None:
+def test_causality_is_measured() -> None:
     assert is_causal(load_encoder({**BERT, "is_decoder": True}))
-
-
-def test_an_encoder_whose_tokens_see_none_but_themselves_is_not() -> None:
-    assert not is_causal(TinyEncoder())
+    assert not any(is_causal(family_encoder(family)) for family in FAMILIES)
+    assert not is_causal(TinyEncoder()), "its tokens see only themselves"
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -93,34 +84,19 @@ def test_rotary_frequencies_stay_in_fp32_under_bf16_weights(name: str) -> None:
     assert {buffer.dtype for buffer in buffers} == {torch.float32}
 
 
-def train(folder: Path, name: str, precision: str, checkpoints: Path, stop_at: int = 0) -> TrialResult:
-    """A trial of every kind of task, with gradient checkpointing; it is preempted after so many steps."""
+def executor_of(folder: Path, name: str) -> Executor:
+    """Trials of every kind of task, with gradient checkpointing."""
     training = {**WINDOWS, "max_steps": 8, "gradient_checkpointing": True, "pooling": "last"}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}}
     path = write_every_kind(folder, model={"encoder": DECODERS[name]}, search_space={}, **changes)
-    executor = Executor(load_study(path), CPU, folder / "runs")
-    asked = iter(range(1, 10**6))
-    callbacks = Callbacks(should_stop=lambda: next(asked) == stop_at)
-    return executor.run({"fp_precision": precision}, checkpoints, "trial", callbacks)
+    return Executor(load_study(path), CPU, folder / "runs")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_kind_of_task_is_trained_and_goes_on_bit_by_bit(
-    tmp_path: Path, name: str, precision: str
-) -> None:
-    whole = train(tmp_path, name, precision, tmp_path / "whole")
-    assert whole.outcome == Outcome.COMPLETE, whole.reason
-    assert whole.telemetry["precision"]["agrees"], whole.telemetry["precision"]
-    assert train(tmp_path, name, precision, tmp_path / "cut", stop_at=5).outcome == Outcome.PREEMPTED
-    resumed = train(tmp_path, name, precision, tmp_path / "cut")
-    assert resumed.telemetry["resumed_from_step"] > 0
-    assert resumed.values == whole.values
-    first, second = (
-        load_file(next((tmp_path / folder).glob("best-*/model.safetensors"))) for folder in ("whole", "cut")
-    )
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-    assert first.keys() == second.keys()
+def test_every_kind_of_task_trains_and_resumes_bit_for_bit(tmp_path: Path, name: str, precision: str) -> None:
+    result = check_resume_is_exact(executor_of(tmp_path, name), tmp_path, fp_precision=precision)
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
 
 
 def test_one_is_searched_exported_and_loaded(tmp_path: Path) -> None:

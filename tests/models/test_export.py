@@ -106,10 +106,11 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     assert by_transformers(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-def test_an_export_that_says_nothing_of_csv_files_loads(folder: Path) -> None:
+def test_an_export_of_an_earlier_version_loads(folder: Path) -> None:
+    """It has no checksums, and no format of csv files."""
     assert load_exported(folder)[2].csv == {"delimiter": ";"}
     metadata = json.loads((folder / "hpo.json").read_text())
-    del metadata["csv"]
+    del metadata["csv"], metadata["checksums"]
     (folder / "hpo.json").write_text(json.dumps(metadata))
     assert load_exported(folder)[2].csv == {}
 
@@ -163,7 +164,7 @@ def test_exported_files_can_be_read_by_others(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"pooling": None},
+        {"head_type": "mlp"},  # the stored weights are of a linear head
         {"pooling": "media"},
         {"head_dropout": 2.0},
         {"precision": "fp31"},
@@ -176,15 +177,8 @@ def test_exported_files_can_be_read_by_others(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be_is_refused(change: dict[str, Any], folder: Path) -> None:
+def test_an_invalid_setting_is_refused(change: dict[str, Any], folder: Path) -> None:
     content = json.loads((folder / "hpo.json").read_text())
     (folder / "hpo.json").write_text(json.dumps(content | change))
     with pytest.raises(ModelError, match=f"{folder} must be a whole folder"):
-        load_exported(folder)
-
-
-def test_an_export_whose_parts_do_not_fit_is_refused(folder: Path) -> None:
-    metadata = json.loads((folder / "hpo.json").read_text())
-    (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
-    with pytest.raises(ModelError, match="must be a whole folder"):
         load_exported(folder)

@@ -31,9 +31,6 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-# Logits.
-
-
 def test_logits_have_the_shape_of_their_kind() -> None:
     assert {task.kind for task in KIND_TASKS} == set(KINDS)
     logits = make_model(tasks=KIND_TASKS)(*make_batch((12, 7)))
@@ -67,9 +64,6 @@ def test_type_ids_reach_encoders_that_know_segments_and_no_others(family: str) -
     assert torch.equal(model(input_ids, mask, torch.zeros_like(type_ids))["label"], plain)
     differs = not torch.equal(model(input_ids, mask, type_ids)["label"], plain)
     assert differs == (family in ("bert", "electra"))
-
-
-# Pooling.
 
 
 def pool_by_hand(pooling: str, hidden: Tensor, mask: Tensor, score: nn.Linear) -> Tensor:
@@ -110,9 +104,6 @@ def test_pooling_sums_in_fp32_and_gives_back_the_dtype_it_got(pooling: str) -> N
     assert torch.equal(pooled, hidden.double().mean(1).bfloat16())
 
 
-# Heads.
-
-
 def test_mlp_head_computes_gelu_of_a_hidden_layer() -> None:
     model = make_model(head_type="mlp", head_hidden_size=48, pooling="cls").eval()
     pooled = model.encoder(*make_batch()).last_hidden_state[:, 0]
@@ -142,9 +133,6 @@ def test_the_same_seed_gives_the_same_model() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     differ = {name for name in first if not torch.equal(first[name], other[name])}
     assert differ == {"heads.0.1.weight", "heads.1.1.weight"}
-
-
-# Depth and freezing.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,9 +170,6 @@ def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, 
         elif "key.bias" not in name and "k.bias" not in name and "k_lin.bias" not in name:
             # (A bias of the keys adds the same to all scores of a query: its gradient is 0.)
             assert not torch.equal(parameter, before[name]), name
-
-
-# Memory and speed settings that must not change results.
 
 
 @pytest.mark.parametrize(

@@ -159,14 +159,6 @@ def test_gradients_that_stay_infinite_end_the_training(name: str) -> None:
         amp.check()
 
 
-def test_a_loss_that_stays_infinite_ends_the_training_under_scaling_too() -> None:
-    amp = mixed("fp16")
-    for _ in range(NONFINITE_PATIENCE):
-        amp.record_step(INF, INF)
-    with pytest.raises(Nonfinite, match="loss was not finite in 3 steps"):
-        amp.check()
-
-
 def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: bool) -> str | None:
     """Why the training ends that has these steps and is checked so often; None: it does not."""
     amp = mixed(name)
@@ -192,13 +184,14 @@ def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: b
         ("bf16", [True, True, False] * 20, False),
     ],
 )
-def test_how_often_it_is_checked_does_not_decide_how_a_training_ends(
+def test_the_end_of_a_training_does_not_depend_on_the_interval_of_checks(
     name: str, bad_steps: list[bool], ends: bool, is_loss: bool
 ) -> None:
     """A CPU checks every step, a GPU every 20th. Loss scaling skips steps with bad gradients and goes on."""
-    reasons = {end_of(name, bad_steps, check_every, is_loss=is_loss) for check_every in (1, 7, 20)}
-    assert len(reasons) == 1
-    assert (reasons != {None}) == (ends and (is_loss or name != "fp16"))
+    (reason,) = {end_of(name, bad_steps, check_every, is_loss=is_loss) for check_every in (1, 7, 20)}
+    assert (reason is not None) == (ends and (is_loss or name != "fp16"))
+    if reason is not None:
+        assert f"{'loss was' if is_loss else 'gradients were'} not finite in 3 steps in a row" in reason
 
 
 @pytest.mark.parametrize("is_loss", [True, False])

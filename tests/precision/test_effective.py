@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ class Rounded(nn.Linear):
     ],
 )
 @pytest.mark.parametrize("sizes", [(3, 1), (5, 3), (64, 7), (384, 1536)])
-def test_formats_are_told_by_what_they_lose(
+def test_formats_are_recognised_by_their_rounding(
     rounding: Round, expected: str | None, sizes: tuple[int, int]
 ) -> None:
     assert measure_products(Rounded(rounding, *sizes), (torch.randn(4, sizes[0]),), {}) == expected
@@ -103,11 +104,11 @@ def test_every_kind_of_module_is_measured_as_it_is_called(
     assert found == str(first.dtype).removeprefix("torch.")
 
 
-def test_recurrent_layers_and_arguments_by_name_are_measured_too() -> None:
+def test_recurrent_layers_and_arguments_by_name_are_measured() -> None:
     assert measure_products(nn.LSTM(16, 16, num_layers=2), (), {"input": torch.randn(2, 5, 16)}) == "float32"
 
 
-def test_a_product_may_be_narrower_than_what_comes_out() -> None:
+def test_a_product_may_be_narrower_than_the_output() -> None:
     """PyTorch's autocast leaves `bilinear` out, and reaches the products inside it."""
     module, inputs = nn.Bilinear(16, 16, 4), (torch.randn(2, 16),) * 2
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -115,29 +116,15 @@ def test_a_product_may_be_narrower_than_what_comes_out() -> None:
         assert measure_products(module, inputs, {}) == "bfloat16"
 
 
-class Added(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(8, 1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.bias
-
-
-def test_a_matrix_that_is_only_added_is_no_product() -> None:
-    assert measure_products(Added(), (torch.randn(2, 8, 5),), {}) == NO_PRODUCT
-
-
-def refuses(_: Tensor) -> Tensor:
-    raise ValueError("only what it was made for")
-
-
-def test_a_module_that_refuses_is_not_measured_and_not_changed() -> None:
-    module = nn.Linear(8, 8)
-    module.forward = refuses  # type: ignore[method-assign]
-    before = module.weight
-    assert measure_products(module, (torch.randn(2, 8),), {}) is None
-    assert module.weight is before
+def test_a_module_without_a_product_or_with_an_error_is_not_measured() -> None:
+    added = nn.Linear(8, 8)
+    added.forward = lambda inputs: inputs + added.weight  # type: ignore[method-assign]
+    assert measure_products(added, (torch.randn(8, 8),), {}) == NO_PRODUCT
+    refusing = nn.Linear(8, 8)
+    refusing.forward = Mock(side_effect=ValueError("only for other inputs"))  # type: ignore[method-assign]
+    before = refusing.weight
+    assert measure_products(refusing, (torch.randn(2, 8),), {}) is None
+    assert refusing.weight is before
 
 
 Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -210,7 +197,7 @@ def observed(name: str, model: nn.Module, *inputs: Tensor) -> Observation:
         ),
     ],
 )
-def test_what_dtypes_do_not_show_is_seen(compute: Compute, name: str, said: str) -> None:
+def test_hidden_formats_are_observed(compute: Compute, name: str, said: str) -> None:
     batch = tiny_batch()
     seen = observed(name, tiny_model(WithOwn(compute)), batch.input_ids_BL, batch.attention_mask_BL)
     found = seen.disagreement(PRECISIONS[name])
@@ -222,7 +209,7 @@ def test_what_dtypes_do_not_show_is_seen(compute: Compute, name: str, said: str)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_how_cublas_adds_up_products_is_left_alone_and_recorded(name: str) -> None:
+def test_the_reduction_of_cublas_is_recorded_and_unchanged(name: str) -> None:
     def record() -> dict[str, bool]:
         with backend_flags(PRECISIONS[name], EMULATED):
             found: dict[str, bool] = Observation().telemetry(compiled=False)["reduced_precision_reduction"]
@@ -241,7 +228,7 @@ def test_how_cublas_adds_up_products_is_left_alone_and_recorded(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "bf16-true"])
-def test_the_model_comes_back_bit_for_bit(name: str) -> None:
+def test_the_model_is_unchanged_bit_for_bit(name: str) -> None:
     batch, model = tiny_batch(), tiny_model(WithOwn(plain))
     prepare_model(model, PRECISIONS[name])
     model.encoder.own.eval()
@@ -250,12 +237,9 @@ def test_the_model_comes_back_bit_for_bit(name: str) -> None:
     modes = [module.training for module in model.modules()]
     generator = torch.get_rng_state()
     observed(name, model, batch.input_ids_BL, batch.attention_mask_BL)
-    after = model.state_dict()
-    assert all(
-        torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items()
-    )
-    assert all(weights[key] is value for key, value in model.named_parameters())
-    assert all(value.grad is None for value in model.parameters())
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+    assert all(weights[key] is value and value.grad is None for key, value in model.named_parameters())
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch.is_autocast_cache_enabled()
@@ -271,7 +255,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
-def test_sound_encoders_compute_in_what_they_are_asked_for(family: str) -> None:
+def test_sound_encoders_compute_in_the_requested_precision(family: str) -> None:
     """I-BERT has a class of its own for embeddings, ConvBERT a bias of two dimensions: neither multiplies."""
     config, attention = FAMILIES[family] if family in FAMILIES else (MORE[family], "eager")
     for name in ("fp32", "bf16", "bf16-true"):

@@ -1,5 +1,3 @@
-"""What is said of a deployment: verdicts by what was found, and tables in a terminal."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -34,7 +32,6 @@ def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
                 artifact=artifact.name,
                 judged=Judged("as_good", "", interval, drop, TextChanges(3, 2, 1234), tasks),
                 weight_bytes=91_012_345 if place < 4 else 22_800_000,
-                largest_change=0.01,
                 timings={1: timing, 32: timing},
             )
         )

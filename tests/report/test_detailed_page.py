@@ -79,11 +79,7 @@ def test_the_section_says_what_is_stored(tmp_path: Path) -> None:
     assert "and 3 wrong spans outside this excerpt" in text
     assert '<mark class="mixed"><b>− +</b>' in text, "an answer that is right in part is wrong"
     charts = set(re.findall(r'<div id="([a-z_0-9]+)" class="plotly', text))
-    assert {
-        "intervals_test_trial_6",
-        "confusion_test_trial_6_task_1",
-        "classes_test_trial_6_task_3",
-    } <= charts
+    assert "confusion_test_trial_6_task_1" in charts
 
 
 def test_without_an_evaluation_the_command_that_makes_one_is_named(tmp_path: Path) -> None:

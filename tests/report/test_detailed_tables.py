@@ -8,7 +8,6 @@ import pytest
 from detailed_documents import class_row, document, every_kind, task_document
 from study_records import fake_trial, tables_of, with_values
 
-from hpo.report.detailed_charts import intervals_chart
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
@@ -102,7 +101,3 @@ def test_a_value_without_known_bounds() -> None:
         6, "test", document({"stars": task_document("regression", {}) | {"metrics": {"r2": unknown}}})
     )
     assert metrics_text(one).to_numpy().tolist()[-1] == ["stars", "r2", "0.410\u00a0[unknown]"]
-    chart = intervals_chart(one)
-    assert chart is not None
-    assert [series.x for series in chart.series] == [[0.41], [0.712 - 0.03, 0.712 + 0.03], [0.712]]
-    assert chart.caption == "The dot is the value, the line its interval; without a line it is not known."

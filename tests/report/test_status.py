@@ -1,5 +1,3 @@
-"""A study's state in numbers."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,7 +12,6 @@ from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
 
 def at(number: int, begin: float, end: float) -> Any:
-    """A complete trial of those minutes."""
     start = datetime(2026, 1, 1, tzinfo=UTC)
     times = (start + timedelta(minutes=begin), start + timedelta(minutes=end))
     return replace(fake_trial(number, "fp32"), started=times[0], ended=times[1], seconds=60 * (end - begin))

@@ -26,7 +26,6 @@ from hpo.report.tables import (
     OUTCOMES,
     StudyTables,
     brief_summary,
-    precision_comparison,
     task_metrics_table,
 )
 from hpo.study.reading.study_record import best_trials
@@ -38,7 +37,6 @@ def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
 
 
 def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
-    """A study's definition with these choices of precision."""
     return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
 
 
@@ -96,7 +94,7 @@ def test_summary_agrees_with_a_count_by_hand() -> None:
     speed = "train_examples_per_second"
     speeds = [trial.telemetry["throughput"][speed] for trial in mine if trial.number != 12]
     expected = {"trials": len(mine), "complete": len(scores), "measured": len(speeds)}
-    expected |= {"best_score": max(scores), "median_score": statistics.median(scores)}
+    expected |= {"best_score": max(scores)}
     expected |= {f"{speed}_median": statistics.median(speeds)}
     expected |= {f"{speed}_min": min(speeds), f"{speed}_max": max(speeds)}
     assert {name: row[name] for name in expected} == expected
@@ -129,7 +127,7 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     trials[1].telemetry["scaler"]["skipped_steps"] = 1000
     after = row_of(tables_of(trials), "fp16")
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
-    for name in ("best_score", "median_score", "measured", "peak_memory_bytes_max", "skipped_steps"):
+    for name in ("best_score", "measured", "peak_memory_bytes_max", "skipped_steps"):
         assert after[name] == before[name]
 
 
@@ -143,10 +141,9 @@ def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
 
 def test_an_empty_study_gives_empty_tables() -> None:
     tables = tables_of([])
-    for name in ("trials", "complete", "by_precision", "evaluations", "not_complete"):
+    for name in ("trials", "complete", "by_precision", "evaluations"):
         assert getattr(tables, name).empty
     assert tables.importances.table.empty
-    assert precision_comparison(tables).empty
     assert brief_summary(tables).empty
     assert tables.best == []
     assert "best_score" in tables.by_precision
@@ -154,14 +151,10 @@ def test_an_empty_study_gives_empty_tables() -> None:
 
 def test_energy_is_shown_where_it_was_measured() -> None:
     trials = [fake_trial(number, name) for number, name in enumerate(["fp32", "bf16", "bf16", "fp16"])]
-    shown = "train joules/example"
-    assert shown not in set(precision_comparison(tables_of(trials))["requested precision"])
     assert "joules/example" not in brief_summary(tables_of(trials))
     for number, joules in enumerate([4.0, 1.5, 2.5]):
         trials[number].telemetry["throughput"]["train_joules_per_example"] = joules
     tables = tables_of(trials)
-    row = precision_comparison(tables).set_index("requested precision").loc[shown]
-    assert row.to_dict() == {"fp32": "4", "tf32": "–", "bf16": "2 (1.5 to 2.5)", "fp16": "–"}
     assert list(brief_summary(tables)["joules/example"]) == ["4", "–", "2", "–"]
     trials[2].telemetry["device"]["shared"] = True  # its number would be that of others, too
     assert tables_of(trials).by_precision["train_joules_per_example_median"].dropna().tolist() == [4.0, 1.5]

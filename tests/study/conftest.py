@@ -12,7 +12,7 @@ import pytest
 from hpo.study.store.storage import Storage, open_storage
 
 SQL = (
-    *("test_leases", "test_lifecycle", "test_overview", "test_promotion", "test_pruning"),
+    *("test_leases", "test_lifecycle", "test_overview", "test_promotion"),
     *("test_reader", "test_storage", "test_workers"),
 )
 """The tests of queries, which are tried with each kind of database; the others with SQLite."""

@@ -6,19 +6,23 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
 from scripted_study import ScriptedStudy
-from worker_process import result, study
+from tiny import CPU
+from worker_process import result, run_trials, study
 
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
+from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
+from hpo.study.running.run import check_precisions
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.grid_sampler import POINT_ATTR
@@ -341,3 +345,89 @@ def test_what_the_check_ends_on_one_kind_is_not_avoided_on_another(name: str, ch
         device=WorkerDevice(checked_on="V100, torch 2"),
     )
     assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == (checked_on[:3] == "AMX")
+
+
+# Base precisions, which need packages
+
+WITHOUT = replace(CPU, has_bitsandbytes=False)
+BASE_SPACE: dict[str, Any] = {
+    "adapter": {"type": "categorical", "choices": ["none", "lora"]},
+    "base_precision": {"type": "categorical", "choices": ["int8", "nf4"], "when": {"adapter": "lora"}},
+}
+
+
+def test_a_missing_package_is_the_reason() -> None:
+    config = study(4, search_space=BASE_SPACE)
+    assert check_precisions(config, CPU) == {}
+    assert check_precisions(config, WITHOUT) == {
+        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
+        "To install it, run `make install EXTRAS=adapters` in your clone of hpo."
+    }
+    fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
+    with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
+        check_precisions(fixed, WITHOUT)
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2", "random", "qmc"])
+def test_a_missing_base_precision_is_not_drawn(name: str) -> None:
+    config = study(30, sampler={"name": name, "seed": 1}, search_space=BASE_SPACE | RATES)
+    left_out = check_precisions(config, WITHOUT)
+    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
+    drawn = [params.get("base_precision") for params in here.run(24)]
+    assert set(drawn) == {None, "int8"}
+    assert {trial.params.get("base_precision") for trial in here.trials} == {None, "int8"}
+    every = optuna.distributions.CategoricalDistribution(("int8", "nf4"))
+    assert {t.distributions.get("base_precision", every) for t in here.trials} == {every}, (
+        "as the study has it"
+    )
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2", "random", "qmc"])
+def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
+    nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
+    space = BASE_SPACE | RATES | {"base_precision": nf4}
+    config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
+    left_out = check_precisions(config, WITHOUT)
+    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
+    there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
+    drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
+    assert set(drawn[::2]) == {"none"}
+    assert set(drawn[1::2]) == {"none", "lora"}
+    always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
+    with pytest.raises(InputError, match="nf4` needs the package"):
+        check_precisions(always, WITHOUT)
+
+
+@pytest.mark.parametrize("lacks", ["base_precision", "fp_precision"])
+def test_the_unsupported_choice_is_blamed(lacks: str) -> None:
+    """Where all are drawn, as under `on_unsupported: prune`, the other is not avoided for it."""
+    precision = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
+    bases = {name: one | {"when": {}} for name, one in BASE_SPACE.items()}
+    bases["adapter"] = {"type": "categorical", "choices": ["lora", "dora"]}
+    config = study(30, sampler={"name": "tpe", "seed": 1}, search_space=precision | bases | RATES)
+    here = ScriptedStudy(config, lambda _: "unsupported")
+    facts = {"base_precision": {"requested": "nf4", "effective": None}} if lacks == "base_precision" else {}
+    here.study.enqueue_trial({"fp_precision": "bf16", "base_precision": "nf4", "learning_rate": 1e-4})
+    trial, _ = here.ask()
+    here.end(trial, "unsupported", telemetry=facts)
+    here.script = lambda params: params["learning_rate"]
+    avoided = {"base_precision": "nf4", "fp_precision": "bf16"}
+    drawn = here.run(12)
+    assert avoided[lacks] not in {params[lacks] for params in drawn}
+    (other,) = avoided.keys() - {lacks}
+    assert avoided[other] in {params[other] for params in drawn}
+
+
+def test_a_grid_leaves_the_points_of_a_missing_base_precision_to_others(storage: Storage) -> None:
+    space = {"base_precision": BASE_SPACE["base_precision"] | {"when": {}}, **STEPS}
+    config = study(8, sampler={"name": "grid"}, training={"adapter": "lora"}, search_space=space)
+    create_or_resume_study(storage, config)
+    for info, ended, base in ((WITHOUT, "elsewhere", "int8"), (CPU, "finished", "nf4")):
+        drawn: list[Any] = []
+
+        def during(trial: optuna.trial.Trial, drawn: list[Any] = drawn) -> None:
+            drawn.append(trial.params["base_precision"])
+
+        device = WorkerDevice("cpu", left_out=check_precisions(config, info))
+        assert run_trials(storage, config, during, device=device).ended == ended
+        assert drawn == [base] * 4

@@ -1,5 +1,3 @@
-"""When a study is followed no longer."""
-
 from __future__ import annotations
 
 import logging
@@ -14,8 +12,6 @@ from hpo.track.runs import Run, runs_of
 
 
 class Taken:
-    """A tracker that takes everything."""
-
     where = "nowhere"
 
     def __init__(self) -> None:

@@ -1,5 +1,3 @@
-"""A study in a real MLflow server: one run a trial, nothing doubled, whatever is killed, away or hostile."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A study as event files, read back with TensorBoard's own reader."""
-
 from __future__ import annotations
 
 from pathlib import Path

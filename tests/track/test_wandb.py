@@ -1,5 +1,3 @@
-"""A study in files of W&B offline, read back record by record."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def run_of(folder: Path, number: int) -> dict[str, Any]:
-    """The one folder that there is of a trial."""
     (path,) = folder.glob(f"wandb/offline-run-*-{number}/*.wandb")
     found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None}
     for record in records(path):

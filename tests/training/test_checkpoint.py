@@ -30,7 +30,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
 
 
-def test_what_is_saved_is_read_and_not_what_it_becomes_later(store: CheckpointStore) -> None:
+def test_later_changes_of_weights_are_not_saved(store: CheckpointStore) -> None:
     weights = {"a": torch.zeros(1000, 1000), "b": torch.zeros(2, dtype=torch.bfloat16)}
     moment = torch.zeros(1000, 1000)
     store.save(3, weights, state={"step": 3, "optimizer": {"state": [{"moment": moment}]}})
@@ -55,7 +55,7 @@ def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
     assert names_in(store.folder) == ["best-00000003", "step-00000003"]
 
 
-def test_of_the_best_that_stays_which_counts(store: CheckpointStore) -> None:
+def test_the_best_of_the_last_save_stays(store: CheckpointStore) -> None:
     """A newer one may be of an evaluation that was made again."""
     for step in (2, 1):  # as a worker that went on from before
         store.save(step, WEIGHTS, best={"step": step})
@@ -65,7 +65,7 @@ def test_of_the_best_that_stays_which_counts(store: CheckpointStore) -> None:
     assert names_in(store.folder) == ["best-00000001"]
 
 
-def test_what_shows_while_a_newer_one_is_waited_for_is_found(tmp_path: Path) -> None:
+def test_a_checkpoint_written_during_the_wait_is_found(tmp_path: Path) -> None:
     class Slow:
         def names(self, kind: str, _: str) -> list[str]:
             return [f"{kind}-00000009"]
@@ -146,19 +146,20 @@ def test_a_full_disk_is_a_problem_that_loses_nothing_and_the_next_write_is_tried
     assert store.latest().state == {"step": 4}
 
 
-def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
-    with store:
-        store.save(2, WEIGHTS, state={"step": 2})
-        raise end
-
-
 @pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
-def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
+def test_a_failed_write_replaces_only_a_preemption(
     store: CheckpointStore, end: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only a preempted trial promises a checkpoint."""
     fill_disk(monkeypatch)
+
+    def save_and_end() -> None:
+        with store:
+            store.save(2, WEIGHTS, state={"step": 2})
+            raise end
+
     with pytest.raises(CheckpointError if end is Preempted else end):
-        fails_and_ends(store, end)
+        save_and_end()
     assert len(store.problems) == 1
 
 
@@ -173,13 +174,10 @@ class Uncopied(dict[str, torch.Tensor]):
         raise RuntimeError(self.error)
 
 
-def test_no_memory_for_the_copy_is_a_problem_of_the_checkpoint(store: CheckpointStore) -> None:
+def test_a_copy_without_memory_is_a_problem_and_a_failed_device_an_error(store: CheckpointStore) -> None:
     store.save(1, Uncopied("DefaultCPUAllocator: can't allocate memory"), state={})
     store.wait()
     assert "no memory for the copy" in store.problems[0]
-
-
-def test_a_device_failure_in_the_copy_is_no_problem_of_the_checkpoint(store: CheckpointStore) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         store.save(1, Uncopied("CUDA error: an illegal memory access was encountered"), state={})
 

@@ -66,13 +66,30 @@ def machine(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(now, monkeypatch)
 
 
+def started(counter: EnergyCounter | None, **settings: Any) -> ThroughputMeter:
+    meter = ThroughputMeter(GPU, counter=counter, **settings)
+    meter.start()
+    return meter
+
+
+@pytest.fixture
+def meter(machine: Machine) -> ThroughputMeter:
+    del machine
+    return started(EnergyCounter(GPU))
+
+
+@pytest.fixture
+def warm(machine: Machine) -> ThroughputMeter:
+    """A meter without a warm-up."""
+    del machine
+    return started(EnergyCounter(GPU), warmup_steps=0)
+
+
 def joules(meter: ThroughputMeter) -> float | None:
     return meter.summary()["train_joules_per_example"]
 
 
-def test_the_energy_is_that_of_the_steps_after_the_warm_up(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
-    meter.start()
+def test_energy_is_of_the_steps_after_the_warm_up(machine: Machine, meter: ThroughputMeter) -> None:
     machine.train(meter, 3, watts=500.0)  # the warm-up
     machine.train(meter, 8)
     assert joules(meter) is None, "the stretch has not ended"
@@ -86,17 +103,13 @@ def test_the_energy_is_that_of_the_steps_after_the_warm_up(machine: Machine) -> 
     assert meter.summary()["train_examples_per_second"] == pytest.approx(4.0)
 
 
-def test_the_warm_up_is_not_counted_where_it_is_a_stretch_of_its_own(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
-    meter.start()
+def test_a_warm_up_in_a_stretch_of_its_own_is_not_counted(machine: Machine, meter: ThroughputMeter) -> None:
     machine.train(meter, 2, watts=500.0)
     meter.stop()
     assert joules(meter) is None
 
 
-def test_no_step_waits_for_the_device(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
-    meter.start()
+def test_no_step_waits_for_the_device(machine: Machine, meter: ThroughputMeter) -> None:
     machine.train(meter, 3)
     before = machine.num_syncs
     machine.train(meter, 500)
@@ -105,40 +118,29 @@ def test_no_step_waits_for_the_device(machine: Machine) -> None:
     assert machine.num_syncs == before + 1
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_stretch_shorter_than_the_counter_can_resolve_is_left_out(machine: Machine, num_steps: int) -> None:
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, None), (2, 25.0)])
+def test_a_stretch_below_the_counter_s_resolution_is_left_out(
+    machine: Machine, warm: ThroughputMeter, num_steps: int, expected: float | None
+) -> None:
     assert MIN_STRETCH_SECONDS == 2.0
-    meter = ThroughputMeter(GPU, warmup_steps=0, counter=EnergyCounter(GPU))
-    meter.start()
-    machine.train(meter, num_steps)
-    meter.stop()
-    assert joules(meter) == (None if num_steps == 1 else 25.0)
+    machine.train(warm, num_steps)
+    warm.stop()
+    assert joules(warm) == expected
 
 
-def test_a_stretch_that_was_interrupted_is_left_out(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, warmup_steps=0, counter=EnergyCounter(GPU))
-    meter.start()
-    machine.train(meter, 5)
+def test_an_interrupted_stretch_is_left_out(machine: Machine, warm: ThroughputMeter) -> None:
+    machine.train(warm, 5)
     machine.spend(30.0, 250.0)  # something was compiled
-    meter.start()
-    machine.train(meter, 5, watts=40.0)
-    meter.stop()
-    assert joules(meter) == 10.0
-
-
-def test_a_stop_without_a_start_counts_nothing(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, warmup_steps=0, counter=EnergyCounter(GPU))
-    meter.start()
-    machine.train(meter, 5)
-    meter.stop()
+    warm.start()
+    machine.train(warm, 5, watts=40.0)
+    warm.stop()
+    assert joules(warm) == 10.0
     machine.spend(60.0, 400.0)
-    meter.stop()
-    assert joules(meter) == 25.0
+    warm.stop()
+    assert joules(warm) == 10.0, "a stop without a start counts nothing"
 
 
-def test_the_energy_survives_a_checkpoint(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
-    meter.start()
+def test_energy_survives_a_checkpoint(machine: Machine, meter: ThroughputMeter) -> None:
     machine.train(meter, 3 + 5)
     meter.stop()
     state = json.loads(json.dumps(meter.state_dict()))
@@ -152,9 +154,7 @@ def test_the_energy_survives_a_checkpoint(machine: Machine) -> None:
     assert joules(resumed) == 50.0, "a resumed trial has no second warm-up"
 
 
-def test_a_checkpoint_in_the_warm_up_is_gone_on_from(machine: Machine) -> None:
-    meter = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
-    meter.start()
+def test_the_warm_up_continues_after_a_checkpoint(machine: Machine, meter: ThroughputMeter) -> None:
     machine.train(meter, 2)
     resumed = ThroughputMeter(GPU, counter=EnergyCounter(GPU))
     resumed.load_state_dict(meter.state_dict())
@@ -165,10 +165,9 @@ def test_a_checkpoint_in_the_warm_up_is_gone_on_from(machine: Machine) -> None:
     assert joules(resumed) == 25.0
 
 
-def test_a_counter_that_fails_on_the_way_gives_no_number_for_its_stretch(machine: Machine) -> None:
+def test_a_failing_counter_gives_no_number(machine: Machine) -> None:
     counter = EnergyCounter(GPU)
-    meter = ThroughputMeter(GPU, warmup_steps=0, counter=counter)
-    meter.start()
+    meter = started(counter, warmup_steps=0)
     machine.train(meter, 5)
     machine.error = True
     meter.stop()
@@ -177,11 +176,8 @@ def test_a_counter_that_fails_on_the_way_gives_no_number_for_its_stretch(machine
 
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: EnergyCounter(GPU, shared=True)])
-def test_without_a_counter_there_is_no_number_and_no_waiting(
-    machine: Machine, make: Callable[[], Any]
-) -> None:
-    meter = ThroughputMeter(GPU, counter=make())
-    meter.start()
+def test_without_a_counter_nothing_is_measured(machine: Machine, make: Callable[[], Any]) -> None:
+    meter = started(make())
     machine.train(meter, 10)
     meter.stop()
     assert machine.num_syncs == 0

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CPU, CPU_PRECISIONS, EMULATED, ENCODER, tiny_executor, tiny_model, tiny_study
+from tiny import (
+    CPU,
+    CPU_PRECISIONS,
+    EMULATED,
+    ENCODER,
+    overflow_in_reduced_precision,
+    tiny_executor,
+    tiny_model,
+    tiny_study,
+)
 from tiny_loop import accumulate, amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
@@ -62,14 +71,9 @@ def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
             seen.append(("backward", tf32_is_on()))
             return gradient
 
-    def overflow(_module: object, _inputs: object, logits: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: value * (torch.inf if value.dtype != torch.float32 else 1) for name, value in logits.items()
-        }
-
     model = tiny_model()
     model.encoder.dense.register_forward_hook(lambda _module, _inputs, output: Flags.apply(output))
-    model.register_forward_hook(overflow)
+    overflow_in_reduced_precision(model)
     config = EMULATED.model_copy(update={"fallback_to_fp32": True, "tf32": True})
     amp = MixedPrecision(PRECISIONS["bf16"], config, CPU)
     with backend_flags(amp.precision, config):

@@ -27,20 +27,6 @@ class ConvNet(nn.Module):
         return {"logits": self.last(hidden.mean((2, 3)))}
 
 
-class Overflowing(nn.Module):
-    """Its second layer has numbers that fp32 holds and fp16 does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        with torch.no_grad():
-            self.second.weight.fill_(3e4)
-
-    def forward(self, values: Tensor) -> Tensor:
-        out: Tensor = self.third(self.second(self.first(values).abs() + 1.0) * 1e-6)
-        return out
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +56,14 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("precision", "product"), [("bf16", "bfloat16"), ("bf16-true", "bfloat16")])
-def test_a_convnet_computes_in_what_was_asked_for(precision: str, product: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_a_convnet_computes_in_the_requested_precision(precision: str) -> None:
     model = ConvNet().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check = hpo.check_precision(model, cross_entropy, images(), precision)
     assert check.verdict == "ok", check
     found = check.measurement
-    assert found.observed["linear_products"] == {product: 2}
+    assert found.observed["linear_products"] == {"bfloat16": 2}
     assert 1e-5 < found.logits_relative_error["output['logits']"] < 0.05
     assert found.gradient_cosine is not None
     assert 0.99 < found.gradient_cosine < 1.0
@@ -88,14 +74,6 @@ def test_a_convnet_computes_in_what_was_asked_for(precision: str, product: str) 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_overflows_is_named() -> None:
-    check = hpo.check_precision(Overflowing(), mean, torch.ones(4, 8), "fp16")
-    assert check.verdict == "incompatible"
-    assert check.measurement.first_nonfinite_module == "second"
-    assert "the first module that made them so is second" in str(check)
-    assert hpo.check_precision(Overflowing(), mean, torch.ones(4, 8), "bf16").measurement.finite
-
-
 def test_a_recurrent_module_is_without_dropout_and_comes_back_with_it() -> None:
     model = Recurrent().train()
     check = hpo.check_precision(model, mean, torch.randn(5, 2, 4), "fp32")
@@ -103,7 +81,7 @@ def test_a_recurrent_module_is_without_dropout_and_comes_back_with_it() -> None:
     assert (model.lstm.dropout, model.lstm.training) == (0.5, True)
 
 
-def test_a_decoder_with_a_loss_of_its_own() -> None:
+def test_a_decoder_with_its_own_loss() -> None:
     config = LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
@@ -116,20 +94,16 @@ def test_a_decoder_with_a_loss_of_its_own() -> None:
     assert any("logits" in name for name in check.measurement.logits_relative_error)
 
 
-def test_a_module_that_keeps_fp32_is_told() -> None:
-    class Stubborn(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 1)
+class Stubborn(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(values.float())
 
-        def forward(self, values: Tensor) -> Tensor:
-            with torch.autocast("cpu", enabled=False):
-                out: Tensor = self.inner(values.float())
-            return out
 
-    check = hpo.check_precision(Stubborn(), mean, torch.randn(4, 8), "bf16")
+def test_a_module_in_fp32_is_reported() -> None:
+    check = hpo.check_precision(nn.Sequential(Stubborn(8, 1)), mean, torch.randn(4, 8), "bf16")
     assert check.verdict == "degraded"
-    assert "1 of 1 linear layers did not compute in bfloat16: inner (float32)" in str(check)
+    assert "1 of 1 linear layers did not compute in bfloat16: 0 (float32)" in str(check)
 
 
 @pytest.mark.parametrize(
@@ -148,20 +122,17 @@ def test_what_cannot_be_checked_is_refused(model: Any, loss: Any, precision: str
         hpo.check_precision(model, loss, images(), precision)
 
 
-def test_chance_and_modes_are_left_alone() -> None:
-    """Noise in the loss is the same on both sides; a frozen norm stays frozen, others use the batch."""
-    model = nn.Sequential(ConvNet(), ConvNet().last)
-    model[0].forward = lambda images: nn.functional.conv2d(images, model[0].first.weight).mean((2, 3))  # type: ignore[method-assign]
-    frozen = model[0].norm.eval()
+def test_noise_in_the_loss_is_the_same_in_both_precisions() -> None:
+    """A frozen norm stays frozen."""
+    model = ConvNet()
+    frozen = model.norm.eval()
 
     def noisy(model: nn.Module, batch: Tensor) -> Tensor:
-        loss: Tensor = (model(batch) + torch.randn(6, 4)).square().mean()
+        loss: Tensor = (model(batch)["logits"] + torch.randn(6, 4)).square().mean()
         return loss
 
-    state = torch.get_rng_state()
     check = hpo.check_precision(model, noisy, images()[0], "fp32")
     assert (check.verdict, check.measurement.gradient_cosine) == ("ok", pytest.approx(1.0))
-    del state
     assert model.training
     assert not frozen.training
 
@@ -195,16 +166,19 @@ def test_what_the_loss_raises_is_no_fault_of_the_precision() -> None:
         hpo.check_precision(ConvNet(), lambda model, batch: model(batch)["nothing"], images()[0], "bf16")
 
 
-def test_sparse_gradients_and_the_batches_of_processors() -> None:
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1)
+class Bag(nn.Module):
+    """Has sparse gradients."""
 
-        def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-            out: Tensor = self.last(self.table(ids) * scale)
-            return out
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1)
 
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.last(self.table(ids) * scale)
+        return out
+
+
+def test_sparse_gradients_and_batches_of_processors() -> None:
     batch = BatchFeature({"ids": torch.arange(6), "scale": torch.ones(6, 1)})
     check = hpo.check_precision(Bag(), lambda model, batch: model(**batch).mean(), batch, "bf16-true")
     assert check.verdict == "ok", check

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED, tiny_executor
+from tiny import CPU, EMULATED, overflow_in_reduced_precision, tiny_executor
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -175,14 +175,7 @@ def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
     )
     parts = parts_of(executor, fp_precision=name)
     parts.prepare()
-
-    def overflow(_module: object, _inputs: object, logits: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            task: value * (1.0 if value.dtype == torch.float32 else torch.inf)
-            for task, value in logits.items()
-        }
-
-    parts.model.register_forward_hook(overflow)
+    overflow_in_reduced_precision(parts.model)
     config = EMULATED.model_copy(update={"fallback_to_fp32": True})
     mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
     batch = parts.batch(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,14 +65,18 @@ def run(
     return tiny_executor(folder, **content).run(PARAMS, checkpoints, "key", callbacks)
 
 
-def test_an_objective_of_energy_is_that_of_the_training_steps(tmp_path: Path, gpu: PlayedGpu) -> None:
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_an_objective_of_energy_is_of_the_training_steps(
+    tmp_path: Path, gpu: PlayedGpu, has_checkpoints: bool
+) -> None:
+    """Neither evaluations nor copies for checkpoints count."""
     made: list[ScoredEvaluation] = []
-    result = run(tmp_path, Callbacks(made.append), objective=OBJECTIVE)
-    assert (str(result.outcome), result.values) == ("complete", (5 / 8,)), result.reason
+    folder, checkpoint = (tmp_path / "trial", {"every_seconds": 1e-6}) if has_checkpoints else (None, {})
+    result = run(tmp_path, Callbacks(made.append), folder, objective=OBJECTIVE, checkpoint=checkpoint)
+    assert (str(result.outcome), result.values) == ("complete", (gpu.per_step / 8,)), result.reason
     assert result.headline[ENERGY] == result.telemetry["throughput"][ENERGY] == 5 / 8
     assert result.telemetry["energy_missing"] == ""
     assert [one.evaluation.rates[ENERGY] for one in made] == [5 / 8] * 4
-    del gpu
 
 
 def test_a_copy_for_a_checkpoint_is_not_counted(tmp_path: Path, gpu: PlayedGpu) -> None:
@@ -94,15 +99,8 @@ def test_a_trial_above_the_limit_ends_at_an_evaluation(tmp_path: Path, gpu: Play
 
 
 def test_a_trial_that_goes_on_keeps_the_energy_that_it_used(tmp_path: Path, gpu: PlayedGpu) -> None:
-    num_asked = 0
-
-    def should_stop() -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        return num_asked > 30
-
-    folder = tmp_path / "trial"
-    stopped = run(tmp_path, Callbacks(should_stop=should_stop), folder)
+    folder, asked = tmp_path / "trial", itertools.count(1)
+    stopped = run(tmp_path, Callbacks(should_stop=lambda: next(asked) > 30), folder)
     assert str(stopped.outcome) == "preempted"
     counted = stopped.telemetry["num_steps"] // 10 * 10 - 3  # up to the last evaluation, without the warm-up
     assert counted > 0

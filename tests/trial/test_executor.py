@@ -43,11 +43,6 @@ def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any]
         executor.check_study()
 
 
-def test_a_choice_that_cannot_be_built_is_one_trials_end(tmp_path: Path) -> None:
-    space = {"freeze_layers": {"type": "categorical", "choices": [9, 0]}}
-    tiny_executor(tmp_path, search_space=space).check_study()
-
-
 def test_a_trial_goes_on_from_checkpoints_of_its_own_model_alone(tmp_path: Path) -> None:
     """A folder's encoder may have been replaced under its name."""
     keys = set()

@@ -8,7 +8,7 @@ import pytest
 
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
-from hpo.precision.table import PRECISION_NAMES, Support
+from hpo.precision.table import PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility
 from hpo.trial.measure import Measurement
 from hpo.trial.verify import PrecisionCheck, recommendation, verify
@@ -34,26 +34,17 @@ def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
     return verify(device, check)
 
 
-@pytest.mark.parametrize(
-    ("device", "native", "emulated"),
-    [
-        (T4, {"fp32", "fp16"}, {"bf16", "bf16-true"}),
-        (AMX, {"fp32", "bf16", "bf16-true"}, {"fp16"}),
-        (PLAIN, {"fp32"}, {"bf16", "fp16", "bf16-true"}),
-    ],
-)
-def test_what_the_device_cannot_run_is_not_measured(
-    device: DeviceInfo, native: set[str], emulated: set[str]
-) -> None:
+@pytest.mark.parametrize("device", [H200, T4, AMX, PLAIN], ids=lambda device: device.name)
+def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
     checks = checked(device)
     assert [check.name for check in checks] == list(PRECISION_NAMES)
-    for of_level, names in (("native", native), ("emulated", emulated)):
-        assert {check.name for check in checks if check.support.level == of_level} == names
-    assert {check.name for check in checks if check.compatibility} == native | emulated
-    assert {check.name for check in checks if check.usable} == native
     for check in checks:
-        assert (check.note == "") == (check.name in native), "what is not native says why"
-        if check.support.level == "unsupported":
+        assert check.support == support(check.name, device)
+        level = check.support.level
+        assert (check.compatibility is None) == (level == "unsupported")
+        assert check.usable == (level == "native")
+        assert (check.note == "") == check.usable, "a note explains why it is not usable"
+        if level == "unsupported":
             assert f"`{check.name}` needs" in check.note
 
 
@@ -80,11 +71,11 @@ def test_what_the_device_cannot_run_is_not_measured(
         ),
     ],
 )
-def test_what_is_recommended(device: DeviceInfo, found: dict[str, Any], advice: str) -> None:
+def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) -> None:
     assert recommendation(checked(device, **found)).startswith(advice)
 
 
-def test_what_cannot_be_used_says_why() -> None:
+def test_an_unusable_precision_has_a_reason() -> None:
     does_not_fit = OutOfMemory("one example of 512 tokens does not fit into memory.")
     checks = {check.name: check for check in checked(T4, fp32=does_not_fit, fp16="incompatible")}
     for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):

@@ -1,5 +1,3 @@
-"""The jobs of `hpo submit --slurm`: their script, their secrets, what Slurm says of them, their end."""
-
 from __future__ import annotations
 
 import os
@@ -13,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from command_line import ROOT, hpo_command, ok
+from command_line import ROOT, hpo_command, ok, refused
 from postgres import PASSWORD, PostgresServer
 from readme import CLUSTER
 from slurm import SlurmCluster
@@ -134,9 +132,7 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
 )
 def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     write_study(tmp_path)
-    refused = hpo_command(tmp_path, "submit", "tiny.yaml", *options)
-    assert refused.exit_code == 2
-    assert message in refused.err
+    refused(hpo_command(tmp_path, "submit", "tiny.yaml", *options), message)
     assert not list(tmp_path.glob("runs/tiny/*"))
 
 
@@ -244,10 +240,8 @@ def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_p
     del slurm
     write_study(tmp_path)
     given = ("tiny.yaml", "--slurm", "--partition", "nowhere", "--storage", postgres_url)
-    refused = hpo_command(tmp_path, "submit", *given)
-    assert refused.exit_code == 2
-    assert "`sbatch` must succeed, but it says: sbatch: error: invalid partition" in refused.err
-    assert "Traceback" not in refused.err
+    message = "`sbatch` must succeed, but it says: sbatch: error: invalid partition"
+    assert "Traceback" not in refused(hpo_command(tmp_path, "submit", *given), message).err
 
 
 def commands_of(text: str) -> list[list[str]]:

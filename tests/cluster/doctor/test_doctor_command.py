@@ -1,10 +1,8 @@
-"""`hpo doctor` as a command."""
-
 from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import Finished, hpo_command
+from command_line import Finished, hpo_command, refused
 from optuna.trial import TrialState, create_trial
 from tiny import tiny_study, write_study
 from worker_process import study
@@ -41,11 +39,9 @@ def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path
     assert again.json["ok"] is True
 
 
-def test_a_study_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+def test_an_unknown_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         create_or_resume_study(storage, study(1))
-    refused = run(tmp_path, "tiney")
-    assert refused.exit_code == 2
-    assert "Did you mean `tiny`" in refused.err
+    refused(run(tmp_path, "tiney"), "Did you mean `tiny`")
     assert run(tmp_path, "--storage", "mysql://a:b@c/d").exit_code == 2

@@ -1,5 +1,3 @@
-"""A private PostgreSQL: made, used, stopped, started again, reached by nobody without the password."""
-
 from __future__ import annotations
 
 import os
@@ -91,7 +89,6 @@ def test_others_than_this_machine_need_tls(server: PostgresServer) -> None:
 
 
 def start_as_nobody(folder: Path) -> None:
-    """Make and start a database as a user who is not root."""
     sa.create_engine("postgresql+psycopg://").dispose()  # imports what only root may read
     if os.geteuid() == 0:
         os.setgroups([])

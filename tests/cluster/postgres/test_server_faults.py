@@ -1,5 +1,3 @@
-"""What can be wrong with a private PostgreSQL: each gives one clear error, and costs no database."""
-
 from __future__ import annotations
 
 import fcntl

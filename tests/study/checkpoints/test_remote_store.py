@@ -47,21 +47,6 @@ def trained(store: RemoteStore, folder: Path, key: str = "key", *, best: int = 2
         assert checkpoints.problems == []
 
 
-def test_another_machine_goes_on_from_the_newest(store: RemoteStore, tmp_path: Path) -> None:
-    trained(store, folder_of(tmp_path / "a"))
-    there = folder_of(tmp_path / "b")
-    assert [name[:13] for name in store.list(there)] == ["best-00000002", "step-00000003"], "no older ones"
-    with CheckpointStore(there, "key", mirror(store, there)) as checkpoints:
-        last, best = checkpoints.latest(), checkpoints.best()
-    assert last is not None
-    assert best is not None
-    assert (last.state, best.state) == ({"step": 3}, {"step": 2})
-    assert last.weights["w"].tolist() == [3, 3]
-    third = folder_of(tmp_path / "c")
-    store.fetch_newest("best", third)
-    assert [path.name for path in third.iterdir()] == ["best-00000002"]
-
-
 def test_what_is_of_another_key_is_not_listed_and_goes_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
     trained(store, folder_of(tmp_path / "a"), "a CUDA device's", best=9, steps=9)
     folder = folder_of(tmp_path / "b")

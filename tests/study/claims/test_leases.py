@@ -24,6 +24,7 @@ from hpo.study.claims import leases
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
+from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import slots, workers
@@ -117,39 +118,30 @@ def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
     change_worker(storage, worker, process_start="1")
 
 
-@pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
+@pytest.mark.parametrize("died", ["after an evaluation", "after a checkpoint", "with its GPU"])
 def test_deaths_at_one_place_count_until_there_is_progress(
-    storage: Storage, opened: optuna.Study, progress: str
+    storage: Storage, opened: optuna.Study, died: str
 ) -> None:
     with ExitStack() as stack:
         peer = stack.enter_context(worker_on(storage, opened))
         for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
             victim = stack.enter_context(worker_on(storage, opened))
-            trial = victim.open_trial(victim.claim())
+            lease, trial = begin(victim)
             assert trial.number == 0
-            if step and progress == "evaluation":
+            if step and died == "after an evaluation":
                 evaluate(storage, trial, step=step)
-            die(storage, victim, step if progress == "checkpoint" else 0)
+            if died == "with its GPU":
+                lease.saved_step = step  # no heartbeat told the database yet
+                victim.record_death(lease)
+                assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+            else:
+                die(storage, victim, step if died == "after a checkpoint" else 0)
             lease = peer.claim()
-            assert lease.deaths == num_deaths
+            assert (lease.deaths, lease.death_step) == (num_deaths, step)
             assert bool(lease.crash) == (num_deaths == MAX_DEATHS)
             peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
         assert lease.crash == "its process died 3 times after step 30, without progress."
         assert peer.claim().crash, "known to whoever claims the slot next"
-
-
-def test_a_worker_counts_its_own_death_when_it_lost_its_gpu(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
-        for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
-            lease, trial = begin(worker)
-            assert trial.number == 0
-            lease.saved_step = step  # no heartbeat told the database yet
-            worker.record_death(lease)
-            assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-            lease, _ = begin(worker)
-            assert (lease.deaths, lease.death_step) == (num_deaths, step)
-            worker.release(lease)
-        assert lease.crash == "its process died 3 times after step 30, without progress."
 
 
 def test_a_worker_counts_no_death_in_a_slot_of_another_worker(storage: Storage, opened: optuna.Study) -> None:
@@ -328,3 +320,44 @@ def test_a_claim_reads_the_slot_that_it_takes_and_few_others(postgres_url: str, 
             assert taken is not None
             assert taken.slot == (3000 if num_begun else 2000)
             assert 1 <= connection.execute(read).scalar_one() < 20
+
+
+# Pruning
+
+VALUES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+ASHA = {"name": "asha", "min_resource": 1, "reduction_factor": 2}
+
+
+def test_trials_side_by_side_are_pruned_as_by_plain_optuna(storage: Storage) -> None:
+    config = study(len(VALUES), pruner=ASHA)
+    plain = optuna.create_study(direction="maximize", pruner=build_pruner(config.pruner))
+    expected = []
+    for trial, value in zip([plain.ask() for _ in VALUES], VALUES, strict=True):
+        trial.report(value, 1)
+        expected.append(trial.should_prune())
+    assert sum(expected) == 7
+    with ExitStack() as stack:
+        trials = []
+        for _ in VALUES:
+            own = stack.enter_context(open_storage(storage.url))
+            opened = create_or_resume_study(own, config)
+            opened.pruner = build_pruner(config.pruner)
+            worker = stack.enter_context(WorkerLease(own, opened, max_retries=0))
+            trials.append((own, worker.open_trial(worker.claim())))
+        for (own, trial), value, is_pruned in zip(trials, VALUES, expected, strict=True):
+            assert evaluate(own, trial, 1, value) == is_pruned
+
+
+def test_rungs_outlive_the_worker(storage: Storage) -> None:
+    config = study(1, pruner=ASHA)
+    with ExitStack() as stack:
+        for index, value in ((1, 0.5), (2, 0.6), (4, 0.7)):
+            own = stack.enter_context(open_storage(storage.url))
+            opened = create_or_resume_study(own, config)
+            opened.pruner = build_pruner(config.pruner)
+            worker = stack.enter_context(WorkerLease(own, opened, max_retries=0))
+            assert not evaluate(own, worker.open_trial(worker.claim()), index, value)
+            change_worker(own, worker, process_start="1")
+        (trial,) = storage.load_study("tiny").get_trials()
+    rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}
+    assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,19 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import PLACES, begin, die_at, evaluate, finish, note, notes, result, start_process, study
+from worker_process import (
+    PLACES,
+    begin,
+    die_at,
+    evaluate,
+    finish,
+    note,
+    notes,
+    result,
+    run_until_killed,
+    start_process,
+    study,
+)
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
@@ -154,9 +165,7 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
 ) -> None:
     """The 2nd time it happens to a start; the 9th to a trial that goes on, or to its claim."""
     storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
-    process = start_process(work, storage_url, log, place, kill_at)
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    run_until_killed(work, storage_url, log, place, kill_at)
     work(storage_url, log)
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8})

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, study
+from worker_process import begin, study, worker_on
 
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import create_or_resume_study
 
 
 def rows(storage: Storage) -> list[tuple[str, int]]:
@@ -20,8 +18,7 @@ def rows(storage: Storage) -> list[tuple[str, int]]:
 
 def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
     """The first time it was committed, but the connection broke before the answer."""
-    opened = create_or_resume_study(storage, study(1))
-    first, second = (WorkerLease(storage, opened, max_retries=0) for _ in range(2))
+    first, second = (worker_on(storage, study(1)) for _ in range(2))
     for worker, expected in ((first, 0), (second, 1), (second, 1)):
         worker._register()
         assert worker.number == expected
@@ -29,8 +26,7 @@ def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
 
 
 def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = create_or_resume_study(storage, study(1))
-    WorkerLease(storage, opened, max_retries=0, device="GPU-1")._register()
+    worker_on(storage, study(1), device="GPU-1")._register()
     assert not storage.has_other_workers_on("GPU-1"), "its own row"
     monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
     found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
@@ -45,8 +41,7 @@ def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyP
 
 def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
     """A failover to a server that lagged behind forgets the last commits."""
-    opened = create_or_resume_study(storage, study(2))
-    with WorkerLease(storage, opened, max_retries=0) as worker, WorkerLease(storage, opened, max_retries=0):
+    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)):
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
         worker._beat_once()
@@ -56,12 +51,11 @@ def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
 
 
 def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(1))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
+    with worker_on(storage, study(1)) as worker:
         _, trial = begin(worker)
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers))
-        with WorkerLease(storage, opened, max_retries=0) as other:
+        with worker_on(storage, study(1)) as other:
             taken = other.claim()
             assert taken is not None
             assert (taken.trial_number, taken.deaths) == (trial.number, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optuna
@@ -51,19 +52,6 @@ def test_studies_in_numbers(storage: Storage) -> None:
     assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
 
 
-def test_the_number_of_queries_is_that_of_one_study(storage: Storage) -> None:
-    statements: list[str] = []
-    sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
-    run(storage, study(1, name="s0"))
-    counts = []
-    for number in range(1, 4):
-        statements.clear()
-        list_studies(storage)
-        counts.append(len(statements))
-        run(storage, study(2 * number, name=f"s{number}"))
-    assert counts == [counts[0]] * 3
-
-
 def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     say_damaged.cache_clear()
     for name in ("first", "second", "third"):
@@ -80,3 +68,19 @@ def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.
         assert found[0].workers == 0, "nobody was seen in the future"
         assert [worker.alive for worker in read_study(storage, "third").workers] == [False]
     assert "The study `second` is left out: its row is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])
+def test_the_number_of_queries_does_not_grow_with_studies_and_trials(
+    storage: Storage, read: Callable[[Storage], object]
+) -> None:
+    statements: list[str] = []
+    sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    counts = []
+    for number in range(3):
+        run(storage, study(2 * number + 1, name="s0"))
+        run(storage, study(2, name=f"s{number}"))
+        statements.clear()
+        read(storage)
+        counts.append(len(statements))
+    assert counts == [counts[0]] * 3

@@ -5,19 +5,16 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import begin, result, study
+from worker_process import begin, result, study, worker_on
 
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
 def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    with WorkerLease(storage, opened, max_retries=0) as worker, open_storage(storage.url) as reader:
+    with worker_on(storage, study(2)) as worker, open_storage(storage.url) as reader:
         lease, trial = begin(worker)
         ended = []
 
@@ -38,44 +35,9 @@ def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -
         assert read_study(reader, "tiny").trials[0].values == (0.5,)
 
 
-def test_slot_of_a_dead_worker_counts_as_open(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(3))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        worker.open_trial(worker.claim())
-        alive = read_study(storage, "tiny")
-        assert alive.slots == {"open": 2, "running": 1, "done": 0}
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(workers).values(process_start="1"))
-        record = read_study(storage, "tiny")
-        assert record.slots == {"open": 3, "running": 0, "done": 0}
-        assert [trial.outcome for trial in record.trials] == ["preempted"]
-        assert [member.alive for member in record.workers] == [False]
-
-
 def test_what_no_worker_ended_has_the_outcome_of_its_state(storage: Storage) -> None:
     """The dashboard can end and enqueue trials."""
     opened = create_or_resume_study(storage, study(2))
     opened.tell(opened.ask(), state=TrialState.FAIL)
     opened.enqueue_trial({})
     assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]
-
-
-def test_number_of_queries_does_not_grow_with_the_trials(storage: Storage) -> None:
-    def num_queries() -> int:
-        queries: list[str] = []
-
-        def count(*args: Any) -> None:
-            queries.append(args[2])
-
-        sa.event.listen(storage.engine, "before_cursor_execute", count)
-        read_study(storage, "tiny")
-        sa.event.remove(storage.engine, "before_cursor_execute", count)
-        return len(queries)
-
-    opened = create_or_resume_study(storage, study(5))
-    num_of_empty = num_queries()
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        while lease := worker.claim():
-            worker.record_outcome(lease, worker.open_trial(lease), result("complete"))
-    assert len(read_study(storage, "tiny").trials) == 5
-    assert num_queries() == num_of_empty

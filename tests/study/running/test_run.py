@@ -18,7 +18,7 @@ from worker_process import evaluate, run_trials, study
 
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
-from hpo.errors import DataError, InputError, StorageError, StudyChangedError
+from hpo.errors import DataError, InputError, StorageError
 from hpo.study.reading.reader import read_study
 from hpo.study.running import run as run_module
 from hpo.study.running.run import OpenOptions, check_precisions, open_study, run_study
@@ -170,17 +170,6 @@ def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
         assert (opened.stored.has_trained, opened.stored.slots["open"]) == (False, 2)
     assert storage.study_token("tiny") != before
     assert [executor.num_checks for executor in executors.made] == [1]
-
-
-def test_another_definition_is_refused_before_anything_is_read(
-    storage: Storage, tmp_path: Path, executors: type[FakeExecutor]
-) -> None:
-    create_or_resume_study(storage, study(1))
-    changed = study(2, training={"epochs": 7})
-    refused = pytest.raises(StudyChangedError, match=r"training\.epochs")
-    with refused, open_study(changed, storage.url, tmp_path):
-        pass
-    assert not executors.made
 
 
 def test_a_finished_study_loads_neither_data_nor_model(

@@ -109,23 +109,6 @@ def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
     assert len(read_study(storage, "tiny").trials) == 2
 
 
-def test_stop_ends_after_the_trial_in_hand(storage: Storage) -> None:
-    stop = threading.Event()
-
-    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
-        suggest(study().search_space, trial)
-        stop.set()
-        return result("preempted")
-
-    summary = run_worker(study(3), storage, execute, stop=stop)
-    assert (summary.ended, summary.exit_code) == ("stopped", 130)
-    params = read_study(storage, "tiny").trials[0].params
-    assert run_worker(study(3), storage, complete).outcomes == {"complete": 3}
-    record = read_study(storage, "tiny")
-    assert len(record.trials) == 3
-    assert record.trials[0].params == params
-
-
 def test_timeout_starts_no_further_trial(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: clock[0])

@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
-from worker_process import finish, result, run_trials, start_process, study
+from worker_process import finish, result, run_trials, run_until_killed, start_process, study
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StudyChangedError, StudyFileError
@@ -48,9 +48,7 @@ def test_configurations_are_enqueued_once_whoever_dies_and_however_many_make_it(
     request: pytest.FixtureRequest, kind: str, kill: str
 ) -> None:
     storage_url, config = request.getfixturevalue(f"{kind}_url"), study(6, first=GIVEN)
-    killed = start_process(make, storage_url, config, kill)
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
+    run_until_killed(make, storage_url, config, kill)
     finish(*(start_process(make, storage_url, config) for _ in range(3)))
     with open_storage(storage_url) as storage:
         assert waiting(storage) == GIVEN
@@ -71,17 +69,11 @@ def test_a_study_does_not_get_other_ones_later(storage: Storage) -> None:
     assert waiting(storage) == GIVEN[:2]
 
 
-def earlier_study(storage: Storage, *, values: str = "learning_rate") -> StudyConfig:
-    """Twelve trials, of which the highest learning rates are best."""
-    config = study(12, name="earlier")
-    run_trials(storage, config, lambda trial: result("complete", values=(trial.params[values],)))
-    return config
-
-
 def test_the_best_of_an_earlier_study_are_tried_as_far_as_they_fit(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    earlier_study(storage)
+    config = study(12, name="earlier")
+    run_trials(storage, config, lambda trial: result("complete", values=(trial.params["learning_rate"],)))
     ranked = sorted(read_study(storage, "earlier").trials, key=lambda trial: -trial.values[0])  # type: ignore[index]
     space = {
         "learning_rate": {"type": "float", "low": 1e-5, "high": ranked[1].params["learning_rate"]},

@@ -12,7 +12,6 @@ from worker_process import study
 
 from hpo.config.search_space import suggest
 from hpo.study.sampling.fronts import order, pareto_front
-from hpo.study.sampling.gp_sampler import _with_pruned
 from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, RESUMED_ATTR, Promotion
 from hpo.study.sampling.samplers import build_sampler
 
@@ -74,15 +73,6 @@ def study_of(trials: list[FrozenTrial]) -> optuna.Study:
     made = optuna.create_study(directions=DIRECTIONS)
     made.add_trials(trials)
     return made
-
-
-def test_a_trial_is_shown_as_of_its_first_rung_whatever_it_came_to() -> None:
-    ended = trial_of(2, (0.2, 1.0), **{RESUMED_ATTR: 0.1, ORIGIN_ATTR: 0})
-    shown = _with_pruned(study_of([*STARTS[:2], ended]))
-    assert [(trial.state.name, trial.values) for trial in shown] == [
-        ("COMPLETE", [0.1, 1]),
-        ("COMPLETE", [0.3, 2]),
-    ]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])

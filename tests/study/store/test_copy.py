@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from optuna.samplers import NSGAIISampler
 from optuna.trial import TrialState, create_trial
 from whole_study import contents, filled, num_rows
-from worker_process import change_worker, start_process, study
+from worker_process import change_worker, run_until_killed, study
 
 from hpo.errors import InputError, StorageError
 from hpo.study.claims.leases import WorkerLease
@@ -128,9 +128,7 @@ def test_a_copy_that_is_killed_leaves_nothing(sqlite_url: str, storage_url: str,
     target_url = other_url if storage_url == sqlite_url else storage_url
     with open_storage(sqlite_url) as source, open_storage(target_url) as target:
         filled(source)
-        killed = start_process(copy_and_die, sqlite_url, target_url)
-        killed.join(60)
-        assert killed.exitcode == -signal.SIGKILL
+        run_until_killed(copy_and_die, sqlite_url, target_url)
         assert set(num_rows(target).values()) == {0}
         copy_study(source, target, "tiny")
         assert num_rows(target) == num_rows(source)

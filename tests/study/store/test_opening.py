@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import start_process, study
+from worker_process import run_until_killed, study
 
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.study.store import schema
@@ -60,9 +60,7 @@ def make_and_die(url: str, statement: str) -> None:
 def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_none(
     storage_url: str, statement: str
 ) -> None:
-    killed = start_process(make_and_die, storage_url, statement)
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
+    run_until_killed(make_and_die, storage_url, statement)
     with pytest.raises(NoDatabaseError, match="holds no study yet"):
         open_storage(storage_url, create=False)
     with open_storage(storage_url) as storage:

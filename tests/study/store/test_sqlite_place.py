@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from worker_process import study
+from worker_process import study, worker_on
 
 from hpo.errors import StorageError
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.process import this_machine
 from hpo.study.reading.reader import read_study
 from hpo.study.store import sqlite_place
@@ -69,21 +68,19 @@ def change(storage: Storage, **values: str | float) -> None:
 
 
 def test_a_sqlite_database_is_of_one_host(storage_url: str) -> None:
-    with open_storage(storage_url) as storage:
-        opened = create_or_resume_study(storage, study(2))
-        with WorkerLease(storage, opened, max_retries=0):
-            host, boot, _ = this_machine().rsplit("/", 2)
-            change(storage, host="container", machine=f"container/{boot}/pid:[1]")
-            with WorkerLease(storage, opened, max_retries=0):
-                pass  # containers of one host share its kernel
-            change(storage, host="node2", machine=f"{host}/of-another-boot/pid:[1]", state="live")
-            other = WorkerLease(storage, opened, max_retries=0)
-            if storage_url.startswith("sqlite"):
-                with (
-                    pytest.raises(StorageError, match="one host at a time, but workers on node2 have"),
-                    other,
-                ):
-                    pass
-                change(storage, last_seen=0.0)  # that host is gone for long
-            with other:
-                assert other.number == 2
+    with open_storage(storage_url) as storage, worker_on(storage, study(2)):
+        host, boot, _ = this_machine().rsplit("/", 2)
+        change(storage, host="container", machine=f"container/{boot}/pid:[1]")
+        with worker_on(storage, study(2)):
+            pass  # containers of one host share its kernel
+        change(storage, host="node2", machine=f"{host}/of-another-boot/pid:[1]", state="live")
+        other = worker_on(storage, study(2))
+        if storage_url.startswith("sqlite"):
+            with (
+                pytest.raises(StorageError, match="one host at a time, but workers on node2 have"),
+                other,
+            ):
+                pass
+            change(storage, last_seen=0.0)  # that host is gone for long
+        with other:
+            assert other.number == 2

@@ -8,7 +8,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
-from worker_process import begin, change_worker, evaluate, result, study
+from worker_process import begin, change_worker, evaluate, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig, stored_study
@@ -137,10 +137,9 @@ def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage
 
 
 def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    with WorkerLease(storage, opened, max_retries=0) as dead, open_storage(storage.url) as other:
+    with worker_on(storage, study(2)) as dead, open_storage(storage.url) as other:
         lease, trial = begin(dead)
-        with WorkerLease(storage, opened, max_retries=0) as alive:
+        with worker_on(storage, study(2)) as alive:
             alive.open_trial(alive.claim())
             change_worker(storage, dead, process_start="1")
             create_or_resume_study(other, study(1))
@@ -266,8 +265,7 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
 def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = create_or_resume_study(storage, study(1))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
+    with worker_on(storage, study(1)) as worker:
         trial = worker.open_trial(worker.claim())
         with monkeypatch.context() as patched:
             patched.setattr(type(storage.optuna), "set_trial_intermediate_value", lambda *_: 1 / 0)

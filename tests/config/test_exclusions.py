@@ -1,5 +1,3 @@
-"""Which settings exclude each other with an adapter, or without one."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,6 +12,8 @@ from hpo.errors import InputError, StudyFileError
 EITHER = {"type": "categorical", "choices": ["none", "lora"]}
 BASE = {"type": "categorical", "choices": ["fp32", "nf4"]}
 LAYERS = {"type": "int", "low": 0, "high": 2}
+STATES = {"type": "categorical", "choices": ["fp32", "int8"]}
+OPTIMIZERS = {"type": "categorical", "choices": ["adamw", "sgd"]}
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,18 @@ LAYERS = {"type": "int", "low": 0, "high": 2}
         ({"adapter": "lora", "base_precision": "int4"}, {}, "training.base_precision: .*int8"),
         ({"adapter": "lora", "lora_targets": []}, {}, "training.lora_targets: must be `all-linear` or a"),
         ({"adapter": "lora", "lora_rank": 0}, {}, "training.lora_rank"),
+        ({"optimizer_state": "int8", "optimizer": "sgd"}, {}, "training.optimizer_state: must be fp32 with"),
+        ({"optimizer_state": "bf16"}, {"optimizer": OPTIMIZERS}, "`optimizer: sgd`; adamw, adam, lion can"),
+        (
+            {},
+            {"optimizer": OPTIMIZERS, "optimizer_state": STATES},
+            r"search_space.optimizer_state: .* Search it with `when: \{optimizer: \[adamw, adam, lion\]\}`",
+        ),
+        ({"optimizer": "adafactor"}, {"optimizer_state": STATES}, "must be fp32 with `optimizer: adafactor`"),
+        ({"optimizer_state": "int4"}, {}, "training.optimizer_state: .*fp32, bf16, int8"),
     ],
 )
-def test_a_combination_that_means_nothing_is_refused(
+def test_a_meaningless_combination_is_refused(
     tmp_path: Path, training: dict[str, Any], space: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(StudyFileError, match=f"(?i){told}") as caught:
@@ -63,7 +72,7 @@ def test_a_combination_that_means_nothing_is_refused(
         ({"adapter": "lora", "lora_targets": ["query"], "freeze_layers": 0}, {}),
     ],
 )
-def test_what_is_possible_is_taken(tmp_path: Path, training: dict[str, Any], space: dict[str, Any]) -> None:
+def test_possible_combinations(tmp_path: Path, training: dict[str, Any], space: dict[str, Any]) -> None:
     assert tiny_study(tmp_path, training=training, search_space=space)
 
 
@@ -82,8 +91,17 @@ def test_targets_are_searched(tmp_path: Path) -> None:
             "base_precision: says how the frozen weights under an adapter are stored",
         ),
         ({"adapter": "lora", "freeze_layers": 1}, "freeze_layers: must be 0 with an adapter"),
+        ({"optimizer": "sgd", "optimizer_state": "int8"}, "must be fp32 with `optimizer: sgd`"),
     ],
 )
 def test_one_trial_is_checked_too(tmp_path: Path, params: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         build_trial_config(tiny_study(tmp_path), params, "fp32")
+
+
+def test_a_state_is_searched_with_its_optimizers(tmp_path: Path) -> None:
+    state = {**STATES, "when": {"optimizer": "adamw"}}
+    study = tiny_study(tmp_path, search_space={"optimizer": OPTIMIZERS, "optimizer_state": state})
+    config = build_trial_config(study, {"optimizer": "adamw", "optimizer_state": "int8"}, "fp32")
+    assert config.optimizer_state == "int8"
+    assert build_trial_config(study, {"optimizer": "sgd"}, "fp32").optimizer_state == "fp32"
