@@ -204,8 +204,9 @@ class WorkerLease(Membership):
             return sa.true()
         unfinished = self._params_of(self._storage.read(self._openings.states))
         refused = {number for number, params in unfinished.items() if not self.can_run(params)}
-        has_none, others = slots.c.trial_number.is_(None), slots.c.trial_number.not_in(refused - {None})
-        return others if None in refused else sa.or_(has_none, others)
+        number = slots.c.trial_number
+        others = sa.or_(number.is_(None), number.not_in(refused - {None}))
+        return sa.and_(number.is_not(None), others) if None in refused else others
 
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
