@@ -63,9 +63,8 @@ def run(
 def end_with(summary: RunSummary, study: str) -> NoReturn:
     """End the command with the exit code of the run. Raises RunError where most trials failed."""
     if summary.exit_code == 1:
-        failed, total = summary.outcomes[Outcome.FAILED], sum(summary.outcomes.values())
-        why = f"`hpo report {study}` shows why."
-        raise RunError(f"{failed} of the {total} trials that ended here failed. {why}")
+        total, why = sum(summary.outcomes.values()), f"`hpo report {study}` shows why."
+        raise RunError(f"{summary.num_failed} of the {total} trials that ended here failed. {why}")
     raise typer.Exit(summary.exit_code)
 
 

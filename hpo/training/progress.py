@@ -6,7 +6,7 @@ on a GPU, which cost no synchronisation. The first steps are left out (allocator
 so is what lies before a `start` call: evaluation, the copy for a checkpoint, compilation. Tokens are real
 tokens, without padding.
 
-Energy is measured over the same steps (`hpo.training.energy`), between `start` and `stop`.
+Energy is measured between `start` and `stop`, over those of these steps that `hpo.training.energy` can cover.
 
 The meter's size does not grow with the steps: it holds sums, and the seconds of the last `RECENT_STEPS`, of
 which the percentiles are.

@@ -140,9 +140,6 @@ class Executor:
         Raises InputError and RunError for what concerns more than this trial, such as a lost GPU.
         """
         recorder = TrialRecorder()
-        counter = EnergyCounter(self.device, shared=shared_device, num_ranks=world_size())
-        check_energy(self.study.named_metrics, counter)
-        recorder.follow(lambda: {"energy_missing": counter.missing})
 
         def train() -> tuple[float, ...]:
             parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
@@ -153,6 +150,9 @@ class Executor:
         with lost_device_raised(self.device):  # the facts of a trial that has ended are read from it too
             self._check_ranks(params)
             self._collect_garbage()
+            counter = EnergyCounter(self.device, shared=shared_device, num_ranks=world_size())
+            check_energy(self.study.named_metrics, counter)
+            recorder.follow(lambda: {"energy_missing": counter.missing})
             recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
             reset_peak_memory(self.device)
             try:

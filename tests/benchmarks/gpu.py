@@ -6,9 +6,9 @@ is over. The last line says what was left out.
 
 rounds      bf16: all contenders in turn, after one round that is not counted
 products    the rate of a layer's matrix products alone, and the share of it that training reaches
+workers     trials in an hour of a study, with 1 and with 4 workers on the device
 profile     where a step of short texts spends its time; only if hpo is slower than wanted, or with --profile
 precisions  fp16, tf32 and fp32: hpo alone
-workers     trials in an hour of a study, with 1 and with 4 workers on the device
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import TrialResult
 
-PARTS = ("rounds", "products", "profile", "precisions", "workers")
+PARTS = ("rounds", "products", "workers", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": peers.run_tuned_trainer,
     "plain": peers.run_plain,

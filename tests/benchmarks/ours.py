@@ -191,8 +191,8 @@ def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str,
 
 
 def trials_per_hour(content: dict[str, Any], num_workers: int, num_rows: int) -> float:
-    """Of a study with so many workers on the device, once each has had the time to end its first trial."""
-    grid = grid_of_rates(content, 3 * num_workers + 1, num_rows)
+    """Rate of a study with so many workers on the device, after the first trial of each."""
+    grid = grid_of_rates(content, 4 * num_workers, num_rows)
     trials = run_grid(grid, "--workers-per-device", str(num_workers))
     ended = sorted(trial.ended for trial in trials)
     seconds = (ended[-1] - ended[num_workers - 1]).total_seconds()

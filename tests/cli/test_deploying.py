@@ -15,6 +15,7 @@ from worker_process import wait_for
 import hpo
 from hpo.api import deploying
 from hpo.api.deploying import best_model_of
+from hpo.deploy.deployment import _Run
 from hpo.deploy.timing import Effort, time_in_turn
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
@@ -102,13 +103,16 @@ def test_a_refused_deployment_leaves_nothing(folder: Path, tmp_path: Path) -> No
 
 
 def test_interrupted_it_keeps_what_is_scored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(run: Any, _: float) -> str:
-        """In place of the estimate, which is told when fp32 is scored."""
-        signal.raise_signal(signal.SIGINT)
-        wait_for(lambda: bool(run._request.ends()))
-        return ""
+    judge = _Run._judged
 
-    monkeypatch.setattr("hpo.deploy.deployment._Run._estimate", interrupt)
+    def judge_and_interrupt(run: Any, name: str, split: str) -> Any:
+        judged = judge(run, name, split)
+        if name == "fp32" and not run._request.ends():
+            signal.raise_signal(signal.SIGINT)
+            wait_for(lambda: bool(run._request.ends()))
+        return judged
+
+    monkeypatch.setattr(_Run, "_judged", judge_and_interrupt)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90")
     assert finished.exit_code == 130, finished.err
     assert "onnx_int8_static is left out: not scored, because the search was told to stop." in finished.out

@@ -150,10 +150,7 @@ def test_code_of_ones_own_goes_with_the_job(slurm: SlurmCluster, postgres_url: s
 def test_a_job_that_is_warned_while_the_database_is_away(
     slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
-    """It is requeued all the same; the next one waits for the database and goes on with the trial.
-
-    Its worker serves all studies.
-    """
+    """It is requeued. The next job waits for the database and goes on with the trial."""
     write_long_study(tmp_path, 0.1, n_trials=1, per_trial=4, max_seconds=6)
     script = tmp_path / "job.sh"
     with own_server.database() as url:
@@ -161,7 +158,7 @@ def test_a_job_that_is_warned_while_the_database_is_away(
         write_secret(tmp_path / "url", url)
         script.write_text(
             f"#!/bin/sh\nexport HPO_STORAGE=@{tmp_path}/url PYTHONPATH={ROOT}\n"
-            f"exec {sys.executable} -m hpo worker\n"
+            f"exec {sys.executable} -m hpo worker tiny\n"
         )
         options = f"--parsable --requeue --chdir={tmp_path} --output={tmp_path}/%j.log"
         job = slurm.run(f"sbatch {options}", str(script)).strip()

@@ -83,8 +83,8 @@ def test_verify_measures_each_precision(
             assert products.keys() == PRODUCTS[name]
         if device.type == "cuda":
             assert each["support"]["level"] == "native", each["note"]
-            if name == "tf32":
-                assert "tf32" in products
+            if name in ("tf32", "fp8"):
+                assert any({"tf32": "tf32", "fp8": "float8"}[name] in kind for kind in products)
     if device.has_torchao and device.type == "cuda":
         assert found["fp8"]["compatibility"]["verdict"] != "incompatible"
         assert small["fp8"]["compatibility"]["verdict"] == "incompatible"

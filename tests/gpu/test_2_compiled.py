@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_studies import relative, write_gpu_study
+from gpu_studies import SGD, relative, write_gpu_study
 from tiny_loop import config_of
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ def executor_of(folder: Path, device: DeviceInfo, training: dict[str, Any]) -> E
         device,
         "small" if on_gpu else "tiny",
         texts=(256, (1, 30)) if on_gpu else (40, (1, 4)),  # 16 to 256 tokens
-        training={"max_length": 256 if on_gpu else 32, "fp_precision": "bf16", **training},
+        training={"max_length": 256 if on_gpu else 32, "fp_precision": "bf16", **SGD, **training},
         compat={"enabled": False},
         search_space={},
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import finish, start_hpo, stored
-from gpu_studies import relative, write_gpu_study
+from gpu_studies import SGD, relative, write_gpu_study
 
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
@@ -48,10 +48,11 @@ def run_trial(
         "base" if on_gpu else "tiny",
         texts=(512, (6, 12)) if on_gpu else (16, (2, 4)),
         training={
-            "max_steps": 2,
+            "max_steps": 4,
             "batch_size": 512 if on_gpu else 16,
             "max_length": 128 if on_gpu else 32,
             "fp_precision": "bf16",
+            **SGD,
             **training,
         },
         amp={"memory_fraction": fraction},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from command_line import finish, ok, start_hpo, start_python, stored
 from gpu_studies import write_gpu_study
 
-from hpo.device import DeviceInfo
+from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, EnergyCounter, synchronize
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig
 
@@ -51,6 +52,8 @@ def test_workers_on_one_device_stay_within_their_share(
     assert [trial.outcome for trial in trials] == ["complete"] * len(trials)
     assert all(trial.telemetry["device"]["shared"] for trial in trials)
     assert all(peak <= limit for peak, limit in zip(used, limits, strict=True))
+    if device.type == "cuda":  # the shares and the contexts of all workers fit into the GPU
+        assert num_workers * (max(limits) + CUDA_CONTEXT_BYTES) <= device.total_memory_bytes
 
 
 def test_attention_in_fp32_is_not_rounded(device: DeviceInfo, figure: Callable[[str], None]) -> None:
@@ -67,8 +70,30 @@ def test_attention_in_fp32_is_not_rounded(device: DeviceInfo, figure: Callable[[
 def test_one_rank_under_torchrun(device: DeviceInfo, tmp_path: Path, figure: Callable[[str], None]) -> None:
     write(tmp_path, device, 1)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    process = start_python(tmp_path, *torchrun, "-m", "hpo", "run", "tiny.yaml", "--json")
+    log = tmp_path / "nccl.log"
+    environment = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+    process = start_python(tmp_path, *torchrun, "-m", "hpo", "run", "tiny.yaml", "--json", **environment)
     finished = ok(finish(process, 240))
+    assert log.exists() == (device.type == "cuda"), "NCCL connects the ranks of GPUs alone"
     (trial,) = stored(tmp_path).trials
     figure(f"{trial.outcome}, {trial.telemetry['num_ranks']} rank")
     assert json.loads(finished.out)["outcomes"] == {"complete": 1}
+
+
+def test_the_energy_of_products_is_counted(device: DeviceInfo, figure: Callable[[str], None]) -> None:
+    counter = EnergyCounter(device)
+    if device.type == "cpu":
+        assert counter.missing.startswith("this is not an NVIDIA GPU")
+    if counter.missing:
+        figure(f"no energy: {counter.missing}")
+        return
+    values = torch.randn(8192, 8192, device=device.torch_device, dtype=torch.bfloat16)
+    began, before = time.monotonic(), counter.read_joules()
+    while time.monotonic() - began < 2.0:
+        values @ values
+        synchronize(device)
+    seconds, after = time.monotonic() - began, counter.read_joules()
+    assert before is not None
+    assert after is not None
+    figure(f"{after - before:.0f} J in {seconds:.1f} s of bf16 products: {(after - before) / seconds:.0f} W")
+    assert after > before

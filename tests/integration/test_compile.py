@@ -127,7 +127,7 @@ def executor_of(folder: Path, num_train: int = 8, num_validation: int = 4, **cha
     return executor
 
 
-COMPILED = {"max_steps": 1, "batch_size": 8, "max_length": 16, "compile": "default"}
+ONE_STEP = {"max_steps": 1, "batch_size": 8, "max_length": 16, "compile": "default"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -175,7 +175,7 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
         return forward(model, *inputs)
 
     monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
-    executor = executor_of(tmp_path, training=COMPILED | {"micro_batch_size": 4})
+    executor = executor_of(tmp_path, training=ONE_STEP | {"micro_batch_size": 4})
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.reason) == ("complete", ""), result.traceback
     assert max(sizes) == 4, "never the whole batch"
@@ -186,7 +186,7 @@ def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
 @pytest.mark.filterwarnings("ignore")
 def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) -> None:
     """It may be the settings of this trial alone, so the study goes on."""
-    training = COMPILED | {"micro_batch_size": 3}
+    training = ONE_STEP | {"micro_batch_size": 3}
     executor = executor_of(tmp_path, objective={"metric": "train_tokens_per_second"}, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import optuna
 
+from hpo.config.limits import ENERGY
 from hpo.config.search_space import suggest
 from hpo.errors import Paused, Pruned
 from hpo.lost_device import lost_device_raised
@@ -95,8 +97,7 @@ class TrialRunner:
         if result.outcome == Outcome.PREEMPTED and not lease.study_closed.is_set():
             self._stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(device):  # it joined during the trial
-            facts = {**result.telemetry["device"], "shared": True}
-            result = replace(result, telemetry={**result.telemetry, "device": facts})
+            result = shared_from_within(result, executor.study.named_metrics)
         return result
 
     def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
@@ -158,6 +159,26 @@ class TrialRunner:
             if study.comparison and statistics:
                 store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
         return result
+
+
+def shared_from_within(result: TrialResult, named_metrics: Collection[str]) -> TrialResult:
+    """Record that another worker joined the device during the trial, whose energy is then not known.
+
+    A trial with energy as an objective or a limit ends as failed. It is not tried again: it would share its
+    device again.
+    """
+    telemetry = {**result.telemetry, "device": {**result.telemetry["device"], "shared": True}}
+    measured = telemetry.get("throughput", {})
+    if measured.get(ENERGY) is None:
+        return replace(result, telemetry=telemetry)
+    missing = "another worker joined this GPU during the trial."
+    telemetry |= {"throughput": {**measured, ENERGY: None}, "energy_missing": missing}
+    headline = {name: value for name, value in result.headline.items() if name != ENERGY}
+    result = replace(result, telemetry=telemetry, headline=headline)
+    if ENERGY not in named_metrics:
+        return result
+    reason = f"{ENERGY} is not known: {missing} Run one worker on each GPU."
+    return replace(result, outcome=Outcome.FAILED, reason=reason, values=None, constraints={})
 
 
 def _paused(budget_used: float) -> Paused:

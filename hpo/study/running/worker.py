@@ -63,9 +63,14 @@ class RunSummary:
     """What remains needs a device with this: precisions, or its name."""
 
     @property
+    def num_failed(self) -> int:
+        """Number of trials that failed or crashed."""
+        return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
+
+    @property
     def mostly_failed(self) -> bool:
-        """Whether more than half of these trials failed: then something other than the trials is wrong."""
-        return 2 * self.outcomes.get(Outcome.FAILED, 0) > sum(self.outcomes.values())
+        """Whether more than half of the trials failed: then something other than the trials is wrong."""
+        return 2 * self.num_failed > sum(self.outcomes.values())
 
     @property
     def exit_code(self) -> int:

@@ -14,17 +14,20 @@ from command_line import hpo_command, ok
 from tiny import CPU, tiny_executor, write_study
 from worker_process import result, study
 
+from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig
 from hpo.errors import Paused
+from hpo.outcome import Outcome
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.running.stopping import Stop
-from hpo.study.running.trial_runner import TrialRunner
+from hpo.study.running.trial_runner import TrialRunner, shared_from_within
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.promotion import PAUSED_ATTR
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.trial.telemetry import TrialResult
 from hpo.trial.trial_parts import fit_rungs
 
 
@@ -182,3 +185,19 @@ def test_a_study_of_before_keeps_its_rungs(tmp_path: Path) -> None:
 def test_the_first_rung(tmp_path: Path, changes: dict[str, Any], starts: float | None) -> None:
     executor = tiny_executor(tmp_path, CPU, **STUDY | changes)
     assert fit_rungs(executor.study, executor.dataset).pruner.starts == starts
+
+
+@pytest.mark.parametrize(
+    ("named", "outcome", "values"), [((), "complete", (0.5,)), ((ENERGY,), "failed", None)]
+)
+def test_energy_is_unknown_when_another_worker_joins_the_gpu(
+    named: tuple[str, ...], outcome: str, values: tuple[float, ...] | None
+) -> None:
+    telemetry = {"device": {"shared": False}, "throughput": {ENERGY: 2.0, "step_seconds_p50": 1.0}}
+    before = TrialResult(Outcome.COMPLETE, "", (0.5,), {ENERGY: 2.0, "worker": "a"}, telemetry)
+    after = shared_from_within(before, named)
+    assert (after.outcome, after.values, after.headline) == (outcome, values, {"worker": "a"})
+    assert after.telemetry["device"]["shared"]
+    assert after.telemetry["throughput"] == {ENERGY: None, "step_seconds_p50": 1.0}
+    assert "another worker joined this GPU" in after.telemetry["energy_missing"]
+    assert ("Run one worker on each GPU" in after.reason) == bool(named)
