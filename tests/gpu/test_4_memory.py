@@ -79,7 +79,7 @@ def sized(device: DeviceInfo, **training: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def peaks(device: DeviceInfo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The peak of allocated memory before each reset by the trial."""
     noted: list[int] = []
 
