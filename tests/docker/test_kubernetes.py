@@ -147,11 +147,16 @@ def test_a_wrong_study_ends_the_check_at_once() -> None:
         assert pod_of(name)["restartPolicy"] == "Never", "podFailurePolicy requires it"
 
 
-def test_pods_connect_only_to_the_name_server_and_the_database() -> None:
+def test_pods_connect_only_to_a_name_server_anywhere_and_the_database() -> None:
+    """The name server may be a pod, or an address of the node or of the cloud. OpenShift's has port 5353."""
     policy = MANIFESTS["network-policy"]["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in policy
-    assert [[port["port"] for port in rule["ports"]] for rule in policy["egress"]] == [[53, 53], [5432]]
+    names, database = policy["egress"]
+    assert names.keys() == database.keys() == {"ports"}, "a rule without `to` allows each address"
+    ports = {(port["protocol"], port["port"]) for port in names["ports"]}
+    assert ports == {("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)}
+    assert database["ports"] == [{"protocol": "TCP", "port": 5432}]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds the kustomization")
