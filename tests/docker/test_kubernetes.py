@@ -4,12 +4,18 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import fsspec
 import kubernetes_validate
 import pytest
 import yaml
 from command_line import COMMANDS, ROOT
+
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.errors import InputError
+from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.running.worker import Ended, RunSummary
 
 FOLDER = ROOT / "docker" / "kubernetes"
 TEXT = (FOLDER / "kustomization.yaml").read_text()
@@ -76,17 +82,46 @@ def test_the_names_in_a_pod_are_those_of_the_other_manifests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_pod_reads_the_url_of_the_database_from_a_file_of_a_secret(name: str) -> None:
-    """The root user owns the file and the group of the pod may read it, as `hpo` requires."""
+def test_a_pod_reads_its_secrets_from_files_and_not_from_variables(name: str) -> None:
+    """The root user owns the files and the group of the pod may read them, as `hpo` requires."""
     volumes = volumes_of(name)
-    (folder,) = (path for path, volume in volumes.items() if "secret" in volume)
-    secret = volumes[folder]["secret"]
-    assert (secret["secretName"], secret["defaultMode"]) == ("hpo-storage", 0o440)
-    (item,) = secret["items"]
-    environment = {one["name"]: one["value"] for one in container_of(name)["env"]}
-    assert environment == {"HPO_STORAGE": f"@{folder}/{item['path']}", "HPO_DATA_DIR": "/data"}
+    (folder,) = (path for path, volume in volumes.items() if "projected" in volume)
+    assert volumes[folder]["projected"]["defaultMode"] == 0o440
+    url, keys = (source["secret"] for source in volumes[folder]["projected"]["sources"])
+    assert (url["name"], keys["name"]) == ("hpo-storage", "hpo-aws")
+    assert "optional" not in url
+    assert keys["optional"], "a study without checkpoints in S3 has no such Secret"
+    (url_item,), (keys_item,) = url["items"], keys["items"]
+    container = container_of(name)
+    assert "envFrom" not in container
+    assert {one["name"]: one["value"] for one in container["env"]} == {
+        "HPO_STORAGE": f"@{folder}/{url_item['path']}",
+        "AWS_SHARED_CREDENTIALS_FILE": f"{folder}/{keys_item['path']}",
+        "HPO_DATA_DIR": "/data",
+    }
     assert volumes["/data"] == volumes["/home/hpo/runs"]
-    assert f"create secret generic hpo-storage --namespace hpo --from-file={item['key']}=" in README
+    for secret, item in ((url, url_item), (keys, keys_item)):
+        command = f"create secret generic {secret['name']} --namespace hpo --from-file={item['key']}="
+        assert command in README
+
+
+@pytest.mark.parametrize("with_file", [True, False], ids=["file", "no file"])
+def test_s3_takes_its_keys_and_its_server_from_a_file_that_may_be_missing(
+    s3: str, moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_file: bool
+) -> None:
+    """The fixture sets the variables, so a missing file must not hide other sources of keys."""
+    file = tmp_path / "aws_credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    if with_file:
+        file.write_text(
+            f"[default]\naws_access_key_id = user\naws_secret_access_key = secret\nendpoint_url = {moto}\n"
+        )
+        for setting in ("ENDPOINT_URL", "DEFAULT_REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(f"AWS_{setting}")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    store = open_remote_store(CheckpointConfig(location=s3), create=True)
+    assert store is not None
+    assert store.trials(Path("runs/tiny")) == set()  # raises CheckpointError if the store does not answer
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
