@@ -157,11 +157,33 @@ def test_workers_are_an_indexed_job_with_a_rule_for_each_exit_code() -> None:
     assert disruption["action"] == "Ignore"
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     by_code = {"containerName": container_of("worker")["name"], "operator": "In"}
-    assert wrong_input == {"action": "FailIndex", "onExitCodes": {**by_code, "values": [2]}}
-    assert stopped == {"action": "Ignore", "onExitCodes": {**by_code, "values": [130]}}
+    assert wrong_input["onExitCodes"] == {**by_code, "values": [InputError.exit_code]}
+    assert stopped["onExitCodes"] == {**by_code, "values": [RunSummary("stopped").exit_code]}
+    assert (wrong_input["action"], stopped["action"]) == ("FailIndex", "Ignore")
     assert pod_of("worker")["terminationGracePeriodSeconds"] == 120
     assert container_of("worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert volumes_of("worker")["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_readme_says_how_workers_start_again_after_exit_code_0() -> None:
+    """Kubernetes never starts a completed index again, and the study may not be finished."""
+    assert {ended for ended in get_args(Ended) if RunSummary(ended).exit_code == 0} == {
+        *("finished", "timeout", "elsewhere", "closed")
+    }
+    (resume,) = (paragraph for paragraph in README.split("\n\n") if "-- hpo resume" in paragraph)
+    for reason in ("timeout", "another device", "paused", "cancelled", "Complete"):
+        assert reason in resume
+    assert "delete the Job `hpo-worker` and apply again" in " ".join(resume.split())
+
+
+def test_each_command_names_the_namespace_of_the_kustomization() -> None:
+    """Commands on lines of their own and commands between backticks. The others do not need the namespace."""
+    text = "\n".join([README, *((FOLDER / file).read_text() for file in FILES)])
+    commands = re.findall(r"^(?:# )?kubectl .+|`kubectl [^`]+`", text, re.MULTILINE)
+    commands = [command for command in commands if not re.search("kubectl (apply|kustomize)", command)]
+    assert len(commands) == 10
+    named = {tuple(re.findall(r"--namespace (\S+)", command)) for command in commands}
+    assert named == {(KUSTOMIZATION["namespace"],)}
 
 
 def test_the_readme_names_the_workloads_of_the_manifests() -> None:
