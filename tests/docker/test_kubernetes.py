@@ -4,12 +4,18 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import fsspec
 import kubernetes_validate
 import pytest
 import yaml
 from command_line import COMMANDS, ROOT
+
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.errors import InputError
+from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.running.worker import Ended, RunSummary
 
 FOLDER = ROOT / "docker" / "kubernetes"
 TEXT = (FOLDER / "kustomization.yaml").read_text()
@@ -76,17 +82,46 @@ def test_the_names_in_a_pod_are_those_of_the_other_manifests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_pod_reads_the_url_of_the_database_from_a_file_of_a_secret(name: str) -> None:
-    """The root user owns the file and the group of the pod may read it, as `hpo` requires."""
+def test_a_pod_reads_its_secrets_from_files_and_not_from_variables(name: str) -> None:
+    """The root user owns the files and the group of the pod may read them, as `hpo` requires."""
     volumes = volumes_of(name)
-    (folder,) = (path for path, volume in volumes.items() if "secret" in volume)
-    secret = volumes[folder]["secret"]
-    assert (secret["secretName"], secret["defaultMode"]) == ("hpo-storage", 0o440)
-    (item,) = secret["items"]
-    environment = {one["name"]: one["value"] for one in container_of(name)["env"]}
-    assert environment == {"HPO_STORAGE": f"@{folder}/{item['path']}", "HPO_DATA_DIR": "/data"}
+    (folder,) = (path for path, volume in volumes.items() if "projected" in volume)
+    assert volumes[folder]["projected"]["defaultMode"] == 0o440
+    url, keys = (source["secret"] for source in volumes[folder]["projected"]["sources"])
+    assert (url["name"], keys["name"]) == ("hpo-storage", "hpo-aws")
+    assert "optional" not in url
+    assert keys["optional"], "a study without checkpoints in S3 has no such Secret"
+    (url_item,), (keys_item,) = url["items"], keys["items"]
+    container = container_of(name)
+    assert "envFrom" not in container
+    assert {one["name"]: one["value"] for one in container["env"]} == {
+        "HPO_STORAGE": f"@{folder}/{url_item['path']}",
+        "AWS_SHARED_CREDENTIALS_FILE": f"{folder}/{keys_item['path']}",
+        "HPO_DATA_DIR": "/data",
+    }
     assert volumes["/data"] == volumes["/home/hpo/runs"]
-    assert f"create secret generic hpo-storage --namespace hpo --from-file={item['key']}=" in README
+    for secret, item in ((url, url_item), (keys, keys_item)):
+        command = f"create secret generic {secret['name']} --namespace hpo --from-file={item['key']}="
+        assert command in README
+
+
+@pytest.mark.parametrize("with_file", [True, False], ids=["file", "no file"])
+def test_s3_takes_its_keys_and_its_server_from_a_file_that_may_be_missing(
+    s3: str, moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_file: bool
+) -> None:
+    """The fixture sets the variables, so a missing file must not hide other sources of keys."""
+    file = tmp_path / "aws_credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    if with_file:
+        file.write_text(
+            f"[default]\naws_access_key_id = user\naws_secret_access_key = secret\nendpoint_url = {moto}\n"
+        )
+        for setting in ("ENDPOINT_URL", "DEFAULT_REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(f"AWS_{setting}")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    store = open_remote_store(CheckpointConfig(location=s3), create=True)
+    assert store is not None
+    assert store.trials(Path("runs/tiny")) == set()  # raises CheckpointError if the store does not answer
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -122,11 +157,33 @@ def test_workers_are_an_indexed_job_with_a_rule_for_each_exit_code() -> None:
     assert disruption["action"] == "Ignore"
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     by_code = {"containerName": container_of("worker")["name"], "operator": "In"}
-    assert wrong_input == {"action": "FailIndex", "onExitCodes": {**by_code, "values": [2]}}
-    assert stopped == {"action": "Ignore", "onExitCodes": {**by_code, "values": [130]}}
+    assert wrong_input["onExitCodes"] == {**by_code, "values": [InputError.exit_code]}
+    assert stopped["onExitCodes"] == {**by_code, "values": [RunSummary("stopped").exit_code]}
+    assert (wrong_input["action"], stopped["action"]) == ("FailIndex", "Ignore")
     assert pod_of("worker")["terminationGracePeriodSeconds"] == 120
     assert container_of("worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert volumes_of("worker")["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_readme_says_how_workers_start_again_after_exit_code_0() -> None:
+    """Kubernetes never starts a completed index again, and the study may not be finished."""
+    assert {ended for ended in get_args(Ended) if RunSummary(ended).exit_code == 0} == {
+        *("finished", "timeout", "elsewhere", "closed")
+    }
+    (resume,) = (paragraph for paragraph in README.split("\n\n") if "-- hpo resume" in paragraph)
+    for reason in ("timeout", "another device", "paused", "cancelled", "Complete"):
+        assert reason in resume
+    assert "delete the Job `hpo-worker` and apply again" in " ".join(resume.split())
+
+
+def test_each_command_names_the_namespace_of_the_kustomization() -> None:
+    """Commands on lines of their own and commands between backticks. The others do not need the namespace."""
+    text = "\n".join([README, *((FOLDER / file).read_text() for file in FILES)])
+    commands = re.findall(r"^(?:# )?kubectl .+|`kubectl [^`]+`", text, re.MULTILINE)
+    commands = [command for command in commands if not re.search("kubectl (apply|kustomize)", command)]
+    assert len(commands) == 10
+    named = {tuple(re.findall(r"--namespace (\S+)", command)) for command in commands}
+    assert named == {(KUSTOMIZATION["namespace"],)}
 
 
 def test_the_readme_names_the_workloads_of_the_manifests() -> None:
@@ -147,11 +204,16 @@ def test_a_wrong_study_ends_the_check_at_once() -> None:
         assert pod_of(name)["restartPolicy"] == "Never", "podFailurePolicy requires it"
 
 
-def test_pods_connect_only_to_the_name_server_and_the_database() -> None:
+def test_pods_connect_only_to_a_name_server_anywhere_and_the_database() -> None:
+    """The name server may be a pod, or an address of the node or of the cloud. OpenShift's has port 5353."""
     policy = MANIFESTS["network-policy"]["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in policy
-    assert [[port["port"] for port in rule["ports"]] for rule in policy["egress"]] == [[53, 53], [5432]]
+    names, database = policy["egress"]
+    assert names.keys() == database.keys() == {"ports"}, "a rule without `to` allows each address"
+    ports = {(port["protocol"], port["port"]) for port in names["ports"]}
+    assert ports == {("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)}
+    assert database["ports"] == [{"protocol": "TCP", "port": 5432}]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds the kustomization")
