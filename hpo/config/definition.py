@@ -61,7 +61,7 @@ def known_keys(
         inner = section_of(field.annotation) if field and key != "search_space" else None
         if inner and isinstance(value, Mapping):
             known[key] = known_keys(inner, value, given, f"{name}.")
-        elif field or key == "folder" or (is_given(name, given) and name not in CHANGEABLE):
+        elif field or key == "folder" or is_given(name, given):
             known[key] = value
     return known
 

@@ -4,9 +4,7 @@ A key of a study file stands here by its dotted path without the indices of list
 setting of a trial could be fixed or searched: it has the keys `training.NAME` and `search_space.NAME`.
 A command and an option stand here as a user types them: `hpo compare`, `hpo compare --seeds`.
 
-A study in a database may have been made with a removed key. If its results still compare without the key,
-keep the key in `hpo.config.definition.CHANGEABLE`: then the stored value is dropped. Otherwise the study is
-refused with the message of this table.
+A study in a database that was made with a removed key is refused with the message of this table.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from hpo.config.removed import removed_key
 from hpo.config.study_file import CheckedSection, Problem, problems_of, refuse, show
 from hpo.errors import did_you_mean
 from hpo.extensions import (
@@ -289,6 +290,8 @@ def check_name(name: str) -> None:
     known = [*keys, *known_options(), *(f"{prefix}<task>" for prefix in OF_TASKS)]
     of_task = task_of(name)
     if name not in known and not (of_task and of_task[1]) and not _is_option(name):
+        if removed := removed_key(("training", name)):
+            raise ValueError(removed)
         near = f" Did you mean `{name}.<task>`?" if f"{name}." in OF_TASKS else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 

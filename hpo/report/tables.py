@@ -49,6 +49,7 @@ _TELEMETRY = {
     "agrees": "precision.agrees",
     "disagreement": "precision.reason",
     "compatibility": "compatibility.verdict",
+    "gradient_cosine": "compatibility.gradient_cosine",
     "shared": "device.shared",
     "train_examples_per_second": "throughput.train_examples_per_second",
     "train_tokens_per_second": "throughput.train_tokens_per_second",
@@ -58,6 +59,7 @@ _TELEMETRY = {
     "device_utilization": "device_utilization",
     "skipped_steps": "scaler.skipped_steps",
     "fp32_fallbacks": "fp32_fallbacks",
+    "num_steps": "num_steps",
     "base_precision": "base_precision.effective",
     "weights_bytes": "base_precision.observed.weights_bytes",
     "optimizer_state": "optimizer_state.effective",
@@ -65,6 +67,8 @@ _TELEMETRY = {
 }
 _NUMBERS = (
     *QUANTITIES,
+    "gradient_cosine",
+    "logits_error",
     "device_utilization",
     "skipped_steps",
     "fp32_fallbacks",
@@ -99,6 +103,7 @@ class StudyTables:
             "precision": [self._requested_precision(trial) for trial in trials],
             **facts,
             "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
+            "logits_error": [_largest_logits_error(trial) for trial in trials],
             "meets_limits": pd.Series(
                 [None if t.values is None else not violation(t.constraints) for t in trials], dtype=object
             ),
@@ -290,6 +295,11 @@ def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
 def group_order(label: str) -> tuple[tuple[int, str], str]:
     """Sorts what `StudyTables.groups` gives as the table of precisions."""
     return precision_order(label.partition(ON)[0]), label
+
+
+def _largest_logits_error(trial: TrialRecord) -> float | None:
+    errors = _look_up(trial.telemetry, "compatibility.logits_relative_error") or {}
+    return max(errors.values(), default=None)
 
 
 def precision_order(precision: str) -> tuple[int, str]:

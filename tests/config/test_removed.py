@@ -9,6 +9,7 @@ from command_line import COMMANDS, hpo_command
 from hpo.api.opening import study_of
 from hpo.config.removed import REMOVED, removed_command
 from hpo.config.study_config import StudyConfig, load_study, stored_study
+from hpo.config.trial_settings import check_name
 from hpo.errors import InputError, StorageError, StudyFileError
 
 TABLE = {
@@ -55,15 +56,17 @@ def test_a_removed_key_of_a_study_file_is_reported_with_its_line(tmp_path: Path)
         load_study(path)
 
 
-def test_a_stored_study_with_a_removed_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_of_a_removed_setting_is_refused_with_its_replacement() -> None:
+    with pytest.raises(ValueError, match=r"^this key was removed\. Leave it out\.$"):
+        check_name("rounding")
+
+
+def test_a_stored_study_with_a_removed_key() -> None:
     definition = StudyConfig.model_validate(study()).definition()
     given = {**definition, "pace": 3, "given": [*definition["given"], "pace"]}
     with pytest.raises(StorageError, match=r"pace: this key was removed\. Use `budget`\."):
         stored_study("s", given)
     assert stored_study("s", {**given, "given": definition["given"]}).definition() == definition
-    monkeypatch.setattr("hpo.config.definition.CHANGEABLE", ("pace",))
-    stored = stored_study("s", given)
-    assert stored.definition() | {"given": definition["given"]} == definition
 
 
 @pytest.mark.parametrize(
