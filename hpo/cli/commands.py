@@ -237,7 +237,7 @@ def diagnose(
         print_json({"study": opened.name, **asdict(found)})
         raise typer.Exit(0 if broken else 1)
     weights = "the last checkpoint" if found.has_checkpoint else "the initial weights (it has no checkpoint)"
-    result = f"{broken.what} not finite" if broken else "all is finite, so it broke in a later step"
+    result = f"{broken.what} not finite" if broken else "this batch is finite, run eagerly on one rank"
     typer.echo(f"Trial {found.trial} ({found.outcome}, {found.precision}), step {found.step}: {result}")
     typer.echo(f"Run with {weights}.")
     if broken and broken.operator:
@@ -245,8 +245,16 @@ def diagnose(
     for remedy in found.remedies:
         settings = ", ".join(f"{name}: {value}" for name, value in remedy.settings.items())
         typer.echo(f"With {settings}: {remedy.result}")
-    if broken and not any(remedy.heals for remedy in found.remedies):
-        typer.echo("The precision is not the cause. Lower `learning_rate` or `max_grad_norm`.")
+    if broken is None:
+        typer.echo(
+            "The trial broke in a later step, in an evaluation, or only when compiled or on several ranks."
+        )
+    elif not any(remedy.heals for remedy in found.remedies):
+        typer.echo(
+            "The precision is not the cause. Lower `learning_rate` or `max_grad_norm`."
+            if found.breaks_in_fp32
+            else "It is not known whether the precision is the cause: the batch did not run in pure fp32."
+        )
     raise typer.Exit(0 if broken else 1)
 
 

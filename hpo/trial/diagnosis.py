@@ -1,8 +1,8 @@
 """Where a trial stopped being finite, and which precision or loss scale helps: the library of `hpo diagnose`.
 
-The batch after the trial's newest checkpoint runs forward and backward, eagerly and with the dropout masks of
-its step. If something is not finite, it runs again with every operator watched, and then with a lower loss
-scale, in bf16 and in fp32. The study is not changed.
+The batch after the trial's newest checkpoint runs forward and backward, without a compiler and on one rank. A
+trial that ran in the same way had the same dropout masks. If something is not finite, the batch runs again
+with every operator watched, and then with a lower loss scale, in bf16 and in fp32. The study is not changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hpo.data.batches import Batch, collate, training_batches
 from hpo.errors import InputError, ModelError, TrialEnd
+from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.adapters import load_trained
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISION, AmpConfig
-from hpo.random_numbers import manual_seed
+from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
+from hpo.random_numbers import generator_states, manual_seed, set_generator_states
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.training.progress import TrainState
 from hpo.training.step_seed import step_seed
@@ -61,7 +62,8 @@ class Remedy:
     """Settings that replaced the trial's for the same batch."""
 
     settings: Mapping[str, Any]
-    heals: bool
+    heals: bool | None
+    """None if the batch could not run with them."""
     result: str
 
 
@@ -79,12 +81,15 @@ class Diagnosis:
     broken: Broken | None
     """None if all values are finite."""
     remedies: tuple[Remedy, ...]
+    breaks_in_fp32: bool | None
+    """Whether the batch also breaks in IEEE fp32 with all weights in fp32. None if it did not run so."""
 
 
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
     """Find what is not finite in the batch after a trial's checkpoint, and what helps there.
 
-    Raises InputError if the trial is not `nonfinite` or cannot run on this device.
+    Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
+    memory.
     """
     must = f"trial {trial.number} must have"
     if trial.outcome != Outcome.NONFINITE:
@@ -99,36 +104,59 @@ def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
         parts = _parts(executor, trial)
         start = _last_checkpoint(trial.folder, checkpoint_key(trial.resume_key, parts))
         side, what = _run(parts, start)
+        broken = Broken(what, side.origin()["first_nonfinite"]) if what else None
     except (TrialEnd, ModelError) as error:
         raise InputError(f"trial {trial.number} cannot be run again here: {error}") from error
-    broken = Broken(what, side.origin()["first_nonfinite"]) if what else None
-    to_try = _to_try(side.mixed_precision, what) if what else ()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"trial {trial.number} must fit into the memory of {executor.device.name}, but its batch does "
+            "not. Free memory there, or diagnose the trial on a device with more."
+        ) from error
+    effective = parts.resolution.effective
+    to_try = [*settings_to_try(side.mixed_precision, what)] if what else []
+    del parts, side  # their memory is for the models of the remedies
+    remedies = tuple(_try(executor, trial, start, settings) for settings in to_try)
+    fp32_heals = remedies[-1].heals if remedies else False
     return Diagnosis(
         trial.number,
         trial.outcome,
-        parts.resolution.effective,
+        effective,
         1 + (start.state["progress"]["step"] if start else 0),
         start is not None,
         broken,
-        tuple(_try(executor, trial, start, settings) for settings in to_try),
+        remedies,
+        None if broken is None or fp32_heals is None else not fp32_heals,
     )
 
 
-def _to_try(amp: MixedPrecision, what: str) -> Iterator[dict[str, Any]]:
-    """Yield settings that may help; none if the precision multiplies in fp32 already."""
-    if amp.precision.loss_scaling and what == "gradients":
+def settings_to_try(amp: MixedPrecision, what: str) -> Iterator[dict[str, Any]]:
+    """Yield settings that may help. The last are IEEE fp32 with all weights in fp32.
+
+    Yields none if `amp` has these already.
+    """
+    precision = amp.precision
+    if precision.loss_scaling and what == "gradients":
         yield {"init_scale": amp.config.min_scale, MIN_SCALE: LOWEST_SCALE}
-    if amp.precision.linear_dtype != "float32":
-        yield from ({PRECISION: name} for name in ("bf16", "fp32") if name != amp.precision.name)
+    if precision.products != "float32":
+        yield from ({PRECISION: name} for name in ("bf16", "fp32") if name != precision.name)
+    if precision.frozen != "fp32":
+        yield {PRECISION: "fp32", BASE_PRECISION: "fp32"}
 
 
 def _try(
     executor: Executor, trial: StoredTrial, start: Checkpoint | None, settings: Mapping[str, Any]
 ) -> Remedy:
+    release_free_memory(executor.device)  # the models before this one
     try:
         side, what = _run(_parts(executor, trial, **settings), start)
     except (TrialEnd, InputError) as error:
-        return Remedy(settings, heals=False, result=f"not tried: {error}")
+        return Remedy(settings, heals=None, result=f"not tried: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Remedy(settings, heals=None, result="not tried: out of memory")
     if what is None and MIN_SCALE in settings:
         scale = float(side.mixed_precision.scale_value())
         settings = {"init_scale": scale, MIN_SCALE: min(scale, AmpConfig().min_scale)}
@@ -170,13 +198,14 @@ def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]
     batch = collate(split, windows, parts.loss_fn.tasks, parts.data.pad_id)
     num_items = parts.loss_fn.count(batch)
 
-    def forward(part: Batch, model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        manual_seed(step_seed(args.seed, state.step))
+    def forward(part: Batch, generators: list[Tensor], model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        set_generator_states(generators)  # a part may run several times, each with the same masks
         logits = model(*part.inputs)
         return parts.loss_fn(logits, part, num_items, len(part.windows_B) / len(batch.windows_B)), logits
 
+    manual_seed(step_seed(args.seed, state.step))
     for part in batch.to(parts.device.torch_device).split(args.micro_batch_size):
-        run = partial(forward, part)
+        run = partial(forward, part, generator_states())
         side = Side(model, amp, Work(run, observed=run))
         if what := side.run_with_backoff().broken():
             break

@@ -13,6 +13,7 @@ from whole_study import contents
 
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import open_storage
+from hpo.trial.measure import Side
 
 OVERFLOWING = {
     "name": "tiny",
@@ -71,8 +72,8 @@ def test_the_operator_and_the_remedies_are_shown(broken: Path, tmp_path: Path) -
         (
             {"learning_rate": 10.0, "optimizer": "sgd", "max_grad_norm": None},
             1,
-            "all is finite, so it broke in a later step",
-            "Run with the initial weights (it has no checkpoint).",
+            "this batch is finite, run eagerly on one rank",
+            "The trial broke in a later step, in an evaluation, or only when compiled or on several ranks.",
         ),
         (
             {"loss_weight.criteria": 1e39},
@@ -95,6 +96,28 @@ def test_a_trial_in_fp32_has_no_remedy(
         f"Trial 0 (nonfinite, fp32), step 1: {first}",
         last,
     )
+
+
+def test_the_cause_is_open_if_no_remedy_fits_into_memory(
+    broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Side.run
+
+    def run_the_trial_only(side: Side) -> Any:
+        amp = side.mixed_precision
+        if amp.precision.name != "fp16" or amp.config.min_scale < 1e36:
+            raise MemoryError
+        return run(side)
+
+    monkeypatch.setattr(Side, "run", run_the_trial_only)
+    finished = diagnose(broken)
+    lines = finished.out.splitlines()
+    assert finished.exit_code == 0
+    assert lines[0] == "Trial 0 (nonfinite, fp16), step 1: gradients not finite"
+    assert [line.rpartition(": ")[2] for line in lines[3:6]] == ["out of memory"] * 3
+    assert lines[6:] == [
+        "It is not known whether the precision is the cause: the batch did not run in pure fp32."
+    ]
 
 
 def test_an_unknown_trial_is_refused(broken: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ import torch
 from resumed_trials import run_trial
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import CPU, altered_executor
+from tiny import CPU, EMULATED, altered_executor
 from torch import nn
 
 from hpo.errors import InputError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import NONFINITE_PATIENCE
+from hpo.precision.amp import NONFINITE_PATIENCE, MixedPrecision
+from hpo.precision.table import PRECISIONS
 from hpo.training.losses import MultitaskLoss
-from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
+from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose, settings_to_try
 from hpo.trial.executor import Executor
 
 UNCHECKED = {"compat": {"enabled": False}}
@@ -36,6 +39,11 @@ def wide_layer(model: MultitaskModel) -> None:
     block: Any = encoder_layers(model.encoder)[1]
     nn.init.constant_(block.intermediate.dense.bias, 10.0)
     nn.init.normal_(block.output.dense.weight, std=1e4)
+
+
+def bad_head(model: MultitaskModel) -> None:
+    """Give a head NaN weights, which break the batch in every precision."""
+    nn.init.constant_(next(model.heads.parameters()), torch.nan)
 
 
 def ended(executor: Executor, folder: Path, stop_at: int = 0, **params: Any) -> StoredTrial:
@@ -79,6 +87,7 @@ def test_the_lower_loss_scale_that_is_found_heals_the_trial(tmp_path: Path) -> N
     assert run("twice", 2 * scale, 2 * scale)[1].outcome == "nonfinite"
     assert [one.settings for one in (bf16, fp32)] == [{"fp_precision": "bf16"}, {"fp_precision": "fp32"}]
     assert all(one.heals for one in found.remedies)
+    assert found.breaks_in_fp32 is False
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -92,7 +101,7 @@ def test_an_overflow_in_fp16_is_named_and_other_precisions_are_tried(tmp_path: P
     where = "aten.addmm.default (float16) in encoder.encoder.layer.1.output.dense, forward pass, inputs"
     assert str(found.broken.operator).startswith(where)
     bf16, fp32 = found.remedies
-    assert (bf16.settings, bf16.heals) == ({"fp_precision": "bf16"}, has_bf16)
+    assert (bf16.settings, bf16.heals) == ({"fp_precision": "bf16"}, True if has_bf16 else None)
     assert bf16.result.startswith(
         "finite" if has_bf16 else "not tried: `bf16` needs a CPU with AMX or AVX512-BF16"
     )
@@ -119,7 +128,115 @@ def test_weights_that_diverged_break_in_every_precision(
     assert (found.step, found.has_checkpoint) == (last + 1, True)
     assert found.broken is not None
     assert [one.settings for one in found.remedies] == [{"fp_precision": name} for name in tried]
-    assert not any(one.heals for one in found.remedies)
+    assert [one.heals for one in found.remedies] == [False] * len(tried)
+    assert found.breaks_in_fp32 is True
+
+
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()]
+
+
+class Raiser:
+    """Raise `error` in each forward pass without autocast, or in every forward pass if `always` is set."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.always = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.always or not torch.is_autocast_enabled("cpu"):
+            raise self.error
+
+
+def trial_with_raiser(folder: Path, error: Exception) -> tuple[Executor, StoredTrial, Raiser]:
+    """Run a bf16 trial whose first batch has NaN in every precision."""
+    raiser = Raiser(error)
+
+    def alter(model: MultitaskModel) -> None:
+        bad_head(model)
+        model.register_forward_hook(raiser)
+
+    executor = altered(folder, alter, amp={"allow_emulated": True}, **UNCHECKED)
+    return executor, ended(executor, folder / "trial", fp_precision="bf16"), raiser
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_remedy_without_enough_memory_leaves_the_cause_open(tmp_path: Path, error: Exception) -> None:
+    executor, trial, _ = trial_with_raiser(tmp_path, error)
+    found = diagnosed(executor, trial)
+    assert found.broken is not None
+    assert [(one.heals, one.result) for one in found.remedies] == [(None, "not tried: out of memory")]
+    assert found.breaks_in_fp32 is None
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_batch_larger_than_the_memory_is_refused(tmp_path: Path, error: Exception) -> None:
+    executor, trial, raiser = trial_with_raiser(tmp_path, error)
+    raiser.always = True
+    with pytest.raises(InputError, match="trial 0 must fit into the memory of test CPU, but"):
+        diagnose(executor, trial)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_an_error_other_than_out_of_memory_is_raised(tmp_path: Path, always: bool) -> None:
+    executor, trial, raiser = trial_with_raiser(tmp_path, RuntimeError("a fault"))
+    raiser.always = always
+    with pytest.raises(RuntimeError, match="a fault"):
+        diagnose(executor, trial)
+
+
+def test_one_model_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    models: list[weakref.ref[MultitaskModel]] = []
+    alive: list[int] = []
+
+    def alter(model: MultitaskModel) -> None:
+        alive.append(sum(each() is not None for each in models))
+        models.append(weakref.ref(model))
+        wide_layer(model)
+
+    executor = altered(tmp_path, alter, amp={"allow_emulated": True}, **UNCHECKED)
+    trial = ended(executor, tmp_path / "trial", fp_precision="fp16")
+    gc.collect()
+    models.clear()
+    alive.clear()
+    assert len(diagnosed(executor, trial).remedies) == 2
+    assert alive == [0, 0, 0]
+
+
+FP32_BASE = {"fp_precision": "fp32", "base_precision": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "tried"),
+    [
+        ("fp32", [FP32_BASE]),
+        ("bf16", [{"fp_precision": "fp32"}, FP32_BASE]),
+    ],
+)
+def test_a_base_in_int8_is_also_tried_in_fp32(
+    tmp_path: Path, precision: str, tried: list[dict[str, str]]
+) -> None:
+    training = TRAINING | {"adapter": "lora", "base_precision": "int8"}
+    executor = altered(tmp_path, bad_head, training=training, amp={"allow_emulated": True}, **UNCHECKED)
+    found = diagnosed(executor, ended(executor, tmp_path / "trial", fp_precision=precision))
+    assert [(one.settings, one.heals) for one in found.remedies] == [(each, False) for each in tried]
+    assert found.breaks_in_fp32 is True
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "tried"),
+    [
+        ("fp32", "fp32", []),
+        ("tf32", "fp32", ["bf16", "fp32"]),
+        ("bf16-true", "fp32", ["bf16", "fp32"]),
+        ("fp8", "fp32", ["bf16", "fp32"]),
+        ("tf32", "nf4", ["bf16", "fp32", "fp32"]),
+    ],
+)
+def test_every_precision_below_ieee_fp32_has_remedies(name: str, base: str, tried: list[str]) -> None:
+    amp = MixedPrecision(replace(PRECISIONS[name], frozen=base), EMULATED, CPU)
+    found = [*settings_to_try(amp, "loss")]
+    assert [each["fp_precision"] for each in found] == tried
+    assert ("base_precision" in found[-1] if found else False) == (base != "fp32")
 
 
 @pytest.mark.parametrize("rows", [8, 4])
@@ -138,23 +255,48 @@ def test_the_batch_is_the_next_one_of_the_training_with_its_masks(
         if model.training:
             seen.append((inputs[0].clone(), next(iter(outputs.values())).detach().clone()))
 
+    parts = 8 // rows
     training = TRAINING | {"max_steps": 12, "dropout": 0.5}
     executor = altered(
         tmp_path, lambda model: model.register_forward_hook(record), training=training, **UNCHECKED
     )
-    ended(executor, tmp_path / "whole", fp_precision="fp32")
-    expected = seen[-12:][8]  # of the second epoch
-    trial = ended(executor, tmp_path / "cut", stop_at=8, fp_precision="fp32")
+    ended(executor, tmp_path / "whole", fp_precision="fp32", micro_batch_size=rows)
+    expected = seen[-12 * parts :][8 * parts : 9 * parts]  # in the second epoch
+    # Between micro-batches, a trial asks once more whether to stop.
+    trial = ended(executor, tmp_path / "cut", stop_at=8 * parts, fp_precision="fp32", micro_batch_size=rows)
     seen.clear()
     monkeypatch.setattr(MultitaskLoss, "__call__", record_share)
-    telemetry = {**trial.telemetry, "micro_batch_size": rows}
-    found = diagnosed(executor, replace(trial, outcome="nonfinite", telemetry=telemetry))
+    # A trial that ran out of memory has a smaller micro-batch in its telemetry than in its settings.
+    assert trial.telemetry["micro_batch_size"] == rows
+    found = diagnosed(executor, replace(trial, outcome="nonfinite", params={"fp_precision": "fp32"}))
     assert (found.step, found.broken, found.remedies) == (9, None, ())
-    assert [len(ids) for ids, _ in seen] == [rows] * (8 // rows)
-    assert shares == [rows / 8] * (8 // rows)
-    assert torch.equal(torch.cat([ids for ids, _ in seen]), expected[0])
-    if rows == 8:
-        assert torch.equal(seen[0][1], expected[1])
+    assert found.breaks_in_fp32 is None
+    assert [len(ids) for ids, _ in seen] == [rows] * parts
+    assert shares == [rows / 8] * parts
+    assert all(torch.equal(ids, other) for (ids, _), (other, _) in zip(seen, expected, strict=True))
+    assert all(torch.equal(logits, other) for (_, logits), (_, other) in zip(seen, expected, strict=True))
+
+
+def test_a_batch_with_several_loss_scales_keeps_its_masks(tmp_path: Path) -> None:
+    seen: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def record(_: MultitaskModel, inputs: Any, outputs: dict[str, torch.Tensor]) -> None:
+        precision = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = (*precision, *inputs[0].flatten().tolist())
+        seen.setdefault(key, []).append(next(iter(outputs.values())).detach().clone())
+
+    executor = altered(
+        tmp_path,
+        lambda model: model.register_forward_hook(record),
+        training=TRAINING | {"dropout": 0.5, "micro_batch_size": 4},
+        amp={"allow_emulated": True, "init_scale": 1e36, "min_scale": 1e36},
+        **UNCHECKED,
+    )
+    trial = ended(executor, tmp_path / "trial", fp_precision="fp16")
+    seen.clear()
+    assert diagnosed(executor, trial).remedies[0].heals
+    assert max(map(len, seen.values())) > 2
+    assert all(torch.equal(each, passes[0]) for passes in seen.values() for each in passes)
 
 
 def test_a_checkpoint_of_another_trial_or_with_bad_weights_is_not_used(tmp_path: Path) -> None:
