@@ -1,4 +1,4 @@
-"""Every error that `hpo` raises on purpose, and the exit code that each one ends a command with.
+"""All errors of `hpo`, and the exit code of each.
 
 A message says what must hold, what came instead and what to do. Bad input ends a command with exit
 code 2, a run that could not go on with 1; neither prints a traceback.
