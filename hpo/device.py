@@ -75,7 +75,7 @@ class DeviceInfo:
 
     @property
     def is_part(self) -> bool:
-        """Whether this is only a part of an NVIDIA GPU (MIG), slower than all of it."""
+        """True for a part of an NVIDIA GPU (MIG), slower than the whole GPU."""
         return self.uuid.startswith("MIG-") or " MIG " in self.name
 
     @property

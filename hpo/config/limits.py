@@ -16,7 +16,7 @@ from hpo.device import EnergyCounter
 from hpo.errors import InputError, did_you_mean
 
 ENERGY = "train_joules_per_example"
-"""Of an NVIDIA GPU that one worker has for itself; `hpo.training.energy` says how it is measured."""
+"""Energy of an NVIDIA GPU with a single worker; see `hpo.training.energy` for the measurement."""
 MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",

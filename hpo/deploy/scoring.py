@@ -34,5 +34,5 @@ def split_statistics(
 
 
 def depends_on_batch(model: TrainedModel) -> bool:
-    """Whether the logits of a text depend on the other texts of its batch, by more than rounding."""
+    """True if the other texts of its batch change the logits of a text by more than rounding."""
     return isinstance(model.network, OnnxNetwork) and model.network.has_ranges_of_batch

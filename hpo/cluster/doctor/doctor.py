@@ -38,7 +38,7 @@ class Finding:
 
     problem: str
     remedy: str = ""
-    """What `mend` does or, without it, what to do."""
+    """The effect of `mend` or, without it, the remedy."""
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     check: str = ""
     mended: bool = False
