@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpo.api.study import Study as Study
     from hpo.config.data_config import StudyPath as StudyPath
+    from hpo.evaluation.predictions import compare_predictions as compare_predictions
     from hpo.extensions import encoder as encoder
     from hpo.extensions import head as head
     from hpo.extensions import loss as loss
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "Study": "hpo.api.study.Study",
     "load": "hpo.inference.model.load",
+    "compare_predictions": "hpo.evaluation.predictions.compare_predictions",
     "check_precision": "hpo.trial.check_precision.check_precision",
     "kind": "hpo.tasks.registry.register",
     "Section": "hpo.section.Section",

@@ -15,6 +15,7 @@ name. The layout of their logits and targets:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,6 +221,22 @@ class Kind(ABC):
         counts = {name: count_C[None] for name, count_C in whole.items()}
         values = self.scores(np.array([float(num_rows)]), counts, sums, tuple(whole.values()))
         return {name: float(value_B[0]) for name, value_B in values.items() if np.isfinite(value_B[0])}
+
+    # Its verdicts
+
+    def bounded(self, values_N: ByName) -> Mapping[str, FloatArray]:
+        """The values of rows in the form that verdicts judge, in which one row has a limited weight."""
+        return dict(values_N)
+
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+        """The largest change of a metric that one row can cause, times the number of rows; infinite where it
+        is unknown. The values are those of `bounded`."""
+        return math.inf
+
+    def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
+        """The row values of the constant prediction with the best value of a metric, given the row values of
+        any predictions. None: the kind has no such prediction."""
+        return None
 
     # What its predictions tell
 

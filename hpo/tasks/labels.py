@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,17 @@ from numpy.typing import NDArray
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, indicators
 from hpo.tasks.losses import Binary, Multiclass
-from hpo.tasks.sums import counted, f1_macro, f1_micro, log_softmax, max_of_windows, mean_of_windows, sigmoid
+from hpo.tasks.sums import (
+    counted,
+    f1_macro,
+    f1_micro,
+    log_softmax,
+    macro_f1_bound,
+    max_of_windows,
+    mean_of_windows,
+    micro_f1_bound,
+    sigmoid,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +92,42 @@ class _Labels(Kind):
         right_B = sums_B["right"] / np.maximum(rows_B, 1)
         values = f1_macro(whole, *counts), np.atleast_1d(f1_micro(*counts)), right_B
         return dict(zip(self.metrics, values, strict=True))
+
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+        if metric in ("accuracy", "exact_match") or (metric == "f1_micro" and not self.is_list):
+            return 1.0
+        if metric == "f1_micro":
+            return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in counts_NC.values()))
+        return macro_f1_bound(*counts_NC.values()) if metric == "f1_macro" else math.inf
+
+    def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
+        """The most frequent class in every row. Lists have the classes that fit the metric best: every class
+        for `f1_macro`, the most frequent ones for `f1_micro`, and else the most frequent list."""
+        from scipy.sparse import csr_array
+
+        true = counts_NC["true"]
+        num_rows, num_classes = true.shape
+        columns = self._constant(metric, true)
+        predicted = csr_array(counted([columns] * num_rows, num_classes))
+        hits = true.multiply(predicted).tocsr()
+        is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + predicted.sum(axis=1)
+        counts = {"hits": hits, "true": true, "predicted": predicted}
+        return counts, {"right": is_right_N.astype(np.float64)}
+
+    def _constant(self, metric: str, true_NC: Any) -> list[int]:
+        """The columns of the best constant prediction."""
+        true_C = np.asarray(true_NC.sum(axis=0))
+        order = np.argsort(-true_C, kind="stable")
+        if not self.is_list:
+            return [int(order[0])]
+        if metric == "f1_macro":
+            return [int(column) for column in np.flatnonzero(true_C)]
+        if metric == "f1_micro":
+            num_K = np.arange(1, len(order) + 1)
+            f1_K = 2 * true_C[order].cumsum() / (true_C.sum() + num_K * true_NC.shape[0])
+            return [int(column) for column in order[: int(f1_K.argmax()) + 1]]
+        lists = np.split(true_NC.indices, true_NC.indptr[1:-1])
+        return list(Counter(tuple(sorted(one.tolist())) for one in lists).most_common(1)[0][0])
 
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         """-log of the probability of the true class, or the sum of the classes' binary cross-entropies."""

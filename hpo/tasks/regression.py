@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,36 @@ class Regression(Kind):
             "r2": np.where(rows_B > 1, np.where(is_constant_B, constant_B, 1 - ratio_B), np.nan),
         }
 
+    def bounded(self, values_N: ByName) -> Mapping[str, FloatArray]:
+        """An error counts as the range of the labels where it is larger."""
+        most = _range(values_N["target"])
+        absolute_N, squared_N = values_N["absolute"], values_N["squared"]
+        caps = {"absolute": np.minimum(absolute_N, most), "squared": np.minimum(squared_N, most**2)}
+        return {**values_N, **caps}
+
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+        """An error lies between 0 and the range of the labels."""
+        target_N = values_N["target"]
+        num_rows, most = len(target_N), _range(target_N)
+        if not most:
+            return math.inf
+        if metric == "mae":
+            return most
+        if metric == "rmse":
+            sum_squared = float(values_N["squared"].sum())
+            return math.sqrt(num_rows) * (math.sqrt(sum_squared + most**2) - math.sqrt(sum_squared))
+        return most**2 / float(target_N.var()) if metric == "r2" else math.inf
+
+    def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
+        """The median of the labels for `mae`, else their mean."""
+        target_N = values_N["target"]
+        error_N = target_N - (np.median(target_N) if metric == "mae" else target_N.mean())
+        return {}, {**values_N, "absolute": np.abs(error_N), "squared": error_N**2}
+
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         truth: list[Any] = [example.labels[self.task.name] for example in examples]
         return np.abs(np.array(predicted, np.float64) - np.array(truth, np.float64))
+
+
+def _range(values_N: FloatArray) -> float:
+    return float(np.ptp(values_N)) if len(values_N) else 0.0

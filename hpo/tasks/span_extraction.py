@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,6 +199,17 @@ class SpanExtraction(SpanKind):
         overlap_B, exact_B = sums_B["overlap"] / rows_B, sums_B["exact"] / rows_B
         micro_B = np.atleast_1d(f1_micro(*counts))
         return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "exact_match": exact_B}
+
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+        is_mean = metric in ("exact_match", "span_overlap_f1")
+        return 1.0 if is_mean else super().row_bound(metric, counts_NC, values_N)
+
+    def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
+        """No answer in any row."""
+        none = counts_NC["true"] * 0
+        is_right_N = 1.0 - np.asarray(counts_NC["true"].sum(axis=1))
+        counts = {"hits": none, "true": counts_NC["true"], "predicted": none}
+        return counts, {"exact": is_right_N, "overlap": is_right_N}
 
     def decided_by(self, decision: DecodingThresholds) -> str:
         return f" at the null offset {decision.null_offset:.3g}"

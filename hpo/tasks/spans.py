@@ -5,14 +5,15 @@ Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpo.tasks.kind import FloatArray, Kind, Span
-from hpo.tasks.sums import counted, f1_macro, f1_micro
+from hpo.tasks.sums import counted, f1_macro, f1_micro, macro_f1_bound, micro_f1_bound
 
 if TYPE_CHECKING:
     from hpo.data.examples import Example
@@ -62,6 +63,23 @@ class SpanKind(Kind):
         overlap_B = np.where(words_B > 0, 2 * sums_B["shared_words"] / np.maximum(words_B, 1), 1.0)
         micro_B, macro_B = np.atleast_1d(f1_micro(*counts)), f1_macro(whole, *counts)
         return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "f1_macro": macro_B}
+
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+        if metric == "span_f1":
+            return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in counts_NC.values()))
+        if metric == "f1_macro":
+            return macro_f1_bound(*counts_NC.values())
+        # `words` has the words of both sides of a row, of which all may be true.
+        words_N = values_N.get("words", np.zeros(0))
+        is_overlap = metric == "span_overlap_f1"
+        return micro_f1_bound(values_N["shared_words"], words_N, 0 * words_N) if is_overlap else math.inf
+
+    def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
+        """No span in any row. `words` has a word for each true span."""
+        none = counts_NC["true"] * 0
+        words_N = np.asarray(counts_NC["true"].sum(axis=1), np.float64)
+        counts = {"hits": none, "true": counts_NC["true"], "predicted": none}
+        return counts, {"shared_words": 0 * words_N, "words": words_N}
 
     def shown_spans(self, example: Example) -> set[Span]:
         """The truth for people."""

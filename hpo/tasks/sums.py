@@ -5,6 +5,7 @@ Suffixes: W windows, E examples, C classes, N rows, B weightings of the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,40 @@ def f1_macro(
     total_BC = true_BC + predicted_BC
     f1_BC = np.where(total_BC > 0, 2 * hits_BC / np.maximum(total_BC, 1), f1_C)
     return np.asarray(f1_BC[:, is_true_C].mean(axis=1))
+
+
+def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArray) -> float:
+    """The largest change of a micro F1 that one row can cause, times the number of rows.
+
+    A row with t true items loses all of its hits and has p spurious items instead. t and p are at most the
+    largest numbers of a row. With F = 2H / (T + P), the change is ((2 - F) t + F max(p, t)) / (T + P).
+    """
+    if not len(true_N):
+        return math.inf
+    total = float(true_N.sum() + predicted_N.sum())
+    f1 = 2 * float(hits_N.sum()) / max(total, 1)
+    most_true, most_predicted = float(true_N.max()), float(predicted_N.max())
+    change = (2 - f1) * most_true + f1 * max(most_true, most_predicted)
+    return len(true_N) * change / max(total - most_true - most_predicted, 1)
+
+
+def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
+    """The largest change of `f1_macro` that one row can cause, times the number of rows.
+
+    A row loses the hits of its true classes, and other classes get as many spurious items as any row has.
+    With f = 2H / (T + P), a lost hit takes (2 - f) / (T + P - 1) from the F1 of its class, and a spurious
+    item takes f / (T + P + 1).
+    """
+    hits_C, true_C, predicted_C = (np.asarray(one.sum(axis=0)) for one in (hits_NC, true_NC, predicted_NC))
+    if not true_C.any():
+        return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in (hits_NC, true_NC, predicted_NC)))
+    total_C = true_C + predicted_C
+    f1_C = 2 * hits_C / np.maximum(total_C, 1)
+    loss_C = np.where(true_C > 0, (2 - f1_C) / np.maximum(total_C - 1, 1), 0)
+    spurious_C = np.where(true_C > 0, f1_C / (total_C + 1), 0)
+    most_predicted = float(predicted_NC.sum(axis=1).max())
+    change = float((true_NC @ loss_C).max()) + most_predicted * float(spurious_C.max())
+    return float(true_NC.shape[0] * change / (true_C > 0).sum())
 
 
 def counted(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:

@@ -1,0 +1,143 @@
+"""Scores of predictions and the contribution of each row to them.
+
+A metric that is no mean over rows has pseudo-values in place of rows: N times the metric less N - 1 times the
+metric of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter 11). Only labelled rows count.
+Pseudo-values of different rows are not independent, so the error rates of verdicts are measured
+(tests/benchmarks/verdict_errors.py).
+
+Scores are in points (hundredths). `mae` and `rmse` are in the units of the labels and change their sign, so
+that higher is better. Errors of a regression count as the range of the labels where they are larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hpo.evaluation.decision import Array, excludable_loss
+from hpo.tasks.registry import is_error, kind_of
+from hpo.training.metrics import RowStatistics
+
+Statistics = Mapping[str, RowStatistics]
+"""One run on one split, by task."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The score of one run on the labelled rows of a split."""
+
+    value: float
+    rows_N: Array
+    """Contributions of the labelled rows; their mean is `value`."""
+    row_bound: float
+    """Largest change of `value` that one row can cause, times N; infinite where it is unknown."""
+
+    @property
+    def standard_error(self) -> float:
+        return float(self.rows_N.std(ddof=1)) / len(self.rows_N) ** 0.5 if len(self.rows_N) > 1 else np.inf
+
+
+def unit_of(metric: str) -> str:
+    """The unit of differences in a metric: `points`, hundredths, or `label units`."""
+    return "label units" if is_error(metric) else "points"
+
+
+def metrics_by_task(statistics: Statistics, metric: str) -> dict[str, str]:
+    """The metric of each task that `metric` consists of: `score`, or `<task>/<metric>`."""
+    task, _, name = metric.rpartition("/")
+    return {task: name} if task else {name: of.task.primary_metric for name, of in statistics.items()}
+
+
+def scored(statistics: Statistics, metric: str) -> Scored | None:
+    """Score a run. None: a task of the metric has no labelled row, or the metric is undefined."""
+    factor = -1.0 if is_error(metric) else 100.0 if unit_of(metric) == "points" else 1.0
+    names = metrics_by_task(statistics, metric)
+    used = {task: _bounded(statistics[task]) for task in names}
+    values = {task: of.scores().get(names[task]) for task, of in used.items()}
+    if any(value is None for value in values.values()):
+        return None
+    is_labelled_E = np.zeros(next(iter(used.values())).num_examples, bool)
+    for of in used.values():
+        is_labelled_E[of.index_N] = True
+    num_rows = int(is_labelled_E.sum())
+    deviations_E, bounds_E = np.zeros((2, len(is_labelled_E)))
+    for task, of in used.items():
+        share = factor * num_rows / of.num_rows / len(used)
+        deviations_E[of.index_N] += share * _deviations(of, names[task], values[task], metric)
+        bounds_E[of.index_N] += abs(share) * kind_of(of.task).row_bound(names[task], of.counts_NC, of.values_N)
+    value = factor * float(np.mean([_counted(value, metric) for value in values.values()]))
+    rows_N = value + deviations_E[is_labelled_E] - deviations_E[is_labelled_E].mean()
+    return Scored(value, rows_N, float(bounds_E.max()))
+
+
+def _bounded(of: RowStatistics) -> RowStatistics:
+    return replace(of, values_N=kind_of(of.task).bounded(of.values_N))
+
+
+def _counted(value: Any, metric: str) -> Any:
+    """An r2 below 0 counts as 0 in `score` (`primary_mean`)."""
+    return value if "/" in metric else np.maximum(value, 0)
+
+
+def _deviations(of: RowStatistics, name: str, value: Any, metric: str) -> Array:
+    """The pseudo-value of each row less the metric, [N]; 0 where the metric of the others is undefined."""
+    without_N = _counted(of.scores_without_each()[name], metric)
+    deviations_N = (of.num_rows - 1) * (_counted(value, metric) - without_N)
+    return np.asarray(np.where(np.isfinite(deviations_N), deviations_N, 0.0))
+
+
+def constant_predictions(statistics: Statistics, metric: str) -> Statistics | None:
+    """The best constant prediction for each task of a metric, which any model has to beat.
+
+    `statistics` come from any predictions for the same rows. None: a task has no constant prediction, as for
+    a kind of the user's own code.
+    """
+    constant: dict[str, RowStatistics] = {}
+    for task, name in metrics_by_task(statistics, metric).items():
+        of = statistics[task]
+        rows = kind_of(of.task).constant_rows(name, of.counts_NC, of.values_N) if of.num_rows else None
+        if rows is None:
+            return None
+        constant[task] = replace(of, counts_NC=rows[0], values_N=rows[1], rows=((), ()))
+    return constant
+
+
+def shuffled_value(statistics: Statistics, metric: str) -> float:
+    """The expected score of the same predictions for other rows, in random order: -inf where it is unknown.
+
+    A model that learned only how frequent the classes are has this score. It may exceed that of a constant
+    prediction in `f1_macro`.
+    """
+    values = []
+    for task, name in metrics_by_task(statistics, metric).items():
+        of = statistics[task]
+        if not kind_of(of.task).has_classes or name not in ("f1_macro", "f1_micro", "accuracy"):
+            return -np.inf
+        _, true_C, predicted_C = of.class_counts()
+        hits = {"hits": true_C * predicted_C / of.num_rows, "true": true_C, "predicted": predicted_C}
+        right = {"right": np.array([hits["hits"].sum()])}
+        counts = {key: value_C[None] for key, value_C in hits.items()}
+        whole = tuple(hits.values())
+        values.append(kind_of(of.task).scores(np.array([float(of.num_rows)]), counts, right, whole)[name][0])
+    return 100 * float(np.mean(values))
+
+
+def rare_classes(statistics: Statistics, metric: str, margin: float) -> dict[str, int]:
+    """Classes that have too few labelled rows for the margin, in a metric that is a mean over classes.
+
+    A class of n rows can lose about 4 / n of its F1 unseen.
+    """
+    names = metrics_by_task(statistics, metric)
+    rare: dict[str, int] = {}
+    for task, name in names.items():
+        of = statistics[task]
+        if name != "f1_macro" or not of.counts_NC:
+            continue
+        true_C = of.class_counts()[1].astype(int)
+        share = 100 / len(names) / max(int((true_C > 0).sum()), 1)
+        pairs = zip(of.task.labels, true_C.tolist(), strict=True)
+        rare |= {label: num for label, num in pairs if excludable_loss(share, num) >= margin and num}
+    return rare

@@ -1,0 +1,158 @@
+"""`hpo.compare_predictions`: the verdict on predictions from any source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpo.config.data_config import TaskConfig
+from hpo.config.study_file import show
+from hpo.data.examples import Example
+from hpo.data.tasks import Task, make_tasks, read_task_configs
+from hpo.errors import InputError
+from hpo.evaluation.contributions import Statistics, scored
+from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
+from hpo.tasks.registry import KINDS, kind_of
+from hpo.training.metrics import row_statistics
+
+Run = Sequence[Any] | None
+"""A prediction for each row. None: the run has none, for example since it ended in NaN."""
+
+_NAME = "predictions"
+_OF_SPANS = ("span_f1", "f1_macro")
+"""Metrics of spans that need no text."""
+
+
+def compare_predictions(
+    task: Mapping[str, Any],
+    truths: Sequence[Any],
+    reference: Sequence[Run],
+    other: Sequence[Run],
+    *,
+    margin: float,
+) -> Verdict:
+    """Decide whether the predictions of one model are as good as those of a reference.
+
+    `hpo compare` and `hpo deploy` use the same engine. With several runs the verdict is about new runs and
+    new rows of this kind. With one run on each side it is about these two models on new rows.
+
+    Args:
+        task: a task as under `data.tasks` of a study file: `kind`, `classes` or `span_names`, and
+            `primary_metric`, by which the sides are compared. Classes that are left out are those of the
+            truths.
+        truths: one entry per row, as in a row's labels: a class, a list of classes, or a number. For a kind
+            of spans: `{name: [[start, end], ...]}`. None: the row is not labelled.
+        reference: runs of the reference. A run is a list of predictions in the form of the truths, or None
+            if it has no predictions. A run whose metric is undefined, for example by NaN, has no score.
+        other: runs of the other model. Runs pair by position, as by seed.
+        margin: a smaller loss does not count. In points (hundredths), for `mae` and `rmse` in the units of
+            the labels.
+
+    Returns:
+        `verdict` is `as_good`, `worse` or `not_shown`. `interval` has the bounds of the difference, other
+        minus reference, higher is better. `labelled_rows` counts the rows that have a truth. `row_bound` is
+        the largest change of the metric by one row, times the labelled rows. `sentence` is for people.
+
+    Raises:
+        InputError: a value is not as above.
+    """
+    made = _task(task, truths)
+    if not (isinstance(margin, int | float) and math.isfinite(margin) and margin > 0):
+        raise InputError(f"margin: must be a positive number, but got {show(margin)}.")
+    if len(reference) != len(other) or not other:
+        raise InputError(
+            "reference, other: must have the same number of runs, at least one, but got "
+            f"{len(reference)} and {len(other)}."
+        )
+    examples = [_example(made, row, truth) for row, truth in enumerate(truths)]
+    if not any(example.annotated for example in examples):
+        raise InputError("truths: at least one row must be labelled, but got none.")
+    sides = {"reference": reference, "other": other}
+    statistics = {
+        side: [_statistics(made, run, examples, f"{side}[{place}]") for place, run in enumerate(runs)]
+        for side, runs in sides.items()
+    }
+    metric = f"{_NAME}/{made.primary_metric}"
+    question = Question(metric, margin, name=made.primary_metric)
+    runs = {side: [run and scored(run, metric) for run in of] for side, of in statistics.items()}
+    facts = (facts_of(run, question) for side in statistics.values() for run in side if run)
+    return judge(question, runs["reference"], runs["other"], next((one for one in facts if one), None))
+
+
+def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
+    try:
+        config = read_task_configs({_NAME: dict(given)}, "task")[_NAME]
+        kind = KINDS[config.kind]
+        if kind.has_classes and config.classes is None:
+            values = [value for value in truths if value is not None]
+            classes = {one for value in values for one in (value if kind.is_list else [value])}
+            config = config.model_copy(update={"classes": tuple(sorted(classes))})
+        task = _evidence(config) if config.evidence_for else make_tasks({_NAME: config}, "task")[0]
+    except (InputError, TypeError) as error:
+        raise InputError(str(error)) from None
+    if kind.in_spans and task.primary_metric not in _OF_SPANS:
+        raise InputError(
+            f"task: primary_metric must be {' or '.join(_OF_SPANS)}, which need no text, but got "
+            f"{task.primary_metric}."
+        )
+    return task
+
+
+def _evidence(config: TaskConfig) -> Task:
+    names = config.span_names or config.classes or ()
+    return Task(_NAME, config.kind, names, config.evidence_for, primary=config.primary_metric)
+
+
+def _example(task: Task, row: int, truth: Any) -> Example:
+    where, text = f"truths[{row}]", ""
+    labels: dict[str, Any] = {}
+    spans: dict[str, Any] = {}
+    if truth is not None and kind_of(task).in_spans:
+        for name, start, end in _spans(task, truth, where):
+            spans.setdefault(name, []).append((start, end))
+    elif truth is not None:
+        labels = {_NAME: _label(task, truth, where)}
+    annotated = frozenset([_NAME] if truth is not None else [])
+    return Example(str(row), text, labels, spans, annotated=annotated)
+
+
+def _label(task: Task, value: Any, where: str) -> Any:
+    try:
+        return kind_of(task).label(value)
+    except ValueError as error:
+        raise InputError(f"{where}{error}") from None
+
+
+def _spans(task: Task, value: Any, where: str) -> list[tuple[str, int, int]]:
+    """The spans (name, start, end) of `{name: [[start, end], ...]}`."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} must be {{name: [[start, end], ...]}}, but got {show(value)}.")
+    spans = []
+    for name, pairs in value.items():
+        if name not in task.labels:
+            raise InputError(f"{where}: the task has no span name {show(name)}.")
+        for pair in pairs:
+            start, end = pair
+            spans.append((name, int(start), int(end)))
+    return spans
+
+
+def _statistics(task: Task, run: Run, examples: Sequence[Example], where: str) -> Statistics | None:
+    if run is None:
+        return None
+    if len(run) != len(examples):
+        raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
+    predictions = [
+        _prediction(task, value, f"{where}[{row}]") if example.annotated else value
+        for row, (value, example) in enumerate(zip(run, examples, strict=True))
+    ]
+    return {_NAME: row_statistics(task, predictions, examples)}
+
+
+def _prediction(task: Task, value: Any, where: str) -> Any:
+    if kind_of(task).in_spans:
+        return _spans(task, value, where)
+    if kind_of(task).is_number and isinstance(value, int | float):
+        return float(value)  # not finite: the run has no score
+    return _label(task, value, where)
