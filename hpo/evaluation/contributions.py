@@ -67,7 +67,9 @@ def scored(statistics: Statistics, metric: str) -> Scored | None:
     for task, of in used.items():
         share = factor * num_rows / of.num_rows / len(used)
         deviations_E[of.index_N] += share * _deviations(of, names[task], values[task], metric)
-        bounds_E[of.index_N] += abs(share) * kind_of(of.task).row_bound(names[task], of.counts_NC, of.values_N)
+        bounds_E[of.index_N] += abs(share) * kind_of(of.task).row_bound(
+            names[task], of.counts_NC, of.values_N
+        )
     value = factor * float(np.mean([_counted(value, metric) for value in values.values()]))
     rows_N = value + deviations_E[is_labelled_E] - deviations_E[is_labelled_E].mean()
     return Scored(value, rows_N, float(bounds_E.max()))

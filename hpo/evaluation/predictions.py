@@ -13,6 +13,7 @@ from hpo.data.tasks import Task, make_tasks, read_task_configs
 from hpo.errors import InputError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
+from hpo.tasks.kind import Kind
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import row_statistics
 
@@ -65,12 +66,13 @@ def compare_predictions(
             "reference, other: must have the same number of runs, at least one, but got "
             f"{len(reference)} and {len(other)}."
         )
-    examples = [_example(made, row, truth) for row, truth in enumerate(truths)]
+    kind = kind_of(made)
+    examples = [_example(kind, row, truth) for row, truth in enumerate(truths)]
     if not any(example.annotated for example in examples):
         raise InputError("truths: at least one row must be labelled, but got none.")
     sides = {"reference": reference, "other": other}
     statistics = {
-        side: [_statistics(made, run, examples, f"{side}[{place}]") for place, run in enumerate(runs)]
+        side: [_statistics(kind, run, examples, f"{side}[{place}]") for place, run in enumerate(runs)]
         for side, runs in sides.items()
     }
     metric = f"{_NAME}/{made.primary_metric}"
@@ -104,22 +106,22 @@ def _evidence(config: TaskConfig) -> Task:
     return Task(_NAME, config.kind, names, config.evidence_for, primary=config.primary_metric)
 
 
-def _example(task: Task, row: int, truth: Any) -> Example:
+def _example(kind: Kind, row: int, truth: Any) -> Example:
     where, text = f"truths[{row}]", ""
     labels: dict[str, Any] = {}
     spans: dict[str, Any] = {}
-    if truth is not None and kind_of(task).in_spans:
-        for name, start, end in _spans(task, truth, where):
+    if truth is not None and kind.in_spans:
+        for name, start, end in _spans(kind.task, truth, where):
             spans.setdefault(name, []).append((start, end))
     elif truth is not None:
-        labels = {_NAME: _label(task, truth, where)}
+        labels = {_NAME: _label(kind, truth, where)}
     annotated = frozenset([_NAME] if truth is not None else [])
     return Example(str(row), text, labels, spans, annotated=annotated)
 
 
-def _label(task: Task, value: Any, where: str) -> Any:
+def _label(kind: Kind, value: Any, where: str) -> Any:
     try:
-        return kind_of(task).label(value)
+        return kind.label(value)
     except ValueError as error:
         raise InputError(f"{where}{error}") from None
 
@@ -138,21 +140,28 @@ def _spans(task: Task, value: Any, where: str) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _statistics(task: Task, run: Run, examples: Sequence[Example], where: str) -> Statistics | None:
+def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -> Statistics | None:
     if run is None:
         return None
     if len(run) != len(examples):
         raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
-    predictions = [
-        _prediction(task, value, f"{where}[{row}]") if example.annotated else value
-        for row, (value, example) in enumerate(zip(run, examples, strict=True))
-    ]
-    return {_NAME: row_statistics(task, predictions, examples)}
+    known: dict[str, Any] = {}
+    predictions = []
+    for row, (value, example) in enumerate(zip(run, examples, strict=True)):
+        if not example.annotated:
+            predictions.append(value)
+        elif isinstance(value, str):  # a class, of which there are few
+            if value not in known:
+                known[value] = _prediction(kind, value, f"{where}[{row}]")
+            predictions.append(known[value])
+        else:
+            predictions.append(_prediction(kind, value, f"{where}[{row}]"))
+    return {_NAME: row_statistics(kind.task, predictions, examples)}
 
 
-def _prediction(task: Task, value: Any, where: str) -> Any:
-    if kind_of(task).in_spans:
-        return _spans(task, value, where)
-    if kind_of(task).is_number and isinstance(value, int | float):
+def _prediction(kind: Kind, value: Any, where: str) -> Any:
+    if kind.in_spans:
+        return _spans(kind.task, value, where)
+    if kind.is_number and isinstance(value, int | float):
         return float(value)  # not finite: the run has no score
-    return _label(task, value, where)
+    return _label(kind, value, where)

@@ -84,7 +84,10 @@ class _Labels(Kind):
         return counts_NC, {"right": is_right_N.astype(np.float64)}
 
     def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
-        rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
+        index = self._index
+        if not self.is_list:
+            return counted([[index[label] for label in labels] for labels in of_rows], len(index))
+        rows = [sorted({index[label] for label in labels}) for labels in of_rows]
         return counted(rows, len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
