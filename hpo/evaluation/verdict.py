@@ -22,7 +22,14 @@ from hpo.evaluation.contributions import (
     shuffled_value,
     unit_of,
 )
-from hpo.evaluation.decision import Decision, VerdictName, collapse_share, decide, excludable_loss
+from hpo.evaluation.decision import (
+    Decision,
+    VerdictName,
+    collapse_share,
+    decide,
+    excludable_loss,
+    rows_needed,
+)
 from hpo.tasks.registry import is_error
 
 _NAMES_SHOWN = 5
@@ -74,12 +81,16 @@ class Facts:
         """The smallest loss that the rows can exclude, if all of them agree."""
         return excludable_loss(self.row_bound, self.num_rows)
 
-    def limit(self, unit: str) -> str:
-        """State the losses that the rows cannot exclude."""
+    def limit(self, question: Question) -> str:
+        """State the losses that the rows cannot exclude, and the number of rows that can."""
         rows = ", ".join(f"{num:,} of {task}" for task, num in self.labelled.items())
         of_tasks = f" ({rows})" if len(self.labelled) > 1 else ""
         least = math.ceil(100 * self.excludable) / 100
-        told = f"With {self.num_rows:,} labelled rows{of_tasks}, losses under {least:g} {unit} cannot be excluded"
+        told = (
+            f"With {self.num_rows:,} labelled {question.rows}{of_tasks}, losses under {least:g} "
+            f"{question.unit} cannot be excluded. A margin of {question.margin:g} takes "
+            f"{rows_needed(self.row_bound, question.margin):,} such rows"
+        )
         if self.rare:
             shown = [f"`{name}` ({num})" for name, num in [*self.rare.items()][:_NAMES_SHOWN]]
             more = f" and {len(self.rare) - _NAMES_SHOWN} more" if len(self.rare) > _NAMES_SHOWN else ""
@@ -222,11 +233,11 @@ def _reason(
     if found.reference_median - 1.96 * np.median([run.standard_error for run in runs]) <= level:
         what = "the best constant prediction" if level == constant else "its predictions in random order"
         return (
-            f"{question.reference} is not shown to have learned anything. It has {found.reference_median:.2f} "
-            f"{question.unit}, and {what} {level:.2f}"
+            f"{question.reference} is not shown to have learned anything. It has "
+            f"{found.reference_median:.2f} {question.unit}, and {what} {level:.2f}"
         )
     if decision.verdict != "worse" and excludable_loss(found.row_bound, facts.num_rows) >= question.margin:
-        return replace(facts, row_bound=found.row_bound).limit(question.unit).removesuffix(".")
+        return replace(facts, row_bound=found.row_bound).limit(question).removesuffix(".")
     return ""
 
 
@@ -243,7 +254,8 @@ def _worded(question: Question, found: Verdict) -> Verdict:
         if math.isfinite(found.interval[0] + found.interval[1]):
             told += f" [{found.interval[0]:+.2f}, {found.interval[1]:+.2f}]"
         runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
-        told += f" {found.unit}, margin {question.margin:g}; {runs}, {found.labelled_rows:,} labelled {question.rows}"
+        rows = f"{found.labelled_rows:,} labelled {question.rows}"
+        told += f" {found.unit}, margin {question.margin:g}; {runs}, {rows}"
     told += "."
     if found.reason:
         told += f" {found.reason[0].upper()}{found.reason[1:]}."
