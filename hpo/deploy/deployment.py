@@ -26,7 +26,7 @@ from hpo.deploy.scoring import depends_on_batch, split_statistics
 from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, Preempted, RunError
-from hpo.evaluation.contributions import Statistics, unit_of
+from hpo.evaluation.contributions import Statistics
 from hpo.evaluation.decision import ALPHA
 from hpo.evaluation.verdict import Question
 from hpo.inference.model import TrainedModel
@@ -241,13 +241,12 @@ class _Run:
     def _notes(self) -> list[str]:
         others = len(self._forms) - 1
         chance = min(100.0, 100 * ALPHA * others)
-        notes = [
-            f"A form that loses {self._request.max_drop:g} {unit_of(self._objective.metric)} or more on new rows is "
-            f"called as good with a probability of at most {100 * ALPHA:g} %, and any of {others} with at most "
-            f"{chance:.3g} %."
-        ]
-        if self._limit:
-            notes.insert(0, f"No form can be shown to be as good. {self._limit}")
+        asked = self._question("", CHOSEN_BY)
+        error = (
+            f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
+            f"probability of at most {100 * ALPHA:g} %, and any of {others} with at most {chance:.3g} %."
+        )
+        notes = [f"No form can be shown to be as good. {self._limit}", error] if self._limit else [error]
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")

@@ -253,6 +253,8 @@ def _worded(question: Question, found: Verdict) -> Verdict:
         told += f": {question.shown} {found.difference:+.2f}"
         if math.isfinite(found.interval[0] + found.interval[1]):
             told += f" [{found.interval[0]:+.2f}, {found.interval[1]:+.2f}]"
+        elif math.isfinite(found.row_bound):
+            told += " (too few runs for an interval)"
         runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
         rows = f"{found.labelled_rows:,} labelled {question.rows}"
         told += f" {found.unit}, margin {question.margin:g}; {runs}, {rows}"
@@ -261,12 +263,12 @@ def _worded(question: Question, found: Verdict) -> Verdict:
         told += f" {found.reason[0].upper()}{found.reason[1:]}."
     elif found.verdict == "as_good" and is_error(question.metric):
         told += " An error counts as the range of the labels where it is larger."
-    if (collapses := found.collapses) and not found.reason:
-        told += f" {collapse_sentence(collapses, found)}"
-    return replace(found, sentence=told)
+    if found.collapses and not found.reason:
+        told += f" {_collapse_sentence(found.collapses, found)}"
+    return replace(found, sentence=f"{told[0].upper()}{told[1:]}".rstrip())
 
 
-def collapse_sentence(collapses: Collapses, found: Verdict) -> str:
+def _collapse_sentence(collapses: Collapses, found: Verdict) -> str:
     """The collapses that the runs do not exclude, and the condition of `as_good`."""
     runs, share = collapses.num_runs, 100 * collapses.possible_share
     seen = f"{collapses.num_collapsed} of {runs} runs collapsed" if collapses.num_collapsed else ""

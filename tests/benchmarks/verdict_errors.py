@@ -3,7 +3,7 @@
     python tests/benchmarks/verdict_errors.py [--studies 2000] [--seed 0] [--cell NAME ...] [--processes 2]
 
 Each study draws truths and predictions of a reference and of another model, and plants a loss in the other
-one. `hpo.compare_predictions` judges the first 3, 4, 6, 9 and 12 runs in turn, as `hpo compare` does, and a
+one. `hpo.compare_predictions` judges the first 3, 6 and 12 runs in turn, as `hpo compare` does, and a
 study counts as `as good` or `worse` if it says so at any of these looks. The planted losses share no code
 with the product. Prints a Markdown table with the share of each verdict and its 95 % interval.
 """
@@ -24,7 +24,7 @@ from scipy.stats import binomtest
 
 import hpo
 
-LOOKS = (3, 4, 6, 9, 12)
+LOOKS = (3, 6, 12)
 ERROR = 0.025
 Run = list[Any] | None
 
@@ -86,7 +86,7 @@ class Accuracy:
     num_rows: int = 1000
     num_classes: int = 4
     labelled: int | None = None
-    flips: float = 0.02
+    flips: float = 0.01
     spread: float = 0.2
     loss: float = 0.0
     rows: float = 0.0
@@ -245,8 +245,8 @@ def cells() -> list[Cell]:
         Cell("span F1, spans in 50 of 1,000 texts, 2 % missed", SPANS, Spans(50, 0.02), 1.9),
         Cell("span F1, spans in 100 of 1,000 texts, 2 % missed", SPANS, Spans(100, 0.02), 1.9),
         Cell("one run in twenty loses 20 points", accuracy, Accuracy(collapses=0.05), 1.0, is_exempt=True),
-        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.1), 0.0, looks=(9, 13, 19, 28, 42, 50)),
-        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.2), 0.0, looks=(9, 13, 19, 28, 42, 50)),
+        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.1), 0.0, looks=(9, 19, 50)),
+        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.2), 0.0, looks=(9, 19, 50)),
         Cell("learned nothing, 50 of 1,000 rows labelled", labels(3, "f1_macro"), learned_nothing, 0.0, is_exempt=True),
         Cell("one model each: loss of 0.6 % of the rows, 3,000 rows", accuracy, Accuracy(3000, rows=0.005 / 0.85, spread=0.0), 0.5, looks=one),
         Cell("one model each: no difference, 10,000 rows", accuracy, Accuracy(10000, flips=0.005, spread=0.0), 0.0, looks=one),
@@ -263,6 +263,8 @@ def verdict_of(cell: Cell, seed: Sequence[int]) -> str:
         )
         if found.verdict != "not_shown":
             return found.verdict
+        if found.reason:  # more runs do not help
+            break
     return "not_shown"
 
 
