@@ -17,6 +17,7 @@ from hpo.tasks.kind import Kind
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import row_statistics
 
+
 class _Spaces(str):
     """A text without words, of any length: the spans are known, and their texts are not."""
 
