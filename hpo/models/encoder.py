@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -237,15 +237,22 @@ def without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 def max_positions(encoder: nn.Module) -> int | None:
     """Return how many tokens the encoder has positions for; None if nothing limits it.
 
-    RoBERTa and its kin start counting after the padding index, so 514 rows are 512 positions. Relative
-    positions (DeBERTa, T5) have no limit.
+    Some families skip the first rows of their table. RoBERTa and its kin count from the row after the padding
+    index, so 514 rows are 512 positions. Nystromformer, MRA and YOSO skip two rows in a buffer of positions.
+    Relative positions (DeBERTa, T5, XLNet) have no limit.
     """
     for name, module in encoder.named_modules():
-        if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        parent, _, last = name.rpartition(".")
+        table = getattr(module, "weight", None)
+        if last == "position_embeddings" and isinstance(table, Tensor):  # I-BERT's is no nn.Embedding
+            padding = getattr(module, "padding_idx", None)
+            num_rows = len(table) - (0 if padding is None else padding + 1)
+            buffer = getattr(encoder.get_submodule(parent), "position_ids", None)
+            return num_rows if buffer is None else min(num_rows, buffer.numel())
     if getattr(encoder.config, "relative_attention", False):
         return None
-    return getattr(encoder.config, "max_position_embeddings", None)
+    limit = getattr(encoder.config, "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None
 
 
 def takes_type_ids(encoder: nn.Module) -> bool:
