@@ -21,8 +21,9 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
         ├── Unsupported            this device cannot run the requested precision
         ├── Failed                 likewise, and the study wants such trials to fail
-        ├── Incompatible           the compatibility check failed
-        ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
+        ├── Incompatible           the model works in fp32, but not under the precision
+        ├── Invalid                the model, the data or a metric is at fault
+        ├── Nonfinite              loss, gradients or logits stay NaN or infinite
         ├── OutOfMemory            one example does not fit
         ├── Pruned                 the pruner stopped the trial, or a limit that it breaks
         ├── Paused                 a short start; the trial goes on if it is among the best
@@ -121,6 +122,10 @@ class Failed(TrialEnd):
 
 class Incompatible(TrialEnd):
     outcome = Outcome.INCOMPATIBLE
+
+
+class Invalid(TrialEnd):
+    outcome = Outcome.INVALID
 
 
 class Nonfinite(TrialEnd):

@@ -15,7 +15,9 @@ class Outcome(StrEnum):
     NONFINITE = "nonfinite"
     """Loss, gradients or metrics stay NaN or infinite."""
     INCOMPATIBLE = "incompatible"
-    """The compatibility check failed."""
+    """The model works in fp32, but not under the precision; or the trial's settings exclude each other."""
+    INVALID = "invalid"
+    """The model, the data or a metric is at fault: fp32 has the same fault."""
     UNSUPPORTED = "unsupported"
     """The device cannot run the requested precision."""
     OOM = "oom"
@@ -29,7 +31,10 @@ class Outcome(StrEnum):
 
     @property
     def infeasible(self) -> bool:
-        """Whether the configuration is to blame: the trial violates a constraint, and samplers avoid it."""
+        """Whether the trial violates a constraint because it cannot work.
+
+        Samplers avoid such trials. They do not see `invalid` ones, which say nothing about a configuration.
+        """
         return self in _INFEASIBLE
 
     @property
@@ -47,6 +52,13 @@ class Outcome(StrEnum):
 
 
 _INFEASIBLE = frozenset(
-    {Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.UNSUPPORTED, Outcome.OOM, Outcome.CRASHED}
+    {
+        Outcome.NONFINITE,
+        Outcome.INCOMPATIBLE,
+        Outcome.INVALID,
+        Outcome.UNSUPPORTED,
+        Outcome.OOM,
+        Outcome.CRASHED,
+    }
 )
 _OPTUNA_STATES = {Outcome.COMPLETE: "COMPLETE", Outcome.FAILED: "FAIL", Outcome.PREEMPTED: "RUNNING"}

@@ -245,19 +245,26 @@ class Executor:
         with errors_of_code():
             parts = build_trial(self.study, self.device, params, self.loader)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
+        encoder = parts.config.encoder
+        shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
         try:
             with errors_of_code():
-                Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
+                side = Side(parts.model, amp, work_of(parts, parts.batch(2, 1)), is_reference=True)
+                broken = side.run().broken()
+            if broken:
+                raise ModelError(
+                    f"{shown}, its heads and the loss must give finite numbers, but {broken} are not finite "
+                    "on a batch of this study's data in fp32, before any training; first: "
+                    f"{side.origin()['first_nonfinite'] or 'not known'}."
+                )
             _say_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
-            encoder = parts.config.encoder
-            name = encoder if isinstance(encoder, str) else "of this config"
             raise ModelError(
-                f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
+                f"{shown} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
 

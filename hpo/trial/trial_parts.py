@@ -29,7 +29,7 @@ from hpo.errors import Incompatible, Unsupported
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
@@ -104,15 +104,18 @@ class TrialLoader:
         if is_own("encoder", config.encoder):
             known = TrialConfig.model_fields
             changed = [name for name in REFUSED if getattr(config, name) != known[name].default]
-            return build_own_encoder(str(config.encoder), config.option, changed)
-        return load_encoder(
-            config.encoder,
-            attention=config.attention,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-            revision=self.study.model.revision,
-            trust_remote_code=self.study.model.trust_remote_code,
-        )
+            encoder: nn.Module = build_own_encoder(str(config.encoder), config.option, changed)
+        else:
+            encoder = load_encoder(
+                config.encoder,
+                attention=config.attention,
+                dropout=config.dropout,
+                attention_dropout=config.attention_dropout,
+                revision=self.study.model.revision,
+                trust_remote_code=self.study.model.trust_remote_code,
+            )
+        check_token_ids(encoder, self.tokenizer(config))
+        return encoder
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
         """A new model in fp32 weights, on the device."""

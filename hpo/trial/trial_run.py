@@ -16,7 +16,7 @@ import torch
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import EnergyCounter, Utilization
-from hpo.errors import Incompatible, Paused, Preempted, Pruned
+from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.multitask import MultitaskModel
@@ -114,8 +114,9 @@ class TrialRun:
         device = self.parts.device
         compatibility = check_compatibility(self.parts, self.cache)
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
-        if compatibility.verdict == "incompatible":
-            raise Incompatible(" ".join(compatibility.reasons))
+        for end in (Incompatible, Invalid):
+            if compatibility.verdict == end.outcome:
+                raise end(" ".join(compatibility.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(device)
         reset_peak_memory(device)

@@ -32,8 +32,8 @@ class PrecisionCheck:
 
     @property
     def usable(self) -> bool:
-        """Native, and not incompatible."""
-        works = self.compatibility is not None and self.compatibility.verdict != "incompatible"
+        """Native, and neither incompatible nor invalid."""
+        works = self.compatibility is not None and self.compatibility.verdict in ("ok", "degraded")
         return works and self.support.level == "native"
 
     @property

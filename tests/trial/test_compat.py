@@ -162,6 +162,25 @@ def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Pa
     assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize(("broken", "verdict"), [("fp32 bf16", "invalid"), ("bf16", "incompatible")])
+def test_a_compiler_is_at_fault_if_it_breaks_fp32_too(
+    tmp_path: Path, name: str, broken: str, verdict: str
+) -> None:
+    def compile_model(model: Any, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
+            if ("bf16" if torch.is_autocast_enabled("cpu") else "fp32") in broken:
+                raise RuntimeError("no C++ compiler")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
+    assert found.verdict == (verdict if name in broken else "ok")
+    assert bool(found.reasons) == (name in broken)
+
+
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])

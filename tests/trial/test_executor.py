@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import CPU, ENCODER, tiny_executor
+import torch
+from tiny import CPU, ENCODER, altered_executor, tiny_executor
+from tiny_encoders import save_encoder
 
 from hpo.errors import ModelError
+from hpo.models.encoder import load_tokenizer
+from hpo.models.multitask import MultitaskModel
 from hpo.trial.trial_parts import build_trial
 from hpo.trial.trial_run import checkpoint_key
 
@@ -40,6 +45,48 @@ def test_a_sound_study_leaves_nothing_but_tokens(tmp_path: Path) -> None:
 def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     executor = tiny_executor(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
+        executor.check_study()
+
+
+def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> None:
+    """Found for weights that are finite themselves. No precision is to blame."""
+    executor = altered_executor(tmp_path, lambda model: model.encoder.embeddings.LayerNorm.weight.fill_(1e38))
+    message = r"logits are not finite .* in fp32, before any training; first: aten\..* in encoder\."
+    with pytest.raises(ModelError, match=message):
+        executor.check_study()
+    for precision in ("fp32", "bf16"):
+        result = executor.run({"fp_precision": precision}, None, "")
+        assert result.outcome == "invalid"
+        assert "not finite in fp32" in result.reason
+
+
+def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:
+    """An encoder may break on it alone."""
+
+    def limit(model: MultitaskModel) -> None:
+        def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            if inputs[0].shape[1] > 60:
+                raise IndexError("index out of range in self")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = altered_executor(tmp_path, limit)
+    with pytest.raises(ModelError, match=r"cannot run a batch .* IndexError: index out of range"):
+        executor.check_study()
+    assert executor.run({"fp_precision": "fp32"}, None, "").outcome == "invalid"
+
+
+def test_every_token_must_have_an_embedding(tmp_path: Path) -> None:
+    """The tokenizer has tokens that were added; the checkpoint was not resized."""
+    folder = save_encoder(tmp_path / "encoder")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["[PII]"])
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["vocab_size"]  # then it is 30522, BERT's own
+    (folder / "config.json").write_text(json.dumps(config))
+    executor = tiny_executor(tmp_path, model={"encoder": str(folder)})
+    with pytest.raises(ModelError, match=r"its table has 30522 rows and the tokenizer has ids up to 30522"):
         executor.check_study()
 
 
