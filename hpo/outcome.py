@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -62,3 +64,14 @@ _INFEASIBLE = frozenset(
     }
 )
 _OPTUNA_STATES = {Outcome.COMPLETE: "COMPLETE", Outcome.FAILED: "FAIL", Outcome.PREEMPTED: "RUNNING"}
+
+
+def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
+    """Whether the precision of a trial with this outcome and record may have caused the outcome.
+
+    Settings that exclude each other in every precision also end a trial as `incompatible`.
+    """
+    if outcome != Outcome.INCOMPATIBLE:
+        return outcome != Outcome.INVALID
+    is_built = telemetry.get("precision", {}).get("effective") is not None
+    return not is_built or telemetry.get("compatibility", {}).get("verdict") == Outcome.INCOMPATIBLE
