@@ -15,7 +15,7 @@ class Outcome(StrEnum):
     PRUNED = "pruned"
     """The pruner stopped it, or a limit that it broke."""
     NONFINITE = "nonfinite"
-    """Loss, gradients or metrics stay NaN or infinite."""
+    """Loss, gradients or logits stay NaN or infinite."""
     INCOMPATIBLE = "incompatible"
     """The model works in fp32, but not under the precision; or the trial's settings exclude each other."""
     INVALID = "invalid"

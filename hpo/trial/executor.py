@@ -13,7 +13,8 @@ import itertools
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,10 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import broken_limits, check_energy, violations
+from hpo.config.limits import MEASURED_METRICS, broken_limits, check_energy, violations
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     Incompatible,
@@ -54,7 +53,7 @@ from hpo.training.metrics import score
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metrics, limited_values
+from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
@@ -199,7 +198,7 @@ class Executor:
         """The result, and by how much it breaks each limit of the study."""
         outcome, reason, values, trace = ended
         limits, telemetry = self.study.constraints, recorder.telemetry()
-        limited = limited_values(limits, telemetry, self.tasks)
+        limited = limited_values(limits, telemetry, self.loader.scored_tasks)
         if outcome == Outcome.COMPLETE:
             reason = broken_limits(limits, limited)
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
@@ -231,8 +230,7 @@ class Executor:
         lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
-        for task in self.tasks:
-            _check_metrics(task, self.dataset.splits["validation"])
+        self._check_metrics()
         for named in _to_check(space):
             try:
                 self._check_parts(lowest_values | named)
@@ -240,6 +238,25 @@ class Executor:
                 if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
                     raise
                 self._check_parts(others | named)
+
+    def _check_metrics(self) -> None:
+        """Refuse an objective or a limit without a value, and raise what metrics of the study's code raise.
+
+        They are called with right predictions, and with equal ones, for which a metric need not be defined.
+        """
+        right, tasks = self.loader.right_metrics, self.loader.scored_tasks
+        for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
+            if missing := undefined_metric(name, right, tasks):
+                raise InputError(
+                    f"the metric {missing} must have a value where all predictions are right, but on the "
+                    "validation split it has none. Use another metric, or more rows."
+                )
+            objective_value(name, right, tasks, {})
+        for task in self.tasks:
+            if metrics_of(task.kind) and task.level == "sequence":
+                rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
+                with errors_of_code(), warnings.catch_warnings(action="ignore"):
+                    score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
@@ -281,14 +298,6 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
             yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
     for name in space.keys() - {"encoder"}:
         yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
-
-
-def _check_metrics(task: Task, rows: Sequence[Example]) -> None:
-    """Raise what the task's metrics of the study's own code do, for the truth as it is predicted."""
-    if metrics_of(task.kind):
-        annotated = [row for row in rows if task.name in row.annotated]
-        with errors_of_code():
-            score(task, [kind_of(task).truth(row) for row in annotated], annotated)
 
 
 def _say_if_causal(model: MultitaskModel) -> None:
