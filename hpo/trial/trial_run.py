@@ -342,8 +342,8 @@ class TrialRun:
     def _finish(self) -> tuple[float, ...]:
         if self.best is None:
             raise Invalid(
-                f"the metric {self.undefined} is not defined for the predictions of any evaluation, and an "
-                "objective or a limit needs it. Use one that is."
+                f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
+                "objective or a limit needs it. Use another metric, or return a number there."
             )
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
