@@ -8,6 +8,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   ├── StudyFileError         the study file: syntax, an unknown key, a value out of range
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
+    │   │   └── BrokenEncoderError no settings help: NaN among its weights, a token without an embedding
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
     │   │   └── NoDatabaseError    there is none yet at that place
     │   └── StudyChangedError      the stored study has another search space than the study file
@@ -62,6 +63,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """An encoder cannot be loaded or does not fit the settings."""
+
+
+class BrokenEncoderError(ModelError):
+    """The weights or the tokenizer of an encoder are wrong, whatever the settings of a trial."""
 
 
 class StorageError(InputError):

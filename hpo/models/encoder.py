@@ -43,7 +43,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hpo.errors import ModelError, did_you_mean, shorten
+from hpo.errors import BrokenEncoderError, ModelError, did_you_mean, shorten
 from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
@@ -138,7 +138,7 @@ def load_tokenizer(
             f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
     if isinstance(vocab_size, int) and (largest := _largest_id(tokenizer)) >= vocab_size:
-        raise ModelError(
+        raise BrokenEncoderError(
             f"the encoder must have an embedding for each token, but its vocab_size is {vocab_size} and the "
             f"tokenizer of {source} has {len(tokenizer)} tokens with ids up to {largest}. {RESIZE}"
         )
@@ -169,7 +169,7 @@ def check_token_ids(encoder: Any, tokenizer: PreTrainedTokenizerBase) -> None:
             error.args = (f"{error} (the tokenizer has ids up to {largest})",)
             raise
     elif largest >= len(table):
-        raise ModelError(
+        raise BrokenEncoderError(
             f"the encoder must have an embedding for each token, but its table has {len(table)} rows and the "
             f"tokenizer has ids up to {largest}. {RESIZE}"
         )
@@ -362,7 +362,7 @@ def _check_weights(model: nn.Module, missing: Iterable[str], shown: str) -> None
         key for key, weight in floating if not key.startswith("pooler.") and not weight.isfinite().all()
     ]
     if broken:
-        raise ModelError(
+        raise BrokenEncoderError(
             f"{shown}: all weights must be finite, but there are NaN or infinite numbers in "
             f"{', '.join(broken[:3])}{', ...' if len(broken) > 3 else ''}. Download or save it again."
         )

@@ -3,7 +3,8 @@
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
     incompatible  not finite, raises, or so far from fp32 that training would mean nothing
-    invalid       fp32 is not finite or raises, too, so the precision is not to blame
+    invalid       fp32 is not finite or raises, too, or does not fit into memory: nothing is known against
+                  the precision
 
 What is measured (`hpo.trial.measure`) does not depend on the study's bounds, so it is cached and judged anew.
 """
@@ -84,6 +85,9 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         incompatible.append(f"{name} raised {measurement.error}")
     elif not measurement.finite:
         incompatible.append(f"{measurement.nonfinite} not finite under {name}{culprit}.")
+    if incompatible and not measurement.reference_fits:
+        unknown = f"fp32 does not fit into memory here, so it is not known whether {name} is at fault."
+        return Compatibility("invalid", (*incompatible, unknown), measurement, cached)
     most = (bounds.incompatible_logits_relative_error, bounds.degraded_logits_relative_error)
     for task, error in measurement.logits_relative_error.items():
         for reasons, bound in zip((incompatible, degraded), most, strict=True):

@@ -28,7 +28,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
-    Incompatible,
+    BrokenEncoderError,
     InputError,
     ModelError,
     RunError,
@@ -182,9 +182,10 @@ class Executor:
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
-            if not self.study.search_space.keys() & MODEL_SETTINGS:
+            is_broken = isinstance(error, BrokenEncoderError)
+            if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
-            return Incompatible.outcome, str(error), None, None
+            return Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error), None, None
         except (InputError, RunError):
             raise
         except Exception as error:

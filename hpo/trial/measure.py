@@ -242,7 +242,7 @@ def measure_work(
                 _, _, compiled = _attempt(fp32, compile_model, observes=False)
                 if not compiled.finite:
                     return replace(compiled, precision=precision.name, reference_finite=False)
-            return measurement
+            return replace(measurement, reference_fits=reference is not None)
         if reference is None:
             return replace(measurement, reference_fits=False, seconds=candidate.seconds)
         return replace(

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from every_kind import TASKS, write_every_kind
 from tiny import CPU, ENCODER, altered_executor, tiny_executor
 from tiny_encoders import save_encoder
 
+from hpo.config.study_config import load_study
 from hpo.errors import ModelError
 from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel
+from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import build_trial
 from hpo.trial.trial_run import checkpoint_key
 
@@ -58,6 +61,16 @@ def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> N
         result = executor.run({"fp_precision": precision}, None, "")
         assert result.outcome == "invalid"
         assert "not finite in fp32" in result.reason
+
+
+def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
+    executor = Executor(load_study(write_every_kind(tmp_path)), CPU, tmp_path / "runs")
+    right = executor.loader.right_metrics
+    assert {task.name: right[task.name][task.primary_metric] for task in executor.tasks} == dict.fromkeys(
+        TASKS, 1.0
+    )
+    assert [right[task.name].keys() - {*task.metrics} for task in executor.tasks] == [set()] * len(TASKS)
+    assert executor.loader.scored_tasks == executor.tasks
 
 
 def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:
