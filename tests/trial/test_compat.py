@@ -207,6 +207,22 @@ def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
     assert any(bool(gradient.any()) for gradient in gradients)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
+def test_a_repeat_in_fp32_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
+    """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""
+    parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
+    parts.prepare()
+    parts.model.register_forward_hook(
+        lambda _model, _inputs, logits: {task: value * torch.nan for task, value in logits.items()}
+    )
+    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
+    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
+    batch = parts.batch(2)
+    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
+    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
+    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (0, False)
+
+
 def test_a_measurement_is_made_once(tmp_path: Path) -> None:
     executor, cache = tiny_executor(tmp_path), Cache()
     first, second = check(executor, cache), check(executor, cache)
