@@ -271,8 +271,8 @@ class Executor:
                 broken = side.run().broken()
             if broken:
                 raise ModelError(
-                    f"{shown}, its heads and the loss must give finite numbers, but {broken} are not finite "
-                    "on a batch of this study's data in fp32, before any training; first: "
+                    f"{shown}, its heads and the loss must give finite numbers, but there are others in the "
+                    f"{broken} of a batch of this study's data, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
             _say_if_causal(parts.model)
