@@ -64,7 +64,11 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
         # Weights that only bf16's range holds, say.
         (AMX, {"fp32": "incompatible", "bf16": 2.0}, "Search fp_precision over [bf16]: bf16 is the fastest"),
         (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
-        (AMX, {"fp32": "invalid", "bf16": "invalid", "bf16_true": "invalid"}, "Correct the model or the data"),
+        (
+            AMX,
+            {"fp32": "invalid", "bf16": "invalid", "bf16_true": "invalid"},
+            "Correct the model or the data",
+        ),
         (
             H200,
             {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9},
