@@ -269,7 +269,7 @@ class Executor:
             with errors_of_code():
                 side = Side(parts.model, amp, work_of(parts, parts.batch(2, 1)), is_reference=True)
                 broken = side.run().broken()
-            if broken:
+            if broken and self.study.compat.enabled:
                 raise ModelError(
                     f"{shown}, its heads and the loss must give finite numbers, but there are others in the "
                     f"{broken} of a batch of this study's data, in fp32 and before any training; first: "
