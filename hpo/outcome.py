@@ -35,7 +35,7 @@ class Outcome(StrEnum):
     def infeasible(self) -> bool:
         """Whether the trial violates a constraint because it cannot work.
 
-        Samplers avoid such trials. They do not see `invalid` ones, which say nothing about a configuration.
+        Samplers avoid such configurations. They do not see `invalid` trials, which say nothing about others.
         """
         return self in _INFEASIBLE
 

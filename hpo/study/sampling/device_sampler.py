@@ -9,7 +9,7 @@ in a precision that this device runs; - those that the compatibility check ended
 with other versions; - for samplers that model the choices (TPE and GP), those in a precision that this device
 lacks.
 
-It is not shown `invalid` trials either, which say nothing of any configuration.
+It is not shown `invalid` trials either, which say nothing about other configurations.
 """
 
 from __future__ import annotations

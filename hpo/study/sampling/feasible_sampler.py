@@ -19,6 +19,7 @@ from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import BASE_PRECISION, PRECISION
 from hpo.study.sampling.device_sampler import WrapperSampler
+from hpo.study.store.optuna_internals import stored_trials
 
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
@@ -141,9 +142,11 @@ class AvoidRepeats(WrapperSampler):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
+        # An invalid configuration is hidden, but it would be invalid again.
+        invalid = (t for t in stored_trials(study) if t.user_attrs.get("outcome") == Outcome.INVALID)
         tried = {
             _configuration(other.params)
-            for other in study.get_trials(deepcopy=False)
+            for other in (*study.get_trials(deepcopy=False), *invalid)
             if other.number != trial.number and other.state != TrialState.FAIL
         }
         space = super().infer_relative_search_space(study, trial)

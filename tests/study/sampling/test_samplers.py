@@ -209,6 +209,15 @@ def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     assert len(seen) == 20 - tried["fp16"]
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_an_invalid_configuration_is_not_repeated_while_others_are_left(name: str, seed: int) -> None:
+    config = config_of(name, BATCHES, seed=seed)
+    current = ScriptedStudy(config, lambda params: "invalid" if params["batch_size"] == 8 else 0.5)
+    current.run(batch_size=8)
+    assert {params["batch_size"] for params in current.run(2)} == {4, 16}
+
+
 @pytest.mark.parametrize(
     ("precision", "outcome", "telemetry", "is_blamed"),
     [
