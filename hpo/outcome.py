@@ -19,7 +19,7 @@ class Outcome(StrEnum):
     INCOMPATIBLE = "incompatible"
     """The model works in fp32, but not under the precision; or the trial's settings exclude each other."""
     INVALID = "invalid"
-    """The model, the data or a metric is at fault: fp32 has the same fault."""
+    """The model, the data or a metric is at fault: fp32 has the same fault, or nothing is known of fp32."""
     UNSUPPORTED = "unsupported"
     """The device cannot run the requested precision."""
     OOM = "oom"

@@ -238,11 +238,18 @@ def measure_work(
             release_free_memory(device)
         side, candidate, measurement = _attempt(side, compile_model)
         if candidate is None or not measurement.finite:
-            if compile_model and reference is not None:  # the compiler may be at fault
-                _, _, compiled = _attempt(fp32, compile_model, observes=False)
-                if not compiled.finite:
-                    return replace(compiled, precision=precision.name, reference_finite=False)
-            return replace(measurement, reference_fits=reference is not None)
+            fits = reference is not None
+            if compile_model and fits:  # the compiler may be at fault
+                try:
+                    _, _, compiled = _attempt(fp32, compile_model, observes=False)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    fits = False
+                else:
+                    if not compiled.finite:
+                        return replace(compiled, precision=precision.name, reference_finite=False)
+            return replace(measurement, reference_fits=fits)
         if reference is None:
             return replace(measurement, reference_fits=False, seconds=candidate.seconds)
         return replace(

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hpo.code import errors_of_code
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
@@ -73,7 +74,8 @@ class TrialLoader:
         metrics = {}
         for task in self.tasks:
             rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
-            metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
+            with errors_of_code():
+                metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
         return metrics
 
     @cached_property

@@ -181,6 +181,24 @@ def test_a_compiler_is_at_fault_if_it_breaks_fp32_too(
     assert bool(found.reasons) == (name in broken)
 
 
+def test_a_compiler_without_memory_for_fp32_tells_nothing(tmp_path: Path) -> None:
+    """It is not known whether fp32 would break, too."""
+
+    def compile_model(model: Any, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("no C++ compiler")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    found = judge(measure_parts(parts_of(executor, fp_precision="bf16")), BOUNDS)
+    assert found.verdict == "invalid"
+    assert "it is not known whether bf16 is at fault" in " ".join(found.reasons)
+
+
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])
