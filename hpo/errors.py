@@ -8,6 +8,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   ├── StudyFileError         the study file: syntax, an unknown key, a value out of range
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
+    │   │   └── BrokenEncoderError no settings help: NaN among its weights, a token without an embedding
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
     │   │   └── NoDatabaseError    there is none yet at that place
     │   └── StudyChangedError      the stored study has another search space than the study file
@@ -21,8 +22,9 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
         ├── Unsupported            this device cannot run the requested precision
         ├── Failed                 likewise, and the study wants such trials to fail
-        ├── Incompatible           the compatibility check failed
-        ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
+        ├── Incompatible           the model works in fp32, but not under the precision
+        ├── Invalid                the model, the data or a metric is at fault
+        ├── Nonfinite              loss, gradients or logits stay NaN or infinite
         ├── OutOfMemory            one example does not fit
         ├── Pruned                 the pruner stopped the trial, or a limit that it breaks
         ├── Paused                 a short start; the trial goes on if it is among the best
@@ -61,6 +63,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """An encoder cannot be loaded or does not fit the settings."""
+
+
+class BrokenEncoderError(ModelError):
+    """The weights or the tokenizer of an encoder are wrong, whatever the settings of a trial."""
 
 
 class StorageError(InputError):
@@ -121,6 +127,10 @@ class Failed(TrialEnd):
 
 class Incompatible(TrialEnd):
     outcome = Outcome.INCOMPATIBLE
+
+
+class Invalid(TrialEnd):
+    outcome = Outcome.INVALID
 
 
 class Nonfinite(TrialEnd):

@@ -86,8 +86,9 @@ def loss(name: str, kinds: Sequence[str], options: type[Section] = Section) -> C
 
 def metric(name: str, kinds: Sequence[str], *, less_is_better: bool = False) -> Callable[[Thing], Thing]:
     """Make a metric of the tasks of these kinds known, `<task>/<name>`: a decorator of a function of (truths,
-    predictions), of one a row each, that returns a number; NaN: it is not defined. A row has a class, a list
-    of classes, a number, or a list of spans (name, start, end).
+    predictions), of one a row each, that returns a number. A row has a class, a list of classes, a number, or
+    a list of spans (name, start, end). NaN means that the metric is not defined for these predictions. A
+    trial ends as `invalid` if no evaluation defines a metric that an objective or a limit needs.
 
     It is 1 where all is right, and its differences are told in hundredths; or with `less_is_better` it is an
     error in units of its own. Intervals call it a thousand times, with some rows left out or repeated.

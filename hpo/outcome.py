@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -13,9 +15,11 @@ class Outcome(StrEnum):
     PRUNED = "pruned"
     """The pruner stopped it, or a limit that it broke."""
     NONFINITE = "nonfinite"
-    """Loss, gradients or metrics stay NaN or infinite."""
+    """Loss, gradients or logits stay NaN or infinite."""
     INCOMPATIBLE = "incompatible"
-    """The compatibility check failed."""
+    """The model works in fp32, but not under the precision; or the trial's settings exclude each other."""
+    INVALID = "invalid"
+    """The model, the data or a metric is at fault: fp32 has the same fault, or nothing is known of fp32."""
     UNSUPPORTED = "unsupported"
     """The device cannot run the requested precision."""
     OOM = "oom"
@@ -29,7 +33,10 @@ class Outcome(StrEnum):
 
     @property
     def infeasible(self) -> bool:
-        """Whether the configuration is to blame: the trial violates a constraint, and samplers avoid it."""
+        """Whether the trial violates a constraint because it cannot work.
+
+        Samplers avoid such configurations. They do not see `invalid` trials, which say nothing about others.
+        """
         return self in _INFEASIBLE
 
     @property
@@ -47,6 +54,24 @@ class Outcome(StrEnum):
 
 
 _INFEASIBLE = frozenset(
-    {Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.UNSUPPORTED, Outcome.OOM, Outcome.CRASHED}
+    {
+        Outcome.NONFINITE,
+        Outcome.INCOMPATIBLE,
+        Outcome.INVALID,
+        Outcome.UNSUPPORTED,
+        Outcome.OOM,
+        Outcome.CRASHED,
+    }
 )
 _OPTUNA_STATES = {Outcome.COMPLETE: "COMPLETE", Outcome.FAILED: "FAIL", Outcome.PREEMPTED: "RUNNING"}
+
+
+def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
+    """Whether the precision of a trial with this outcome and record may have caused the outcome.
+
+    Settings that exclude each other in every precision also end a trial as `incompatible`.
+    """
+    if outcome != Outcome.INCOMPATIBLE:
+        return outcome != Outcome.INVALID
+    is_built = telemetry.get("precision", {}).get("effective") is not None
+    return not is_built or telemetry.get("compatibility", {}).get("verdict") == Outcome.INCOMPATIBLE

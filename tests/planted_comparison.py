@@ -114,7 +114,8 @@ def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:
 def record_of(
     config: StudyConfig, points: Sequence[Mapping[str, Any]], score: Score, **how: Any
 ) -> StudyRecord:
-    """The study after trials with these parameters; `how` is that of `facts`."""
+    """The study after trials with these parameters; `how` is that of `facts`, and how a trial without a score
+    ended (`lost`)."""
     trials = []
     for number, params in enumerate(points):
         found = score(dict(params))
@@ -123,7 +124,7 @@ def record_of(
             TrialRecord(
                 number=number,
                 state="PRUNED" if found is None else "COMPLETE",
-                outcome="complete" if found is not None else "nonfinite",
+                outcome="complete" if found is not None else how.get("lost", "nonfinite"),
                 reason="" if found is not None else "the loss was NaN",
                 params=dict(params),
                 values=None if found is None else values_of(config, found),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import build_trial
 
@@ -259,22 +261,16 @@ def stored_and_read(statistics: Any, tasks: list[Task]) -> Any:
         return {task.name: _of_task(archive, task) for task in tasks}
 
 
-def test_a_metric_is_primary_or_not_defined(tmp_path: Path) -> None:
-    undefined = MODELS.replace("return cohen_kappa_score(truths, predictions)", "return float('nan')")
+def test_a_metric_of_ones_own_is_primary(tmp_path: Path) -> None:
     primary = KINDS | {"tone": KINDS["tone"] | {"primary_metric": "kappa"}}
-    for source, outcome in ((MODELS, "complete"), (undefined, "nonfinite")):
-        changes: dict[str, Any] = {
-            "data": {"source": "jsonl", "path": "rows", "tasks": primary},
-            "training": PLAIN,
-        }
-        study = load_study(write_models(tmp_path, source, **changes, objective={"metric": "score"}))
-        executor = Executor(study, CPU, tmp_path / "runs")
-        executor.check_study()
-        result = executor.run({"gru.size": 8, "wide.width": 2}, None, "")
-        assert result.outcome == outcome, result.traceback
-        if outcome == "complete":
-            found = result.telemetry["metrics"]
-            assert result.values == ((max(found["times"]["r2"], 0) + found["tone"]["kappa"]) / 2,)
+    data = {"source": "jsonl", "path": "rows", "tasks": primary}
+    study = load_study(write_models(tmp_path, data=data, training=PLAIN, objective={"metric": "score"}))
+    executor = Executor(study, CPU, tmp_path / "runs")
+    executor.check_study()
+    result = executor.run({"gru.size": 8, "wide.width": 2}, None, "")
+    assert result.outcome == "complete", result.traceback
+    found = result.telemetry["metrics"]
+    assert result.values == ((max(found["times"]["r2"], 0) + found["tone"]["kappa"]) / 2,)
     for name in ("cost", "mae", "kapa"):
         wrong = KINDS | {"times": KINDS["times"] | {"primary_metric": name}}
         data = {"source": "jsonl", "path": "rows", "tasks": wrong}
@@ -283,6 +279,79 @@ def test_a_metric_is_primary_or_not_defined(tmp_path: Path) -> None:
             InputError, match=rf"`times`: primary_metric: must be one of r2, but got `{name}`"
         ):
             Executor(study, CPU, tmp_path / "runs")
+
+
+UNDEFINED = """
+calls = []
+
+
+@hpo.metric("rank", ["single_label"])
+def rank(truths, predictions):
+    if predictions == truths:
+        return 1.0
+    calls.append(predictions)
+    return float("nan") if len(calls) in UNDEFINED_CALLS else 0.5
+"""
+LIMIT: dict[str, Any] = {
+    "objective": {"metric": "times/cost", "direction": "minimize"},
+    "constraints": {"tone/rank": {"min": 0.1}},
+}
+RANK: dict[str, Any] = {"objective": {"metric": "tone/rank"}, "constraints": {}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "undefined", "outcome"),
+    [
+        (RANK, (1,), "complete"),
+        (RANK, (2,), "complete"),
+        (RANK, (1, 2), "invalid"),
+        (LIMIT, (1, 2), "invalid"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_metric_must_be_defined_at_one_evaluation(
+    tmp_path: Path, asked: dict[str, Any], undefined: tuple[int, ...], outcome: str, precision: str
+) -> None:
+    source = MODELS + UNDEFINED.replace("UNDEFINED_CALLS", str(undefined))
+    training = PLAIN | {"max_steps": 4, "fp_precision": precision}
+    study = load_study(
+        write_models(
+            tmp_path, source, training=training, evaluation={"per_trial": 2}, search_space={}, **asked
+        )
+    )
+    seen: list[tuple[float, ...]] = []
+    callbacks = Callbacks(lambda scored: seen.append(scored.values))
+    result = Executor(study, CPU, tmp_path / "runs").run({}, None, "", callbacks)
+    assert (result.outcome, len(seen)) == (outcome, 2), result.reason
+    if asked is RANK:
+        assert [math.isnan(values[0]) for values in seen] == [call in undefined for call in (1, 2)]
+    if outcome == "complete":
+        assert result.values == (0.5,)
+    else:
+        assert result.reason.startswith("the metric tone/rank is not defined for the predictions of any eval")
+        assert result.values is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return float('nan')", "tone/rank must have a value where all predictions are right"),
+        ("return 1.0 if truths == predictions else 1 / 0", "own_kind.py:.*: ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["tone/rank", "score"])
+def test_a_metric_without_a_value_is_refused_before_a_study(
+    tmp_path: Path, body: str, message: str, objective: str
+) -> None:
+    source = (
+        f"{MODELS}\n\n@hpo.metric('rank', ['single_label'])\ndef rank(truths, predictions):\n    {body}\n"
+    )
+    kinds = KINDS | {"tone": KINDS["tone"] | {"primary_metric": "rank"}}
+    data = {"source": "jsonl", "path": "rows", "tasks": kinds}
+    study = load_study(write_models(tmp_path, source, data=data, objective={"metric": objective}))
+    executor = Executor(study, CPU, tmp_path / "runs")
+    with pytest.raises(InputError, match=message):
+        executor.check_study()
 
 
 def test_an_error_of_ones_own_is_minimised(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from hpo.trial.objectives import quality_objective
 
 STORED_BYTES = "stored_bytes"
 """What the weights take, or the optimiser's moments, by what is compared."""
-_NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
-"""A bug or the infrastructure; a device that lacks the precision."""
+_NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED, Outcome.INVALID)
+"""A bug or the infrastructure, a device that lacks the precision, a fault that fp32 has too."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -43,7 +43,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hpo.errors import ModelError, did_you_mean, shorten
+from hpo.errors import BrokenEncoderError, ModelError, did_you_mean, shorten
 from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
@@ -58,6 +58,7 @@ def attention_on(device: str, attention: str) -> str:
     return "sdpa" if device == "cpu" and attention == "flash" else attention
 
 
+RESIZE = "Call `resize_token_embeddings` and save the encoder again, or use the tokenizer that belongs to it."
 _logger = logging.getLogger("hpo.models")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The names that configurations give to these settings.
@@ -111,8 +112,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the encoder's tokenizer.
 
-    Raises ModelError where there is none, where it does not know the characters of its tokens, or where it
-    has more tokens than the encoder has embeddings.
+    Raises ModelError where there is none, where it does not know the characters of its tokens, or where its
+    ids are beyond the encoder's `vocab_size`.
     """
     source = encoder if isinstance(encoder, str) else encoder.get("tokenizer", "minilm")
     if not isinstance(source, str):
@@ -136,12 +137,42 @@ def load_tokenizer(
             f"the tokenizer of {source} must be a fast one, which knows the characters of its tokens, "
             f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
-    if isinstance(vocab_size, int) and len(tokenizer) > vocab_size:
-        raise ModelError(
+    if isinstance(vocab_size, int) and (largest := _largest_id(tokenizer)) >= vocab_size:
+        raise BrokenEncoderError(
             f"the encoder must have an embedding for each token, but its vocab_size is {vocab_size} and the "
-            f"tokenizer of {source} has {len(tokenizer)} tokens."
+            f"tokenizer of {source} has {len(tokenizer)} tokens with ids up to {largest}. {RESIZE}"
         )
     return tokenizer
+
+
+@lru_cache(maxsize=8)
+def _largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id of its tokens, which may be more than their number: a vocabulary may have gaps."""
+    return max(tokenizer.get_vocab().values())
+
+
+def check_token_ids(encoder: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError unless an encoder on the CPU has an embedding for each token.
+
+    On a GPU an id beyond the table would end the process. An encoder that names no table is tried, and what
+    it raises is raised here.
+    """
+    largest, table = _largest_id(tokenizer), None
+    with suppress(NotImplementedError):
+        table = getattr(encoder.get_input_embeddings(), "weight", None)
+    if table is None:
+        ids_BL = torch.full((2, 3), largest)
+        try:
+            with torch.no_grad():
+                encoder(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL))
+        except (IndexError, RuntimeError) as error:
+            error.args = (f"{error} (the tokenizer has ids up to {largest})",)
+            raise
+    elif largest >= len(table):
+        raise BrokenEncoderError(
+            f"the encoder must have an embedding for each token, but its table has {len(table)} rows and the "
+            f"tokenizer has ids up to {largest}. {RESIZE}"
+        )
 
 
 def load_encoder(
@@ -193,7 +224,7 @@ def load_encoder(
             model, loading = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, **options
             )
-    _check_weights(loading["missing_keys"], shown)
+    _check_weights(model, loading["missing_keys"], shown)
     if attention == "sdpa":
         attend_with_fast_dropout(model)
     if isinstance(getattr(model, "pooler", None), nn.Module):
@@ -237,15 +268,22 @@ def without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 def max_positions(encoder: nn.Module) -> int | None:
     """Return how many tokens the encoder has positions for; None if nothing limits it.
 
-    RoBERTa and its kin start counting after the padding index, so 514 rows are 512 positions. Relative
-    positions (DeBERTa, T5) have no limit.
+    Some families skip the first rows of their table. RoBERTa and its kin count from the row after the padding
+    index, so 514 rows are 512 positions. Nystromformer, MRA and YOSO skip two rows in a buffer of positions.
+    Relative positions (DeBERTa, T5, XLNet) have no limit.
     """
     for name, module in encoder.named_modules():
-        if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        parent, _, last = name.rpartition(".")
+        table = getattr(module, "weight", None)
+        if last == "position_embeddings" and isinstance(table, Tensor):  # I-BERT's is no nn.Embedding
+            padding = getattr(module, "padding_idx", None)
+            num_rows = len(table) - (0 if padding is None else padding + 1)
+            buffer = getattr(encoder.get_submodule(parent), "position_ids", None)
+            return num_rows if buffer is None else min(num_rows, buffer.numel())
     if getattr(encoder.config, "relative_attention", False):
         return None
-    return getattr(encoder.config, "max_position_embeddings", None)
+    limit = getattr(encoder.config, "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None
 
 
 def takes_type_ids(encoder: nn.Module) -> bool:
@@ -276,7 +314,7 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     for key in options:
         if key not in known:
             raise ModelError(f"encoder: `{key}` is not a key of {model_type}.{did_you_mean(key, known)}")
-    options.setdefault("vocab_size", len(tokenizer))
+    options.setdefault("vocab_size", _largest_id(tokenizer) + 1)
     for key in (f"{name}_token_id" for name in ("pad", "cls", "sep", "mask", "bos", "eos")):
         if hasattr(plain, key):
             options.setdefault(key, getattr(tokenizer, key))
@@ -295,7 +333,7 @@ def is_causal(encoder: Any) -> bool:
             outputs = encoder.eval()(input_ids=ids_3L, attention_mask=torch.ones_like(ids_3L))
     finally:
         encoder.train(was_training)
-    states_3LD = outputs.last_hidden_state.float()
+    states_3LD = outputs.last_hidden_state.float().nan_to_num()
     close = partial(torch.allclose, rtol=1e-5, atol=1e-6 * float(states_3LD.abs().max()))
     sees_later = not close(states_3LD[0, :-1], states_3LD[1, :-1])
     sees_earlier = not close(states_3LD[0, 1:], states_3LD[2, 1:])
@@ -310,14 +348,23 @@ def _say_of_weights(shown: str, dtype: torch.dtype | str | None) -> None:
         _logger.info("the weights of %s are stored in %s; they are loaded, and trained, in fp32", shown, name)
 
 
-def _check_weights(missing: Iterable[str], shown: str) -> None:
-    """Raise ModelError for weights that the checkpoint lacks."""
+def _check_weights(model: nn.Module, missing: Iterable[str], shown: str) -> None:
+    """Raise ModelError for weights that the checkpoint lacks, and for NaN and infinite ones."""
     lost = sorted(key for key in missing if not key.startswith("pooler."))
     if lost:
         raise ModelError(
             f"{shown}: the weights must hold all of the encoder, but {len(lost)} tensors are missing and "
             f"would be random: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. "
             f"Do config.json and the weights belong together?"
+        )
+    floating = ((key, weight) for key, weight in model.state_dict().items() if weight.is_floating_point())
+    broken = [
+        key for key, weight in floating if not key.startswith("pooler.") and not weight.isfinite().all()
+    ]
+    if broken:
+        raise BrokenEncoderError(
+            f"{shown}: all weights must be finite, but there are NaN or infinite numbers in "
+            f"{', '.join(broken[:3])}{', ...' if len(broken) > 3 else ''}. Download or save it again."
         )
 
 

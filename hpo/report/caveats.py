@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from hpo.config.limits import MEASURED_METRICS
+from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
 from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
@@ -40,6 +41,13 @@ def caveats(tables: StudyTables) -> list[Notice]:
 
 
 def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
+    invalid = trials[trials["outcome"].eq(Outcome.INVALID)]
+    if len(invalid):
+        yield Notice(
+            f"{_trials(invalid)} {'is' if len(invalid) == 1 else 'are'} invalid: "
+            f"{' '.join(invalid['reason'].unique())}",
+            "They say nothing about any precision. Correct the model, the data or the metric.",
+        )
     disagree = trials[trials["agrees"].eq(False) & trials["effective"].eq(trials["precision"])]
     if len(disagree):
         reasons = "; ".join(sorted({reason.rstrip(".") for reason in disagree["disagreement"]} - {""}))

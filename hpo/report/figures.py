@@ -33,6 +33,7 @@ OUTCOME_COLORS = {
     Outcome.PRUNED: "#B8B8B8",
     Outcome.NONFINITE: "#D55E00",
     Outcome.INCOMPATIBLE: "#CC79A7",
+    Outcome.INVALID: "#7F5539",
     Outcome.UNSUPPORTED: "#56B4E9",
     Outcome.OOM: "#E69F00",
     Outcome.CRASHED: "#882255",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from hpo.config.objective import ObjectiveConfig
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import middle
 from hpo.config.trial_config import build_trial_config
@@ -151,6 +152,8 @@ def measure_cost(
         search_space=searched,
         evaluation=config.evaluation.model_copy(update={"per_trial": 1}),
         pruner=PrunerConfig(name="none"),
+        objective=(ObjectiveConfig(metric="peak_memory_bytes", direction="minimize"),),
+        constraints={},  # so few steps say nothing about quality
     )
     executor = Executor(short, device, runs_dir)
     result = executor.run(params, None, "plan", Callbacks(should_stop=should_stop))

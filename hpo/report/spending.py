@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from hpo.config.budget import BudgetConfig
+from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import StudyRecord
 
@@ -22,6 +23,8 @@ def spending(record: StudyRecord) -> dict[str, Any] | None:
     for number, seconds in record.spent.items():
         if trial := of_trial.get(number):
             by_outcome[trial.outcome] += seconds / 3600
+            if not concerns_precision(trial.outcome, trial.telemetry):
+                continue
             asked = trial.telemetry.get("precision", {}).get("requested") or trial.params.get(PRECISION)
             by_precision[asked or "not known yet"] += seconds / 3600
     spent, hours = sum(record.spent.values()) / 3600, budget.hours

@@ -18,7 +18,7 @@ import pandas as pd
 
 from hpo.config.limits import violation
 from hpo.device import DeviceInfo
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number
 from hpo.report.importances import Importances, compute_importances
@@ -181,6 +181,8 @@ class StudyTables:
     def by_precision(self) -> pd.DataFrame:
         """One row per requested precision, and per device where the study ran on several.
 
+        Trials that ended for a reason that no precision has caused are in no row.
+
         Columns:
 
         - `precision`, `device`, `trials`, a count for each outcome, `fell_back`
@@ -195,7 +197,8 @@ class StudyTables:
         """
         devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
-        trials = self.trials.assign(device=device)
+        concerned = [concerns_precision(trial.outcome, trial.telemetry) for trial in self.record.trials]
+        trials = self.trials.assign(device=device).loc[concerned]
         nothing = self.summary(trials.iloc[:0])
         rows = [
             {"precision": precision, "device": device, **self.summary(group)}

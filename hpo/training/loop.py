@@ -277,6 +277,8 @@ def forward_backward(learner: Learner, batch: Batch, num_items: Mapping[str, int
     with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
         loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
         mixed_precision.scaler.scale(loss).backward()
+    if not bool(torch.isfinite(loss)):  # no fault of the precision
+        mixed_precision.step_fallbacks -= 1
     return loss.detach()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.errors import DataError, RunError, did_you_mean
+from hpo.errors import DataError, RunError, TrialEnd, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
@@ -81,16 +81,16 @@ def with_scores(
     """The result of a trial that has just ended, and what each row of a split says of its best weights.
 
     Of test, the metrics are in the result too. A trial whose best weights were not kept ends as `failed`, to
-    be tried again; of one that is not complete there is nothing.
+    be tried again, and one whose logits are not finite there as `nonfinite`. If it is not complete, there is
+    nothing.
     """
     if result.outcome != Outcome.COMPLETE:
         return result, {}
     try:
         predicted = split_predictions(executor, folder, params, split)
-    except RunError as error:
-        return replace(
-            result, outcome=Outcome.FAILED, reason=f"no score on {split}: {error}", values=None
-        ), {}
+    except (RunError, TrialEnd) as error:
+        outcome = error.outcome if isinstance(error, TrialEnd) else Outcome.FAILED
+        return replace(result, outcome=outcome, reason=f"no score on {split}: {error}", values=None), {}
     if split == "test":
         result = replace(result, telemetry={**result.telemetry, "test_metrics": predicted.metrics()})
     return result, predicted.statistics

@@ -58,8 +58,9 @@ def check_precision(
         repeats: how often each side is timed, in turn; of these the fastest counts.
 
     Returns:
-        The verdict (`ok`, `degraded`, `incompatible`) by the bounds that studies have without `compat`, with
-        every reason for it, and the measurement. Its text is for people.
+        The verdict by the bounds that studies have without `compat`, with every reason for it, and the
+        measurement. It is `ok`, `degraded`, `incompatible`, or `invalid` if fp32 is not finite either. Its
+        text is for people.
 
     Raises:
         InputError: there is no such precision, this device cannot run it, or the model or loss are not as

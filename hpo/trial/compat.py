@@ -3,6 +3,8 @@
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
     incompatible  not finite, raises, or so far from fp32 that training would mean nothing
+    invalid       fp32 is not finite or raises, too, or does not fit into memory: nothing is known against
+                  the precision
 
 What is measured (`hpo.trial.measure`) does not depend on the study's bounds, so it is cached and judged anew.
 """
@@ -32,13 +34,15 @@ from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
 from hpo.trial.trial_parts import TrialParts
 from hpo.versions import installed_versions
 
+NOT_OF_PRECISION = "The fault is in the model, its settings or the data, not in the precision."
+
 
 @dataclass(frozen=True)
 class Compatibility:
     """A measurement judged by a study's bounds."""
 
     verdict: str
-    """ok, degraded, incompatible or skipped."""
+    """ok, degraded, incompatible, invalid or skipped."""
     reasons: tuple[str, ...]
     measurement: Measurement
     cached: bool = False
@@ -71,13 +75,19 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
     incompatible: list[str] = []
     degraded: list[str] = []
     name = measurement.precision
+    where = measurement.first_nonfinite_module
+    culprit = f"; the first module that made them so is {where}" if where else ""
+    if not measurement.reference_finite:
+        broken = f"{measurement.nonfinite} not finite in fp32{culprit}"
+        fault = f"fp32 raised {measurement.error}" if measurement.error else broken
+        return Compatibility("invalid", (f"{fault.rstrip('.')}.", NOT_OF_PRECISION), measurement, cached)
     if measurement.error:
         incompatible.append(f"{name} raised {measurement.error}")
     elif not measurement.finite:
-        where = measurement.first_nonfinite_module
-        also = "" if measurement.reference_finite else ", and so in fp32"
-        culprit = f"; the first module that made them so is {where}" if where else ""
-        incompatible.append(f"{measurement.nonfinite} not finite under {name}{also}{culprit}.")
+        incompatible.append(f"{measurement.nonfinite} not finite under {name}{culprit}.")
+    if incompatible and not measurement.reference_fits:
+        unknown = f"fp32 does not fit into memory here, so it is not known whether {name} is at fault."
+        return Compatibility("invalid", (*incompatible, unknown), measurement, cached)
     most = (bounds.incompatible_logits_relative_error, bounds.degraded_logits_relative_error)
     for task, error in measurement.logits_relative_error.items():
         for reasons, bound in zip((incompatible, degraded), most, strict=True):

@@ -13,7 +13,8 @@ import itertools
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,13 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import broken_limits, check_energy, violations
+from hpo.config.limits import MEASURED_METRICS, broken_limits, check_energy, violations
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
-    Incompatible,
+    BrokenEncoderError,
     InputError,
     ModelError,
     RunError,
@@ -54,7 +53,7 @@ from hpo.training.metrics import score
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metrics, limited_values
+from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
@@ -183,9 +182,10 @@ class Executor:
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
-            if not self.study.search_space.keys() & MODEL_SETTINGS:
+            is_broken = isinstance(error, BrokenEncoderError)
+            if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
-            return Incompatible.outcome, str(error), None, None
+            return Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error), None, None
         except (InputError, RunError):
             raise
         except Exception as error:
@@ -199,7 +199,7 @@ class Executor:
         """The result, and by how much it breaks each limit of the study."""
         outcome, reason, values, trace = ended
         limits, telemetry = self.study.constraints, recorder.telemetry()
-        limited = limited_values(limits, telemetry, self.tasks)
+        limited = limited_values(limits, telemetry, self.loader.scored_tasks)
         if outcome == Outcome.COMPLETE:
             reason = broken_limits(limits, limited)
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
@@ -231,8 +231,7 @@ class Executor:
         lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
-        for task in self.tasks:
-            _check_metrics(task, self.dataset.splits["validation"])
+        self._check_metrics()
         for named in _to_check(space):
             try:
                 self._check_parts(lowest_values | named)
@@ -241,23 +240,49 @@ class Executor:
                     raise
                 self._check_parts(others | named)
 
+    def _check_metrics(self) -> None:
+        """Refuse an objective or a limit without a value, and raise what metrics of the study's code raise.
+
+        They are called with right predictions, and with equal ones, for which a metric need not be defined.
+        """
+        right, tasks = self.loader.right_metrics, self.loader.scored_tasks
+        for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
+            if missing := undefined_metric(name, right, tasks):
+                raise InputError(
+                    f"the metric {missing} must have a value where all predictions are right, but on the "
+                    "validation split it has none. Use another metric, or more rows."
+                )
+            objective_value(name, right, tasks, {})
+        for task in self.tasks:
+            if metrics_of(task.kind) and task.level == "sequence":
+                rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
+                with errors_of_code(), warnings.catch_warnings(action="ignore"):
+                    score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
+
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
             parts = build_trial(self.study, self.device, params, self.loader)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
+        encoder = parts.config.encoder
+        shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
         try:
             with errors_of_code():
-                Side(parts.model, amp, work_of(parts, parts.batch(2)), is_reference=True).time()
+                side = Side(parts.model, amp, work_of(parts, parts.batch(2, 1)), is_reference=True)
+                broken = side.run().broken()
+            if broken and self.study.compat.enabled:
+                raise ModelError(
+                    f"{shown}, its heads and the loss must give finite numbers, but there are others in the "
+                    f"{broken} of a batch of this study's data, in fp32 and before any training; first: "
+                    f"{side.origin()['first_nonfinite'] or 'not known'}."
+                )
             _say_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # ends a trial, not the study: another device may have more memory
-            encoder = parts.config.encoder
-            name = encoder if isinstance(encoder, str) else "of this config"
             raise ModelError(
-                f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
+                f"{shown} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -274,14 +299,6 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
             yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
     for name in space.keys() - {"encoder"}:
         yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
-
-
-def _check_metrics(task: Task, rows: Sequence[Example]) -> None:
-    """Raise what the task's metrics of the study's own code do, for the truth as it is predicted."""
-    if metrics_of(task.kind):
-        annotated = [row for row in rows if task.name in row.annotated]
-        with errors_of_code():
-            score(task, [kind_of(task).truth(row) for row in annotated], annotated)
 
 
 def _say_if_causal(model: MultitaskModel) -> None:

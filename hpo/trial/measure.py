@@ -34,7 +34,7 @@ from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 9
+MEASUREMENT_VERSION = 10
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
@@ -55,7 +55,8 @@ class Measurement:
     first_nonfinite: str | None = None
     """The operator that made the first such number, in words."""
     reference_finite: bool = True
-    """Whether fp32 was finite; if not, the precision is not to blame."""
+    """Whether fp32 was finite and raised nothing. If not, `error` and `nonfinite` are those of fp32, and the
+    precision is not to blame."""
     reference_fits: bool = True
     """Whether fp32 fitted into memory; if not, nothing is known against it."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
@@ -220,9 +221,8 @@ def measure_work(
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
     precision, device = amp.precision, amp.device
-    is_fp32 = precision.name == "fp32"  # which flash attention is refused by, as in training
-    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference=not is_fp32)
-    side = replace(fp32, mixed_precision=amp, is_reference=False)
+    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference=True)
+    side = replace(fp32, mixed_precision=amp, is_reference=False)  # flash attention refuses fp32
     with _training_without_dropout(model):
         reference: _Pass | None = None
         try:
@@ -232,14 +232,24 @@ def measure_work(
                 raise
         else:
             if not measurement.finite:
-                raised = measurement.error and f"{measurement.error} (in fp32 already)"
-                return replace(measurement, precision=precision.name, reference_finite=False, error=raised)
+                return replace(measurement, precision=precision.name, reference_finite=False)
         if reference is None:  # it did not fit, and the error, which held the activations, is gone
             model.zero_grad(set_to_none=True)
             release_free_memory(device)
         side, candidate, measurement = _attempt(side, compile_model)
         if candidate is None or not measurement.finite:
-            return measurement
+            fits = reference is not None
+            if compile_model and fits:  # the compiler may be at fault
+                try:
+                    _, _, compiled = _attempt(fp32, compile_model, observes=False)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    fits = False
+                else:
+                    if not compiled.finite:
+                        return replace(compiled, precision=precision.name, reference_finite=False)
+            return replace(measurement, reference_fits=fits)
         if reference is None:
             return replace(measurement, reference_fits=False, seconds=candidate.seconds)
         return replace(

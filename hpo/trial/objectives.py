@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
-from hpo.errors import InputError, Nonfinite, did_you_mean
-from hpo.extensions import METRICS
+from hpo.errors import InputError, did_you_mean
 from hpo.training.metrics import primary_mean
 
 
@@ -45,15 +43,10 @@ def objective_value(
 ) -> float:
     """The value of a metric: `score` is the mean of the tasks' primary metrics.
 
-    None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
-    not give a metric, because no row of the split was labelled, and Nonfinite where one that the study's own
-    code brings is not defined.
+    None in `measured`, and so NaN, is what no step has given yet. Raises InputError if the evaluation did not
+    give the metric, which `undefined_metric` tells.
     """
     value: float | None
-    named = [(task.name, task.primary_metric) for task in tasks] if metric == "score" else []
-    for task_name, name in [*named, *([metric.split("/")] if "/" in metric else [])]:
-        if name in METRICS and metrics[task_name] and name not in metrics[task_name]:
-            raise Nonfinite(f"the metric {task_name}/{name} is not defined for these predictions.")
     if metric == "score":
         value = primary_mean(tasks, metrics)
     elif "/" in metric:
@@ -63,8 +56,22 @@ def objective_value(
         seen = measured[metric]
         return math.nan if seen is None else seen
     if value is None or not math.isfinite(value):
-        raise InputError(f"the metric {metric} has no value: the validation split has no labels for it.")
+        raise InputError(f"the metric {metric} has no value on the validation split.")
     return float(value)
+
+
+def undefined_metric(
+    metric: str, metrics: Mapping[str, Mapping[str, float]], scored_tasks: Sequence[Task]
+) -> str:
+    """The metric of a task that has no value in an evaluation, though an objective or a limit needs it.
+
+    Empty if there is none. `scored_tasks` are those in the score.
+    """
+    if metric in MEASURED_METRICS:
+        return ""
+    of_score = [(task.name, task.primary_metric) for task in scored_tasks]
+    needed = of_score if metric == "score" else [tuple(metric.split("/"))]
+    return next((f"{task}/{name}" for task, name in needed if name not in metrics[task]), "")
 
 
 def final_values(
@@ -85,9 +92,8 @@ def limited_values(
     measured, metrics = _measured(telemetry), telemetry.get("metrics")
     values: dict[str, float | None] = {name: measured.get(name) for name in names}
     for name in values:
-        if name not in MEASURED_METRICS and metrics is not None:
-            with suppress(Nonfinite):
-                values[name] = objective_value(name, metrics, tasks, measured)
+        if name not in MEASURED_METRICS and metrics and not undefined_metric(name, metrics, tasks):
+            values[name] = objective_value(name, metrics, tasks, measured)
     return values
 
 

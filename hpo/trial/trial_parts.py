@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hpo.code import errors_of_code
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
 from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
+from hpo.data.tasks import Task
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
-from hpo.extensions import is_own
+from hpo.extensions import METRICS, is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
@@ -41,6 +44,7 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
+from hpo.training.metrics import score
 from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.progress import Budget
 from hpo.trial.objectives import decision_metrics
@@ -63,6 +67,26 @@ class TrialLoader:
         self.tasks = self.dataset.tasks
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
+
+    @cached_property
+    def right_metrics(self) -> dict[str, dict[str, float]]:
+        """The metrics of the validation split if all predictions are right."""
+        metrics = {}
+        for task in self.tasks:
+            rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
+            with errors_of_code():
+                metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
+        return metrics
+
+    @cached_property
+    def scored_tasks(self) -> tuple[Task, ...]:
+        """The tasks in the score. The r2 of a single row is not defined, so its task is left out."""
+        return tuple(
+            task
+            for task in self.tasks
+            if task.primary_metric in self.right_metrics[task.name]
+            or task.primary_metric not in METRICS.taken
+        )
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of the trial's encoder."""
@@ -104,15 +128,18 @@ class TrialLoader:
         if is_own("encoder", config.encoder):
             known = TrialConfig.model_fields
             changed = [name for name in REFUSED if getattr(config, name) != known[name].default]
-            return build_own_encoder(str(config.encoder), config.option, changed)
-        return load_encoder(
-            config.encoder,
-            attention=config.attention,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-            revision=self.study.model.revision,
-            trust_remote_code=self.study.model.trust_remote_code,
-        )
+            encoder: nn.Module = build_own_encoder(str(config.encoder), config.option, changed)
+        else:
+            encoder = load_encoder(
+                config.encoder,
+                attention=config.attention,
+                dropout=config.dropout,
+                attention_dropout=config.attention_dropout,
+                revision=self.study.model.revision,
+                trust_remote_code=self.study.model.trust_remote_code,
+            )
+        check_token_ids(encoder, self.tokenizer(config))
+        return encoder
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
         """A new model in fp32 weights, on the device."""
@@ -149,6 +176,8 @@ class TrialParts:
     data: TrainingData
     used_ids: NDArray[Any]
     """See `TrialLoader.used_ids`."""
+    scored_tasks: tuple[Task, ...]
+    """See `TrialLoader.scored_tasks`."""
     compile: Callable[[MultitaskModel], object] | None
     """Compiles a model in place; None: the trial is not compiled."""
 
@@ -243,6 +272,7 @@ def assemble(
         loss_fn,
         TrainingData(train, validation, loader.pad_id(config)),
         loader.used_ids(config),
+        loader.scored_tasks,
         None
         if config.compile == "none"
         else lambda model: loader.apply_compile(model, config.compile, config.compile_scope),

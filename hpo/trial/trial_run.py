@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import torch
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import EnergyCounter, Utilization
-from hpo.errors import Incompatible, Paused, Preempted, Pruned
+from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.multitask import MultitaskModel
@@ -38,7 +39,7 @@ from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
-from hpo.trial.objectives import final_values, is_better, objective_value
+from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
@@ -84,6 +85,8 @@ class TrialRun:
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
+        self.undefined = ""
+        """The metric that the last evaluation lacks, though an objective or a limit needs it."""
         self.train_loss: float | None = None
         self.examples_per_second: float | None = None
 
@@ -114,8 +117,9 @@ class TrialRun:
         device = self.parts.device
         compatibility = check_compatibility(self.parts, self.cache)
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
-        if compatibility.verdict == "incompatible":
-            raise Incompatible(" ".join(compatibility.reasons))
+        for end in (Incompatible, Invalid):
+            if compatibility.verdict == end.outcome:
+                raise end(" ".join(compatibility.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(device)
         reset_peak_memory(device)
@@ -242,7 +246,8 @@ class TrialRun:
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
         scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
         best_values = self.best.values if self.best else None
-        better = is_better(self.parts.study.objective[0], scored.values, best_values)
+        objective = self.parts.study.objective[0]
+        better = not self.undefined and is_better(objective, scored.values, best_values)
         if better:
             self._set_best(scored)
         paused = None
@@ -301,9 +306,12 @@ class TrialRun:
                     f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
                 )
             raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
-        tasks = self.parts.dataset.tasks
-        values = {name: objective_value(name, evaluation.metrics, tasks, measured) for name in named}
-        return tuple(values[name] for name in metrics)
+        tasks, found = self.parts.scored_tasks, evaluation.metrics
+        undefined = {name: undefined_metric(name, found, tasks) for name in named}
+        self.undefined = next(filter(None, undefined.values()), "")
+        return tuple(
+            math.nan if undefined[name] else objective_value(name, found, tasks, measured) for name in metrics
+        )
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored
@@ -332,7 +340,11 @@ class TrialRun:
         self.last_saved = time.monotonic()
 
     def _finish(self) -> tuple[float, ...]:
-        assert self.best is not None
+        if self.best is None:
+            raise Invalid(
+                f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
+                "objective or a limit needs it. Use another metric, or return a number there."
+            )
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())

@@ -32,8 +32,8 @@ class PrecisionCheck:
 
     @property
     def usable(self) -> bool:
-        """Native, and not incompatible."""
-        works = self.compatibility is not None and self.compatibility.verdict != "incompatible"
+        """Native, and neither incompatible nor invalid."""
+        works = self.compatibility is not None and self.compatibility.verdict in ("ok", "degraded")
         return works and self.support.level == "native"
 
     @property
@@ -88,6 +88,8 @@ def recommendation(checks: Sequence[PrecisionCheck]) -> str:
         )
     elif any(check.name == "fp32" for check in usable):
         advice = "Use fp32: no native precision of this machine is faster on this model."
+    elif any(check.compatibility and check.compatibility.verdict == "invalid" for check in checks):
+        return "Correct the model or the data: fp32 does not work either, so no precision is to blame."
     else:
         advice = "No precision works natively with this model here; see the reasons above."
     if emulated:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from command_line import hpo_command, ok
+from own_code_studies import EXAMPLE
+from own_code_studies import write as write_code_study
 from tiny import tiny_study, write_study
 
 from hpo.report.plan import TrialCost, make_plan
@@ -35,6 +37,24 @@ def test_what_a_budget_buys(tmp_path: Path, pruner: dict[str, Any], num_trials: 
     plan = planned(tmp_path, cost(60), n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
     assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
     assert plan.whole_trials <= 7.05
+
+
+UNDEFINED = """
+
+@hpo.metric("rank", ["single_label"])
+def rank(truths, predictions):
+    return 1.0 if truths == predictions else float("nan")
+"""
+
+
+def test_a_cost_needs_no_objective(tmp_path: Path) -> None:
+    """A metric may have no value after so few steps."""
+    limits = {"peak_memory_bytes": {"max": 1}}
+    write_code_study(
+        tmp_path, EXAMPLE + UNDEFINED, objective={"metric": "tone/rank"}, constraints=limits, search_space={}
+    )
+    told = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
+    assert [one["measured_by"] for one in told["costs"]] == ["13 steps"]
 
 
 def test_it_is_measured_first_and_then_by_the_trials(tmp_path: Path) -> None:

@@ -281,6 +281,21 @@ def test_a_fallback_is_no_value_of_the_precision_that_it_replaced() -> None:
     assert "No pair of runs tells anything: a run of bf16 or fp32 failed, or ran" in row["sentence"]
 
 
+@pytest.mark.parametrize(("lost", "verdict"), [("nonfinite", "worse"), ("invalid", "undecided")])
+def test_an_invalid_run_is_no_evidence_against_its_precision(lost: str, verdict: str) -> None:
+    score = planted(0.0)
+    found = told(
+        search_config(),
+        lambda params: None if params["fp_precision"] == "bf16" else score(params),
+        Request(top=1, max_seeds=5),
+        search=score,
+        lost=lost,
+    )
+    (row,) = found.content["verdicts"]
+    assert row["verdict"] == verdict
+    assert bool(row["num_collapsed"]) == bool(found.content["collapsed"]) == (lost == "nonfinite")
+
+
 def test_a_comparison_that_was_stopped_says_the_same(storage: Storage, tmp_path: Any) -> None:
     score = planted(0.3, own_noise=0.5)
     request = Request(top=1, max_seeds=5)

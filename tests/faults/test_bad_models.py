@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,34 @@ def test_a_damaged_folder_is_refused(damage: Callable[[Path], Any], message: str
         make_model(str(folder))
 
 
-def test_weights_without_a_pooler_are_fine(folder: Path) -> None:
+def change_weight(folder: Path, name: str, value: float) -> None:
+    """Change the first number of a stored weight."""
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
+def test_a_weight_must_be_finite(folder: Path, name: str, value: float) -> None:
+    change_weight(folder, name, value)
+    with pytest.raises(
+        ModelError, match=rf"weights must be finite, .* infinite numbers in {name}\. Download"
+    ):
+        load_encoder(str(folder))
+
+
+def test_finite_weights_may_give_numbers_that_are_not(folder: Path) -> None:
+    """The model is built all the same, and checked on the data of its study."""
+    change_weight(folder, "embeddings.LayerNorm.weight", 3e38)
+    change_weight(folder, "encoder.layer.0.attention.self.query.weight", 3e38)
+    make_model(str(folder), pooling="cls")
+
+
+def test_a_pooler_may_be_missing_or_broken(folder: Path) -> None:
+    """No head reads it."""
+    change_weight(folder, "pooler.dense.weight", math.nan)
+    make_model(str(folder))
     without_tensors(folder, "pooler")
     make_model(str(folder))
 
@@ -86,6 +114,14 @@ def take_a_slow_tokenizer(folder: Path) -> None:
     CanineTokenizer().save_pretrained(folder)
 
 
+def take_a_tokenizer_with_a_high_id(folder: Path) -> None:
+    """As many tokens as the encoder has embeddings, but one id is beyond them."""
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = saved["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 40000
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -95,6 +131,7 @@ def take_a_slow_tokenizer(folder: Path) -> None:
             lambda folder: change_config(folder, vocab_size=30000),
             r"vocab_size is 30000 and the tokenizer .* has 30522 tokens",
         ),
+        (take_a_tokenizer_with_a_high_id, r"vocab_size is 30522 .* 30522 tokens with ids up to 40000"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used(damage: Callable[[Path], Any], message: str, folder: Path) -> None:

@@ -16,7 +16,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from resumed_trials import check_resume_is_exact
+from safetensors.torch import load_file, save_file
 from tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
+from tiny_encoders import save_encoder
 
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches
@@ -234,6 +236,24 @@ def test_what_fits_in_bf16_weights_alone_is_not_oom(tmp_path: Path, also_alone: 
     assert compatibility["reasons"] == ([] if also_alone else [alone])
 
 
+def test_a_precision_is_not_blamed_where_fp32_does_not_fit(tmp_path: Path) -> None:
+    """Whether fp32 would be finite is not known."""
+
+    def alter(model: MultitaskModel) -> None:
+        out_of_memory_unless(lambda model, _: next(model.parameters()).dtype == torch.bfloat16)(model)
+        model.register_forward_hook(
+            lambda _model, _inputs, logits: {name: value * torch.nan for name, value in logits.items()}
+        )
+
+    result = run(altered_executor(tmp_path, alter), tmp_path, "bf16-true")
+    assert result.outcome == "invalid"
+    assert "logits not finite under bf16-true" in result.reason
+    assert (
+        "fp32 does not fit into memory here, so it is not known whether bf16-true is at fault"
+        in result.reason
+    )
+
+
 def test_progress_is_told_after_each_step_but_the_last(executor: Executor) -> None:
     seen: list[Progress] = []
     executor.run({}, None, "test", Callbacks(on_progress=seen.append))
@@ -309,6 +329,18 @@ def test_a_choice_without_a_model_is_incompatible(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, search_space=space)
     executor.check_study()
     assert run(executor, tmp_path, freeze_layers=9).outcome == "incompatible"
+
+
+def test_an_encoder_with_broken_weights_is_invalid(tmp_path: Path) -> None:
+    """No settings exclude each other. Where others may be searched, the study goes on."""
+    folder = save_encoder(tmp_path / "encoder")
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.LayerNorm.bias"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    space = {"encoder": {"type": "categorical", "choices": [ENCODER, str(folder)]}}
+    executor = tiny_executor(tmp_path, model={}, search_space=space)
+    result = run(executor, tmp_path, encoder=str(folder))
+    assert (result.outcome, "weights must be finite" in result.reason) == ("invalid", True)
 
 
 def test_a_weight_of_no_task_is_refused_before_the_first_trial(tmp_path: Path) -> None:

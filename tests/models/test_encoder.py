@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_encoders import BERT, FAMILIES, family_encoder, make_batch, save_encoder
+import torch
+from tiny_encoders import BERT, DECODERS, FAMILIES, family_encoder, make_batch, save_encoder
 from torch import nn
+from transformers import T5Config, T5EncoderModel
 
 from hpo.data.token_cache import tokenizer_fingerprint
 from hpo.models.encoder import (
@@ -67,17 +69,78 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     assert both | own | of_hidden | of_weights == both
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_max_positions(family: str) -> None:
-    positions = {"roberta": 63, "mpnet": 62, "deberta-v2": None}.get(family, 64)
-    module = family_encoder(family)
-    assert max_positions(module) == positions
-    # The limit is the real one: it runs, and for tables of positions one more token does not.
-    input_ids, mask = make_batch((positions or 200,))
-    assert module(input_ids, mask).last_hidden_state.shape == (1, positions or 200, 32)
-    if positions and family != "modernbert":
-        with pytest.raises((IndexError, RuntimeError)):
-            module(*make_batch((positions + 1,)))
+def like_bert(family: str, **changes: Any) -> dict[str, Any]:
+    return {**BERT, "model_type": family, **changes}
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+XLNET = {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}
+XLM = {"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "ffn_dim": 64,
+}
+FROM_ZERO = ("bert", "electra", "albert", "big_bird", "convbert", "deberta", "megatron-bert", "rembert")
+AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "esm", "ibert", "data2vec-text")
+
+TABLES: list[tuple[dict[str, Any], int]] = [
+    *((like_bert(family), 64) for family in FROM_ZERO),
+    *((like_bert(family, type_vocab_size=1), 63) for family in AFTER_PADDING if family != "esm"),
+    (like_bert("esm"), 63),
+    (like_bert("xmod", type_vocab_size=1, default_language="en_XX"), 63),
+    (like_bert("longformer", attention_window=[4, 4]), 63),
+    (like_bert("mpnet"), 62),
+    (like_bert("mra"), 64),
+    (like_bert("yoso"), 64),
+    (like_bert("nystromformer"), 64),
+    ({**FAMILIES["distilbert"][0]}, 64),
+    ({"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}, 64),
+    (GPT2, 64),
+    ({**OPT, "num_hidden_layers": 1, "word_embed_proj_dim": 32, "max_position_embeddings": 64}, 64),
+    (XLM, 64),
+]
+
+
+def run_length(encoder: nn.Module, length: int) -> int:
+    """Run one text of this length, and return how many hidden states there are."""
+    input_ids, mask = make_batch((length,))
+    with torch.no_grad():
+        return encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state.shape[1]
+
+
+@pytest.mark.parametrize(("config", "limit"), TABLES, ids=[one["model_type"] for one, _ in TABLES])
+def test_a_table_of_positions_limits_the_length(config: dict[str, Any], limit: int) -> None:
+    encoder = load_encoder(config, attention="eager")
+    assert max_positions(encoder) == limit
+    assert run_length(encoder, limit) == limit
+    with pytest.raises((IndexError, RuntimeError)):
+        run_length(encoder, limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (FAMILIES["modernbert"][0], 64),
+        (DECODERS["llama"], 64),
+        (FAMILIES["deberta-v2"][0], None),
+        (XLNET, None),
+        ({"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}, None),
+    ],
+    ids=["modernbert", "llama", "deberta-v2", "xlnet", "bloom"],
+)
+def test_positions_without_a_table(config: dict[str, Any], limit: int | None) -> None:
+    """Rotary positions have the limit of the configuration. Relative ones have none."""
+    encoder = load_encoder(config, attention="eager")
+    assert max_positions(encoder) == limit
+    assert run_length(encoder, 200) == 200
+
+
+def test_t5_has_no_limit_of_positions() -> None:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    assert max_positions(T5EncoderModel(T5Config(**sizes, vocab_size=100))) is None
 
 
 def test_the_tokenizer_fingerprint_does_not_depend_on_the_last_call(bert_folder: Path) -> None:

@@ -85,6 +85,18 @@ def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
     ]
 
 
+def test_invalid_trials_are_said_with_their_reasons() -> None:
+    reasons = ["fp32 raised IndexError.", "the metric tone/rank is not defined.", "fp32 raised IndexError."]
+    trials = [
+        dataclasses.replace(fake_trial(number, "bf16", "invalid"), reason=reason)
+        for number, reason in enumerate(reasons)
+    ]
+    said = (
+        "3 trials (number 0, 1, 2) are invalid: fp32 raised IndexError. the metric tone/rank is not defined."
+    )
+    assert said in texts([*trials, fake_trial(3, "fp32")])
+
+
 def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
     trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
     for trial in trials:

@@ -33,6 +33,15 @@ def test_rate_counts_the_time_in_which_the_study_was_worked_on() -> None:
     assert status["workers"][0]["trial"] == 3
 
 
+def test_the_time_of_an_invalid_trial_is_spent_on_no_precision() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "invalid")]
+    given = record(*trials, definition={"budget": {"hours": 9.0}}, spent={0: 3600.0, 1: 3600.0, 2: 7200.0})
+    budget = study_status(given)["budget"]
+    assert budget["by_precision"] == {"fp32": 1.0, "bf16": 1.0}
+    assert budget["by_outcome"] == {"complete": 2.0, "invalid": 2.0}
+    assert budget["spent_hours"] == 4.0
+
+
 def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:
     assert study_status(record(at(0, 0, 8), workers=[]))["estimated_end"] is None
     status = study_status(record())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from command_line import hpo_command, ok
 from study_records import (
@@ -28,7 +29,7 @@ from hpo.report.tables import (
     brief_summary,
     task_metrics_table,
 )
-from hpo.study.reading.study_record import best_trials
+from hpo.study.reading.study_record import TrialRecord, best_trials
 from hpo.study.sampling.fronts import pareto_front
 
 
@@ -111,6 +112,27 @@ def test_summary_accounts_for_every_trial_and_every_second() -> None:
     seconds = sum(trial.seconds for trial in fake_record().trials if trial.outcome in wasted)
     assert summary["wasted_seconds"].sum() == pytest.approx(seconds)
     assert list(summary["support"]) == ["native", "unsupported", "native", "emulated"]
+
+
+def without_cause(number: int, precision: str) -> list[TrialRecord]:
+    """Two trials that no precision has ended: an invalid one, and one whose model could not be built."""
+    invalid, unbuilt = (fake_trial(number, precision, name) for name in ("invalid", "incompatible"))
+    unbuilt.telemetry["precision"]["effective"] = precision
+    del unbuilt.telemetry["compatibility"]
+    return [invalid, dataclasses.replace(unbuilt, number=number + 1)]
+
+
+def test_what_no_precision_has_caused_is_in_the_row_of_none() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "incompatible")]
+    asked = choosing(["fp32", "bf16"])
+    before = tables_of(trials, definition=asked)
+    after = tables_of([*trials, *without_cause(3, "bf16"), *without_cause(5, "fp16")], definition=asked)
+    same = before.by_precision.columns.drop("share_of_time")
+    pd.testing.assert_frame_equal(after.by_precision[same], before.by_precision[same])
+    assert after.by_precision["share_of_time"].sum() < 1
+    assert (row_of(after, "bf16")["incompatible"], row_of(after, "bf16")["invalid"]) == (1, 0)
+    text = brief_summary(after).to_string()
+    assert ("1 incompatible" in text, "invalid" in text, "fp16" in text) == (True, False, False)
 
 
 def test_best_follows_the_direction() -> None:

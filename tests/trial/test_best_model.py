@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tiny import tiny_executor
+
+from hpo.errors import OutOfMemory
 from hpo.models.encoder import MINILM_HUB_ID
-from hpo.trial.best_model import encoder_facts
+from hpo.trial.best_model import encoder_facts, with_scores
 
 
 def test_an_encoder_is_named_without_a_path_of_this_machine(tmp_path: Path) -> None:
@@ -15,3 +21,27 @@ def test_an_encoder_is_named_without_a_path_of_this_machine(tmp_path: Path) -> N
     minilm = {"name": MINILM_HUB_ID, "hub_id": MINILM_HUB_ID, "revision": None}
     assert encoder_facts("minilm", None) == minilm
     assert encoder_facts({"model_type": "bert"}, None)["name"] == "a fresh bert"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(None, "nonfinite"), (OutOfMemory("one example does not fit."), "oom")],
+    ids=["nonfinite", "oom"],
+)
+def test_a_trial_without_a_score_on_test_ends_as_in_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, outcome: str
+) -> None:
+    """The worker goes on: it is no error of the run."""
+    executor = tiny_executor(tmp_path, evaluation={"test": True})
+    params = {"fp_precision": "fp32"}
+    result = executor.run(params, tmp_path / "trial", "key")
+
+    def predict(*_: object) -> dict[str, NDArray[np.float32]]:
+        if error is not None:
+            raise error
+        return {"criteria": np.full((1, 1), np.nan, np.float32)}
+
+    monkeypatch.setattr("hpo.trial.best_model.predict_logits", predict)
+    scored, statistics = with_scores(executor, tmp_path / "trial", params, result, "test")
+    assert (result.outcome, scored.outcome, scored.values, statistics) == ("complete", outcome, None, {})
+    assert scored.reason.startswith("no score on test: ")

@@ -162,6 +162,43 @@ def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Pa
     assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize(("broken", "verdict"), [("fp32 bf16", "invalid"), ("bf16", "incompatible")])
+def test_a_compiler_is_at_fault_if_it_breaks_fp32_too(
+    tmp_path: Path, name: str, broken: str, verdict: str
+) -> None:
+    def compile_model(model: Any, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
+            if ("bf16" if torch.is_autocast_enabled("cpu") else "fp32") in broken:
+                raise RuntimeError("no C++ compiler")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
+    assert found.verdict == (verdict if name in broken else "ok")
+    assert bool(found.reasons) == (name in broken)
+
+
+def test_a_compiler_without_memory_for_fp32_tells_nothing(tmp_path: Path) -> None:
+    """It is not known whether fp32 would break, too."""
+
+    def compile_model(model: Any, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("no C++ compiler")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    found = judge(measure_parts(parts_of(executor, fp_precision="bf16")), BOUNDS)
+    assert found.verdict == "invalid"
+    assert "it is not known whether bf16 is at fault" in " ".join(found.reasons)
+
+
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])
@@ -186,6 +223,22 @@ def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
     gradients = [weight.grad for weight in parts.model.parameters() if weight.grad is not None]
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert any(bool(gradient.any()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
+def test_a_repeat_in_fp32_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
+    """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""
+    parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
+    parts.prepare()
+    parts.model.register_forward_hook(
+        lambda _model, _inputs, logits: {task: value * torch.nan for task, value in logits.items()}
+    )
+    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
+    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
+    batch = parts.batch(2)
+    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
+    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
+    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (0, False)
 
 
 def test_a_measurement_is_made_once(tmp_path: Path) -> None:

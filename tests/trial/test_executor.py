@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import CPU, ENCODER, tiny_executor
+import torch
+from every_kind import TASKS, write_every_kind
+from tiny import CPU, ENCODER, altered_executor, tiny_executor
+from tiny_encoders import save_encoder
 
+from hpo.config.study_config import load_study
 from hpo.errors import ModelError
+from hpo.models.encoder import load_tokenizer
+from hpo.models.multitask import MultitaskModel
+from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import build_trial
 from hpo.trial.trial_run import checkpoint_key
 
@@ -40,6 +48,63 @@ def test_a_sound_study_leaves_nothing_but_tokens(tmp_path: Path) -> None:
 def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     executor = tiny_executor(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
+        executor.check_study()
+
+
+def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> None:
+    """Found for weights that are finite themselves. No precision is to blame."""
+
+    def break_encoder(model: Any) -> None:
+        model.encoder.embeddings.LayerNorm.weight.fill_(1e38)
+
+    executor = altered_executor(tmp_path, break_encoder)
+    message = r"in the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
+    with pytest.raises(ModelError, match=message):
+        executor.check_study()
+    for precision in ("fp32", "bf16"):
+        result = executor.run({"fp_precision": precision}, None, "")
+        assert result.outcome == "invalid"
+        assert "not finite in fp32" in result.reason
+    altered_executor(tmp_path, break_encoder, compat={"enabled": False}).check_study()
+
+
+def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
+    executor = Executor(load_study(write_every_kind(tmp_path)), CPU, tmp_path / "runs")
+    right = executor.loader.right_metrics
+    assert {task.name: right[task.name][task.primary_metric] for task in executor.tasks} == dict.fromkeys(
+        TASKS, 1.0
+    )
+    assert [right[task.name].keys() - {*task.metrics} for task in executor.tasks] == [set()] * len(TASKS)
+    assert executor.loader.scored_tasks == executor.tasks
+
+
+def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:
+    """An encoder may break on it alone."""
+
+    def limit(model: MultitaskModel) -> None:
+        def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            if inputs[0].shape[1] > 60:
+                raise IndexError("index out of range in self")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = altered_executor(tmp_path, limit)
+    with pytest.raises(ModelError, match=r"cannot run a batch .* IndexError: index out of range"):
+        executor.check_study()
+    assert executor.run({"fp_precision": "fp32"}, None, "").outcome == "invalid"
+
+
+def test_every_token_must_have_an_embedding(tmp_path: Path) -> None:
+    """The tokenizer has tokens that were added; the checkpoint was not resized."""
+    folder = save_encoder(tmp_path / "encoder")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["[PII]"])
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["vocab_size"]  # then it is 30522, BERT's own
+    (folder / "config.json").write_text(json.dumps(config))
+    executor = tiny_executor(tmp_path, model={"encoder": str(folder)})
+    with pytest.raises(ModelError, match=r"its table has 30522 rows and the tokenizer has ids up to 30522"):
         executor.check_study()
 
 

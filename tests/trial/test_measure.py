@@ -84,6 +84,10 @@ def nan_in_float32(_: nn.Linear, hidden: Tensor) -> Tensor:
     return hidden / torch.zeros((), dtype=hidden.dtype) * 0
 
 
+def raise_anywhere(_: nn.Linear, __: Tensor) -> Tensor:
+    raise ValueError("a bug")
+
+
 OVERFLOW = Extra(lambda dense, hidden: dense(hidden.abs() + 1) * 1e-6)
 nn.init.constant_(OVERFLOW.dense.weight, 5e4)  # fp16 ends at 65504
 
@@ -143,7 +147,8 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
         (no_bfloat16, "bf16 bf16-true", "incompatible", "raised .*BFloat16"),
         (silent_float32, "bf16", "degraded", r"1 of 6 .* in bfloat16: encoder.extra.dense \(float32\)"),
         (wrong_under_autocast, "bf16", "incompatible", "away from fp32's"),
-        (nan_in_float32, "bf16", "incompatible", "not finite under bf16, and so in fp32; .* encoder.extra"),
+        (nan_in_float32, "bf16 fp32", "invalid", r"^logits not finite in fp32; .* encoder\.extra\. .* model"),
+        (raise_anywhere, "bf16 fp32", "invalid", "^fp32 raised ValueError: a bug"),
     ],
 )
 def test_what_is_broken_is_found_and_named(

@@ -65,6 +65,11 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
         (AMX, {"fp32": "incompatible", "bf16": 2.0}, "Search fp_precision over [bf16]: bf16 is the fastest"),
         (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
         (
+            AMX,
+            {"fp32": "invalid", "bf16": "invalid", "bf16_true": "invalid"},
+            "Correct the model or the data",
+        ),
+        (
             H200,
             {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9},
             "Search fp_precision over [fp32, bf16]: bf16 is the fastest",

@@ -8,6 +8,8 @@ distribution with all choices. A sampler is not shown trials that say nothing of
 in a precision that this device runs; - those that the compatibility check ended on another kind of device, or
 with other versions; - for samplers that model the choices (TPE and GP), those in a precision that this device
 lacks.
+
+It is not shown `invalid` trials either, which say nothing about other configurations.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ class WorkerDevice:
     """What compatibility results must be of, to count here; of `compat.checked_on`."""
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
-        """Whether the trial ended by what another device lacks and this one has."""
+        """Whether the trial is `invalid`, or ended by what another device lacks and this one has."""
         outcome = trial.user_attrs.get("outcome")
         telemetry = trial.user_attrs.get("telemetry", {})
+        if outcome == Outcome.INVALID:
+            return True
         if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
             return not any(name in self.left_out for name in named_choices(trial.params))
         if outcome == Outcome.INCOMPATIBLE and self.checked_on is not None:

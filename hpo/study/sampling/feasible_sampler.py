@@ -16,9 +16,10 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import BASE_PRECISION, PRECISION
 from hpo.study.sampling.device_sampler import WrapperSampler
+from hpo.study.store.optuna_internals import stored_trials
 
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
@@ -102,11 +103,16 @@ def _choices(trial: FrozenTrial) -> list[Choice]:
 def _weights(infeasible: FrozenTrial, feasible: Set[Choice]) -> dict[Choice, int]:
     """The choices that may be to blame for the trial, and how much it counts against each."""
     weights = dict.fromkeys(_choices(infeasible), 1)
-    base = infeasible.user_attrs.get("telemetry", {}).get("base_precision", {})
+    attributes = infeasible.user_attrs
+    outcome, telemetry = attributes.get("outcome", ""), attributes.get("telemetry", {})
+    base = telemetry.get("base_precision", {})
     name = BASE_PRECISION if base.get("effective", "") is None else PRECISION
     lacking = (name, infeasible.params.get(name))
-    if infeasible.user_attrs.get("outcome") == Outcome.UNSUPPORTED and lacking in weights:
+    if outcome == Outcome.UNSUPPORTED and lacking in weights:
         weights = dict.fromkeys(weights, 0) | {lacking: MIN_INFEASIBLE_TRIALS}
+    is_fp32 = telemetry.get("precision", {}).get("effective") == "fp32"
+    if not concerns_precision(outcome, telemetry) or (outcome == Outcome.NONFINITE and is_fp32):
+        weights.pop((PRECISION, infeasible.params.get(PRECISION)), None)
     return {choice: weight for choice, weight in weights.items() if choice not in feasible}
 
 
@@ -136,9 +142,11 @@ class AvoidRepeats(WrapperSampler):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
+        # An invalid configuration is hidden, but it would be invalid again.
+        invalid = (t for t in stored_trials(study) if t.user_attrs.get("outcome") == Outcome.INVALID)
         tried = {
             _configuration(other.params)
-            for other in study.get_trials(deepcopy=False)
+            for other in (*study.get_trials(deepcopy=False), *invalid)
             if other.number != trial.number and other.state != TrialState.FAIL
         }
         space = super().infer_relative_search_space(study, trial)

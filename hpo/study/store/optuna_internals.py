@@ -66,6 +66,11 @@ def all_trials(study: Study) -> list[FrozenTrial]:
     return study._get_trials(deepcopy=False)
 
 
+def stored_trials(study: Study) -> list[FrozenTrial]:
+    """All trials that the storage has, also those that a `StudyView` hides; not to be changed."""
+    return study._storage.get_all_trials(study._study_id, deepcopy=False)
+
+
 class StudyView(Study):
     """A study that shows what `read` returns when its trials are first asked for, in place of its own."""
 

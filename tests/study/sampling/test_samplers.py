@@ -195,6 +195,50 @@ def test_failed_trials_count_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", LEARNING)
+def test_samplers_do_not_see_invalid_trials(name: str) -> None:
+    """They learn nothing from a fault of the model, the data or a metric."""
+    current = ScriptedStudy(
+        config_of(name, n_startup_trials=2) if name != "nsga2" else config_of(name),
+        lambda params: "invalid" if params["fp_precision"] == "fp16" else best_at_1e_4(params),
+    )
+    tried = Counter(params["fp_precision"] for params in current.run(20))
+    assert tried["fp16"] > MIN_INFEASIBLE_TRIALS
+    sampler: Any = current.study.sampler
+    seen = sampler.view(current.study).trials
+    assert [trial.params["fp_precision"] for trial in seen].count("fp16") == 0
+    assert len(seen) == 20 - tried["fp16"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_an_invalid_configuration_is_not_repeated_while_others_are_left(name: str, seed: int) -> None:
+    config = config_of(name, BATCHES, seed=seed)
+    current = ScriptedStudy(config, lambda params: "invalid" if params["batch_size"] == 8 else 0.5)
+    current.run(batch_size=8)
+    assert {params["batch_size"] for params in current.run(2)} == {4, 16}
+
+
+@pytest.mark.parametrize(
+    ("precision", "outcome", "telemetry", "is_blamed"),
+    [
+        ("fp16", "nonfinite", {"precision": {"effective": "fp16"}}, True),
+        ("fp32", "nonfinite", {"precision": {"effective": "fp32"}}, False),
+        ("fp16", "incompatible", {"compatibility": {"verdict": "incompatible"}}, True),
+        ("fp16", "incompatible", {"precision": {"effective": "fp16"}}, False),
+    ],
+    ids=["nonfinite in fp16", "nonfinite in fp32", "found by the check", "a model that cannot be built"],
+)
+def test_a_precision_is_avoided_only_if_it_may_be_the_cause(
+    precision: str, outcome: str, telemetry: dict[str, Any], is_blamed: bool
+) -> None:
+    current = ScriptedStudy(config_of("tpe"))
+    for batch_size in (8, 16, 32, 8):
+        current.study.enqueue_trial({"fp_precision": precision, "batch_size": batch_size})
+        current.end(current.ask()[0], outcome, telemetry=telemetry)
+    assert (("fp_precision", precision) in avoided(current)) == is_blamed
+
+
+@pytest.mark.parametrize("name", LEARNING)
 def test_choice_that_works_once_comes_back(name: str) -> None:
     """After three trials that were out of memory by bad luck, a category must not be lost for good."""
     seen: list[Params] = []
