@@ -42,7 +42,7 @@ from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 9
+CHECKPOINT_FORMAT = 10
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
