@@ -192,7 +192,7 @@ def measure(parts: TrialParts, batch: Batch) -> Measurement:
     amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
     with use_training_attention():
         try:
-            return measure_work(parts.model, amp, work_of(parts, batch), parts.compile)
+            return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, parts.build_reference)
         finally:
             if parts.compile:
                 drop_compiled(parts.device)
@@ -203,50 +203,54 @@ def measure_work(
     amp: MixedPrecision,
     work: Work,
     compile_model: Callable[[Any], object] | None = None,
+    build_reference: Callable[[], Any] | None = None,
 ) -> Measurement:
-    """Have a model, whose weights are fp32 ones, do the same in fp32 and under the precision of `amp`.
+    """Run a model, whose weights are fp32 ones, in fp32 and under the precision of `amp`, and compare.
 
+    If some weights of `model` are stored in fewer bits, `build_reference` builds the model to run in fp32.
     The model comes back as it was, without gradients.
 
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
     precision, device = amp.precision, amp.device
-    is_fp32 = precision.name == "fp32"  # which flash attention is refused by, as in training
-    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference=not is_fp32)
-    side = replace(fp32, mixed_precision=amp, is_reference=False)
+    reference: _Pass | None = None
+    try:
+        reference, measurement = _attempt_in_fp32(build_reference() if build_reference else model, amp, work)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        if not measurement.finite:
+            raised = measurement.error and f"{measurement.error} (in fp32 already)"
+            return replace(measurement, precision=precision.name, reference_finite=False, error=raised)
+    if reference is None:  # it did not fit, and the error, which held the activations, is gone
+        release_free_memory(device)
     with training_without_dropout(model):
-        reference: _Pass | None = None
-        try:
-            _, reference, measurement = _attempt(fp32, observes=False)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            if not measurement.finite:
-                raised = measurement.error and f"{measurement.error} (in fp32 already)"
-                return replace(measurement, precision=precision.name, reference_finite=False, error=raised)
-        if reference is None:  # it did not fit, and the error, which held the activations, is gone
-            model.zero_grad(set_to_none=True)
-            release_free_memory(device)
-        _, candidate, measurement = _attempt(side, compile_model)
-        if candidate is None or not measurement.finite:
-            return measurement
-        if reference is None:
-            return replace(measurement, reference_fits=False)
-        return replace(
-            measurement,
-            logits_relative_error={
-                name: relative_error(candidate.logits[name], value)
-                for name, value in reference.logits.items()
-            },
-            gradient_cosine=_cosine(candidate.gradients, reference.gradients),
-        )
+        candidate, measurement = _attempt(Side(model, amp, work), compile_model)
+    if candidate is None or not measurement.finite:
+        return measurement
+    if reference is None:
+        return replace(measurement, reference_fits=False)
+    return replace(
+        measurement,
+        logits_relative_error={
+            name: relative_error(candidate.logits[name], value) for name, value in reference.logits.items()
+        },
+        gradient_cosine=_cosine(candidate.gradients, reference.gradients),
+    )
+
+
+def _attempt_in_fp32(model: Any, amp: MixedPrecision, work: Work) -> tuple[_Pass | None, Measurement]:
+    is_fp32 = amp.precision.name == "fp32"  # which flash attention is refused by, as in training
+    fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
+    with training_without_dropout(model):
+        return _attempt(Side(model, fp32, work, is_reference=not is_fp32), observes=False)
 
 
 def _attempt(
     side: Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
-) -> tuple[Side, _Pass | None, Measurement]:
-    """The side with its model as a trial prepares it, its pass (None: it raised), and what that tells alone.
+) -> tuple[_Pass | None, Measurement]:
+    """Run a side with its model as a trial prepares it. Return the pass (None: it raised) and what it tells.
 
     With `observes`, also what its products really are. Raises what an allocator raises.
     """
@@ -266,7 +270,7 @@ def _attempt(
                 raise
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
-            return side, None, Measurement(precision.name, error=message, finite=False)
+            return None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()
         measurement = Measurement(
             precision.name,
@@ -277,7 +281,7 @@ def _attempt(
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision),
         )
-    return side, result, measurement
+    return result, measurement
 
 
 def _backed_off(config: AmpConfig) -> list[float]:

@@ -103,6 +103,9 @@ class TrialRun:
             distributed.decide(self._check)
             with distributed.memory_agreed("Search smaller encoders."):
                 self.optimizer = parts.prepare()
+            # Before this the memory is that of the check and of loading the model.
+            release_free_memory(device)
+            reset_peak_memory(device)
             self.mixed_precision = MixedPrecision(precision, amp, device)
             self._resume()
             self._observe_and_compile()
@@ -116,9 +119,6 @@ class TrialRun:
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
         if compatibility.verdict == "incompatible":
             raise Incompatible(" ".join(compatibility.reasons))
-        # The check's passes are not this trial's memory.
-        release_free_memory(device)
-        reset_peak_memory(device)
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.
