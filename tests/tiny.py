@@ -183,5 +183,6 @@ def tiny_measurement(
         model=model,
         loss_fn=loss_fn,
         compile=None,
+        build_reference=None,
     )
     return measure(parts, batch)

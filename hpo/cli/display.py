@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpo.study.reading.study_record import StudyRecord
-    from hpo.trial.measure import Measurement
+    from hpo.trial.compat import Compatibility
     from hpo.trial.verify import PrecisionCheck
 
 
@@ -185,11 +185,11 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
     for check in checks:
         row = {"precision": check.name, "support": check.support.level}
         if check.compatibility is not None:
-            row |= {"verdict": check.compatibility.verdict, **_measured(check.compatibility.measurement)}
+            row |= {"verdict": check.compatibility.verdict, **_measured(check.compatibility)}
         rows.append(row)
     console.print(dataframe_table(pd.DataFrame(rows).fillna("")))
     console.print(
-        "Speed and memory against fp32, forward and backward of the check's batch, of the fastest repeats.",
+        "Speed and memory against fp32: forward and backward of a micro-batch, the fastest of the repeats.",
         style="dim",
     )
     for check in checks:
@@ -198,14 +198,15 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
     console.print(Text(advice, style="bold"))
 
 
-def _measured(measured: Measurement) -> dict[str, str]:
+def _measured(check: Compatibility) -> dict[str, str]:
     """The largest error of logits, the cosine of gradients, the speed, the memory."""
+    measured, costs = check.measurement, check.costs
     error = max(measured.logits_relative_error.values(), default=None)
     return {
         "logits\nerror": "" if error is None else f"{error:.1e}",
         "gradient\ncosine": "" if measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
-        "speed": "" if measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x",
-        "memory": "" if measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
+        "speed": "" if costs is None else f"{costs.speed_ratio:.2f}x",
+        "memory": "" if costs is None or costs.memory_ratio is None else f"{costs.memory_ratio:.2f}x",
     }
 
 

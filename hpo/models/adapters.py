@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -61,8 +61,9 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
         target_modules=_targets(encoder, settings.lora_targets),
         use_dora=settings.adapter == "dora",
     )
-    adapted: nn.Module = inject_adapter_in_model(config, encoder)
-    return adapted
+    adapted: Any = inject_adapter_in_model(config, encoder)
+    adapted.base_digest = weights_digest(adapted)
+    return cast(nn.Module, adapted)
 
 
 def _import_peft() -> None:
@@ -100,12 +101,13 @@ def has_adapter(model: Any) -> bool:
 
 
 def base_digest(model: Any) -> str:
-    """A hash of the frozen weights under an adapter, before they are stored in fewer bits; empty without one.
+    """The hash of the frozen weights that `add_adapter` met, in fp32. Empty without an adapter.
 
     A folder may hold other weights under the same name, as may the hub, and another version of PyTorch may
     draw others from the same seed.
     """
-    return weights_digest(model.encoder) if has_adapter(model) else ""
+    digest: str = getattr(model.encoder, "base_digest", "")
+    return digest
 
 
 def weights_digest(encoder: nn.Module) -> str:

@@ -118,7 +118,8 @@ def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]
     kept: set[Tensor] = {module.stored for module in model.modules() if isinstance(module, FrozenLinear)}
     if kind == "fp32":
         return kept
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:  # a list of modules would keep those replaced
+        module = model.get_submodule(name)
         if any(weight.requires_grad for weight in module.parameters()):
             continue
         if type(module) is nn.Linear:

@@ -59,8 +59,8 @@ class Precision:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether a model in fp32 weights is changed to compute in it."""
-        return self.float8 or self.weights != "float32" or self.frozen != "fp32"
+        """Whether weights that are fp32 ones are changed to compute in it."""
+        return self.float8 or self.weights != "float32"
 
     @property
     def linear_dtype(self) -> str:

@@ -31,6 +31,7 @@ class Evaluation:
     decisions: dict[str, DecodingThresholds]
     """What was chosen on this split to turn logits into predictions, for use on other splits."""
     examples_per_second: float
+    """The forward passes count, decoding and scoring do not."""
     train_loss: float
     """Mean over the steps since the evaluation before."""
     index: int

@@ -193,6 +193,8 @@ def _evaluate(
     batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)[rank() :: world_size()]
     with memory_agreed("Shorten `max_length`."):
         logits = predict_logits(model, split, batches, mixed_precision, data.pad_id, on_batch)
+    synchronize(mixed_precision.device)
+    forward_seconds = clock.now() - began
     merge(logits)
     check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
@@ -200,6 +202,7 @@ def _evaluate(
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds
+    state.evaluation_scoring_seconds += seconds - forward_seconds
     return Evaluation(
         step=state.step,
         epoch=state.step / num_batches(data.train.num_windows, args.batch_size),
@@ -207,7 +210,7 @@ def _evaluate(
         seconds=state.train_seconds,
         metrics=metrics,
         decisions=decisions,
-        examples_per_second=len(data.validation.examples) / seconds,
+        examples_per_second=len(split.examples) / forward_seconds,
         train_loss=state.take_mean_loss(),
         index=index,
         rates=clock.meter.summary(),

@@ -97,6 +97,8 @@ class TrainState:
     step_seconds: float = 0.0
     """Of the last step."""
     evaluation_seconds: float = 0.0
+    evaluation_scoring_seconds: float = 0.0
+    """The part of `evaluation_seconds` that decodes and scores."""
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0

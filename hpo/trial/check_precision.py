@@ -3,7 +3,7 @@
     check = hpo.check_precision(model, loss_of_batch, batch, "bf16")
     print(check)
 
-It is the check that a trial has before it trains (`hpo.trial.compat`), with its times repeated.
+It is the check that a trial has before it trains (`hpo.trial.compat`), with the costs of the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from hpo.config.study_config import CompatConfig
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
+from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.effective import left_as_it_was
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import manual_seed
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.measure import Work, measure_work
+from hpo.trial.costs import Costs, measure_costs
+from hpo.trial.measure import Work, measure_work, training_without_dropout
 
 LossOfBatch = Callable[[Any, Any], Tensor]
 
@@ -55,12 +57,13 @@ def check_precision(
         batch: whatever that takes, on the model's device. Where weights are bf16 ones (`bf16-true`), so are
             its floating-point tensors.
         precision: as a trial's `fp_precision`: fp32, tf32, bf16, fp16, bf16-true or fp8.
-        repeats: how often each side is timed, in turn; of these the fastest counts.
+        repeats: how often each side is timed, in turn, at least 1; of these the fastest counts. Both sides
+            run uncompiled. They have no dropout.
 
     Returns:
-        The verdict by the bounds that studies have without `compat`, with every reason for it, and the
-        measurement. It is `ok`, `degraded`, `incompatible`, or `invalid` if fp32 is not finite either. Its
-        text is for people.
+        The verdict by the bounds that studies have without `compat`, with every reason for it, the
+        measurement, and the costs of the batch. It is `ok`, `degraded`, `incompatible`, or `invalid` if fp32
+        is not finite either. Its text is for people.
 
     Raises:
         InputError: there is no such precision, this device cannot run it, or the model or loss are not as
@@ -71,6 +74,8 @@ def check_precision(
         precision = canonical_precision(precision)
     except ValueError as error:
         raise InputError(f"precision: {error}") from None
+    if repeats < 1:
+        raise InputError(f"repeats: must be at least 1, but got {repeats}.")
     device = _device_of(model)
     supported = support(precision, device)
     if supported.level == "unsupported":
@@ -78,10 +83,23 @@ def check_precision(
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
         _try(model, loss_of_batch, batch)
-        measurement = measure_work(model, amp, _work_of(loss_of_batch, batch), repeats=repeats)
-    check = judge(measurement, CompatConfig())
+        work = _work_of(loss_of_batch, batch)
+        check = judge(measure_work(model, amp, work), CompatConfig())
+        if check.measurement.finite and check.measurement.reference_fits:
+            check = replace(check, costs=_costs_of(model, amp, work, repeats))
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
     return replace(check, reasons=(*check.reasons, *emulated))
+
+
+def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -> Costs | None:
+    """The costs without dropout. None: both sides do not fit into memory together."""
+    try:
+        with training_without_dropout(model):
+            return measure_costs(model, amp, work, repeats)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _device_of(model: nn.Module) -> DeviceInfo:

@@ -30,6 +30,7 @@ from hpo.precision.amp import reduced_precision_reduction
 from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
+from hpo.trial.costs import Costs
 from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
 from hpo.trial.trial_parts import TrialParts
 from hpo.versions import installed_versions
@@ -46,6 +47,8 @@ class Compatibility:
     reasons: tuple[str, ...]
     measurement: Measurement
     cached: bool = False
+    costs: Costs | None = None
+    """None: not measured, as in the check of a trial."""
 
     def __str__(self) -> str:
         """For people: the verdict, what was measured, and the reasons, a line each."""
@@ -59,9 +62,9 @@ class Compatibility:
             lines.append(f"first not finite: {found.first_nonfinite}")
         if products := found.observed.get("linear_products"):
             lines.append("products: " + ", ".join(f"{kind} in {n} layers" for kind, n in products.items()))
-        if found.speed_ratio is not None:
-            memory = "" if found.memory_ratio is None else f", {found.memory_ratio:.2f} of its memory"
-            lines.append(f"{found.speed_ratio:.2f} times as fast as fp32{memory}")
+        if costs := self.costs:
+            memory = "" if costs.memory_ratio is None else f", {costs.memory_ratio:.2f} of its memory"
+            lines.append(f"{costs.speed_ratio:.2f} times as fast as fp32{memory}")
         return "\n".join([*lines, *self.reasons])
 
     def telemetry(self) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def check_compatibility(parts: TrialParts, cache: CompatibilityCache | None) -> 
     return judge(measurement, bounds)
 
 
-def measure_parts(parts: TrialParts, repeats: int = 0) -> Measurement:
+def measure_parts(parts: TrialParts) -> Measurement:
     """Measure on the longest window of the data beside the two shortest, which are nearly all padding.
 
     Where these do not fit into memory (under the precision or in fp32), measure on the longest alone. Raises
@@ -152,7 +155,7 @@ def measure_parts(parts: TrialParts, repeats: int = 0) -> Measurement:
     measurement = None
     for batch in (parts.batch(2, 1), parts.batch(0, 1)):
         try:
-            measurement = measure(parts, batch, repeats)
+            measurement = measure(parts, batch)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,9 +2,9 @@
 
 Model and loss run forward and backward, in fp32 and under the precision from equal weights, as in training
 but without dropout. Compared are finiteness, the relative error of each output (of a trial's model: of each
-head's logits) ||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. Where gradients
-overflow under loss scaling, the scale backs off as in training, to its floor. Where fp32 does not fit into
-memory, finiteness alone is measured.
+head's logits) ||y - y32|| / ||y32||, and the cosine between the gradients. Where gradients overflow under
+loss scaling, the scale backs off as in training, to its floor. Where fp32 does not fit into memory,
+finiteness alone is measured. `hpo.trial.costs` measures time and memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpo.data.batches import Batch
 from hpo.device import synchronize
 from hpo.lost_device import raise_if_lost
-from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Observation, left_as_it_was, observe_model
@@ -34,10 +34,8 @@ from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 10
+MEASUREMENT_VERSION = 11
 """To be raised when the measuring changes: what is cached of another version is measured again."""
-
-_MEANINGFUL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,6 @@ class Measurement:
     gradient_cosine: float | None = None
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
-    speed_ratio: float | None = None
-    """fp32's seconds over this precision's, of the fastest timing each: above 1 is faster than fp32."""
-    memory_ratio: float | None = None
-    """This precision's peak memory of one pass over fp32's; None where it is too small to be seen."""
-    seconds: float | None = None
     disagreement: str = ""
     """Why the observed dtypes are not the precision; empty when they are."""
     observed: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +74,6 @@ class _Pass:
     loss: Tensor
     logits: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    seconds: float
 
     def broken(self) -> str | None:
         """What is not finite first."""
@@ -143,7 +135,7 @@ class Side:
 
     def run(self) -> _Pass:
         """Forward and backward once."""
-        seconds, loss, outputs = self._step()
+        loss, outputs = self._step()
         scale = self.mixed_precision.scale_value().cpu()
         gradients = {
             name: parameter.grad.detach().to_dense().float().cpu() / scale
@@ -152,7 +144,7 @@ class Side:
         }
         self.model.zero_grad(set_to_none=True)
         logits = {name: self.work.compared(value.detach().float().cpu()) for name, value in outputs.items()}
-        return _Pass(loss.detach().cpu(), logits, gradients, seconds)
+        return _Pass(loss.detach().cpu(), logits, gradients)
 
     def run_with_backoff(self) -> _Pass:
         """`run` at the first loss scale that training backs off to whose gradients are finite, or else at its
@@ -171,22 +163,23 @@ class Side:
 
     def time(self) -> float:
         """Wall seconds of one pass."""
-        seconds = self._step()[0]
+        device = self.mixed_precision.device
+        synchronize(device)
+        started = time.perf_counter()
+        self._step()
+        synchronize(device)
+        seconds = time.perf_counter() - started
         self.model.zero_grad(set_to_none=True)
         return seconds
 
-    def _step(self) -> tuple[float, Tensor, dict[str, Tensor]]:
-        """The seconds, loss and outputs of a pass as in training; the gradients are left in the model."""
-        device = self.mixed_precision.device
+    def _step(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and outputs of a pass as in training. The gradients stay in the model."""
         self.model.zero_grad(set_to_none=True)
-        synchronize(device)
-        started = time.perf_counter()
         with self.flags():
             with self.mixed_precision.autocast():
                 loss, outputs = self.work.forward(self.model)
             self.mixed_precision.scaler.scale(loss).backward()
-        synchronize(device)
-        return time.perf_counter() - started, loss, outputs
+        return loss, outputs
 
     def origin(self) -> dict[str, Any]:
         """Run again, watching every operator: where the first number that is not finite comes from."""
@@ -195,12 +188,12 @@ class Side:
         return watched.facts()
 
 
-def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
+def measure(parts: TrialParts, batch: Batch) -> Measurement:
     """Run the trial's model on `batch` in fp32 and under the trial's precision; see `measure_work`."""
     amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
     with use_training_attention():
         try:
-            return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, repeats)
+            return measure_work(parts.model, amp, work_of(parts, batch), parts.compile, parts.build_reference)
         finally:
             if parts.compile:
                 drop_compiled(parts.device)
@@ -211,62 +204,67 @@ def measure_work(
     amp: MixedPrecision,
     work: Work,
     compile_model: Callable[[Any], object] | None = None,
-    repeats: int = 0,
+    build_reference: Callable[[], Any] | None = None,
 ) -> Measurement:
-    """Have a model, whose weights are fp32 ones, do the same in fp32 and under the precision of `amp`.
+    """Run a model, whose weights are fp32 ones, in fp32 and under the precision of `amp`, and compare.
 
-    Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed. The
-    model comes back as it was, without gradients.
+    If some weights of `model` are stored in fewer bits, `build_reference` builds the model to run in fp32.
+    The model comes back as it was, without gradients.
 
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
     precision, device = amp.precision, amp.device
-    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference=True)
-    side = replace(fp32, mixed_precision=amp, is_reference=False)  # flash attention refuses fp32
-    with _training_without_dropout(model):
-        reference: _Pass | None = None
-        try:
-            _, reference, measurement = _attempt(fp32, observes=False)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            if not measurement.finite:
-                return replace(measurement, precision=precision.name, reference_finite=False)
-        if reference is None:  # it did not fit, and the error, which held the activations, is gone
-            model.zero_grad(set_to_none=True)
-            release_free_memory(device)
-        side, candidate, measurement = _attempt(side, compile_model)
-        if candidate is None or not measurement.finite:
-            fits = reference is not None
-            if compile_model and fits:  # the compiler may be at fault
-                try:
-                    _, _, compiled = _attempt(fp32, compile_model, observes=False)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    fits = False
-                else:
-                    if not compiled.finite:
-                        return replace(compiled, precision=precision.name, reference_finite=False)
-            return replace(measurement, reference_fits=fits)
-        if reference is None:
-            return replace(measurement, reference_fits=False, seconds=candidate.seconds)
-        return replace(
-            measurement,
-            logits_relative_error={
-                name: relative_error(candidate.logits[name], value)
-                for name, value in reference.logits.items()
-            },
-            gradient_cosine=_cosine(candidate.gradients, reference.gradients),
-            **_costs(side, fp32, repeats),
-        )
+    reference: _Pass | None = None
+    try:
+        reference, measurement = _attempt_in_fp32(build_reference() if build_reference else model, amp, work)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        if not measurement.finite:
+            return replace(measurement, precision=precision.name, reference_finite=False)
+    if reference is None:  # it did not fit, and the error, which held the activations, is gone
+        model.zero_grad(set_to_none=True)
+        release_free_memory(device)
+    with training_without_dropout(model):
+        candidate, measurement = _attempt(Side(model, amp, work), compile_model)
+    if candidate is None or not measurement.finite:
+        fits = reference is not None
+        if compile_model and fits:  # the compiler may be at fault
+            try:
+                fp32_model = build_reference() if build_reference else model
+                _, compiled = _attempt_in_fp32(fp32_model, amp, work, compile_model)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                fits = False
+            else:
+                if not compiled.finite:
+                    return replace(compiled, precision=precision.name, reference_finite=False)
+        return replace(measurement, reference_fits=fits)
+    if reference is None:
+        return replace(measurement, reference_fits=False)
+    return replace(
+        measurement,
+        logits_relative_error={
+            name: relative_error(candidate.logits[name], value) for name, value in reference.logits.items()
+        },
+        gradient_cosine=_cosine(candidate.gradients, reference.gradients),
+    )
+
+
+def _attempt_in_fp32(
+    model: Any, amp: MixedPrecision, work: Work, compile_model: Callable[[Any], object] | None = None
+) -> tuple[_Pass | None, Measurement]:
+    fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
+    with training_without_dropout(model):
+        return _attempt(Side(model, fp32, work, is_reference=True), compile_model, observes=False)
 
 
 def _attempt(
     side: Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
-) -> tuple[Side, _Pass | None, Measurement]:
-    """The side with its model as a trial prepares it, its pass (None: it raised), and what that tells alone.
+) -> tuple[_Pass | None, Measurement]:
+    """Run a side with its model as a trial prepares it. Return the pass (None: it raised) and what it tells.
 
     With `observes`, also what its products really are. Raises what an allocator raises.
     """
@@ -286,7 +284,7 @@ def _attempt(
                 raise
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
-            return side, None, Measurement(precision.name, error=message, finite=False)
+            return None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()
         measurement = Measurement(
             precision.name,
@@ -297,7 +295,7 @@ def _attempt(
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision),
         )
-    return side, result, measurement
+    return result, measurement
 
 
 def _backed_off(config: AmpConfig) -> list[float]:
@@ -311,7 +309,7 @@ def _backed_off(config: AmpConfig) -> list[float]:
 
 
 @contextlib.contextmanager
-def _training_without_dropout(model: nn.Module) -> Iterator[None]:
+def training_without_dropout(model: nn.Module) -> Iterator[None]:
     """As in training but for dropout: modules that compute activations again do so, batch norms take the
     statistics of the batch, and recurrent ones are as cuDNN needs them; the others evaluate. Modules that are
     in another mode than the model keep theirs."""
@@ -330,34 +328,6 @@ def _training_without_dropout(model: nn.Module) -> Iterator[None]:
                         undo.callback(setattr, module, name, value)
                         setattr(module, name, 0.0)
         yield
-
-
-def _costs(side: Side, fp32: Side, repeats: int) -> dict[str, Any]:
-    """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
-
-    They are timed in turn, so that other load on the machine slows both. The first pass has no freed memory
-    to reuse, so its time counts only with `repeats` of 0.
-    """
-    device = side.mixed_precision.device
-    first, peak_bytes = [], []
-    try:
-        for each in (fp32, side):
-            release_free_memory(device)
-            reset_peak_memory(device)
-            held = peak_memory_bytes(device)
-            first.append(each.time())
-            peak_bytes.append(peak_memory_bytes(device) - held)
-        passes = [[fp32.time(), side.time()] for _ in range(repeats)] or [first]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return {}  # fp32 fits alone, but not beside the copy of the model that the precision needs
-    reference, own = map(min, zip(*passes, strict=True))
-    return {
-        "speed_ratio": reference / own,
-        "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
-        "seconds": own,
-    }
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -88,7 +88,7 @@ def training_facts(
 ) -> dict[str, Any]:
     """How the training goes, of all ranks but for `device_utilization`, which is rank 0's.
 
-    `evaluation_rates` are the examples per second of each evaluation.
+    `evaluation_rates` are the examples per second of the forward passes of each evaluation.
     """
     state, meter = clock.state, clock.meter
     scaler = asdict(mixed_precision.statistics())
@@ -105,6 +105,7 @@ def training_facts(
         "num_tokens": state.num_tokens,
         "train_seconds": state.train_seconds,
         "evaluation_seconds": state.evaluation_seconds,
+        "evaluation_scoring_seconds": state.evaluation_scoring_seconds,
         "device_utilization": utilization.read(),
         "model_flops_utilization": _flops_utilization(model, mixed_precision, meter, num_ranks),
     }

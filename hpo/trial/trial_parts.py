@@ -37,6 +37,7 @@ from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
+from hpo.precision.frozen import store_frozen
 from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.registry import kind_of
@@ -142,7 +143,10 @@ class TrialLoader:
         return encoder
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
-        """A new model in fp32 weights, on the device."""
+        """A new model on the device, with frozen layers as `base_precision` stores them, the others in fp32.
+
+        The CPU stores the frozen layers: the device never holds them in fp32, and all devices have the same.
+        """
         encoder = self.build_encoder(config)
         if config.adapter != "none":
             encoder = add_adapter(encoder, AdapterSettings(**_of(config, AdapterSettings)))
@@ -154,6 +158,10 @@ class TrialLoader:
             freeze_layers=config.freeze_layers,
             gradient_checkpointing=config.gradient_checkpointing,
         )
+        store_frozen(model, config.base_precision, torch.float32)
+        if self.device.type == "cpu":
+            for weight in model.parameters():  # one that is mapped from a file would keep all of it in memory
+                weight.data = weight.data.clone()
         return model.to(self.device.torch_device)
 
 
@@ -164,7 +172,7 @@ def _of(config: TrialConfig, settings: type[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrialParts:
-    """A trial's settings, its model in fp32 weights on the device, its loss and its data."""
+    """A trial's settings, its model of `TrialLoader.build_model`, its loss and its data."""
 
     study: StudyConfig
     device: DeviceInfo
@@ -180,6 +188,8 @@ class TrialParts:
     """See `TrialLoader.scored_tasks`."""
     compile: Callable[[MultitaskModel], object] | None
     """Compiles a model in place; None: the trial is not compiled."""
+    build_reference: Callable[[], MultitaskModel] | None
+    """Builds the model again with all weights in fp32. None: the model has such weights."""
 
     def batch(self, first: int, last: int = 0) -> Batch:
         """The `first` shortest and the `last` longest windows of the training split, on the CPU.
@@ -259,8 +269,13 @@ def assemble(
 ) -> TrialParts:
     """The parts of a trial whose settings and precision are known; the model has the weights of its seed."""
     train, validation = (loader.tokens(name, config) for name in ("train", "validation"))
-    manual_seed(config.seed)
-    model = loader.build_model(config)
+
+    def build(config: TrialConfig) -> MultitaskModel:
+        manual_seed(config.seed)
+        return loader.build_model(config)
+
+    model = build(config)
+    in_fp32 = config.model_copy(update={"base_precision": "fp32"})
     loss_fn = _loss_fn(config, model, train)
     return TrialParts(
         study,
@@ -276,6 +291,7 @@ def assemble(
         None
         if config.compile == "none"
         else lambda model: loader.apply_compile(model, config.compile, config.compile_scope),
+        None if config.base_precision == "fp32" else lambda: build(in_fp32),
     )
 
 

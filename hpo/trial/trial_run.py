@@ -43,7 +43,7 @@ from hpo.trial.objectives import final_values, is_better, objective_value, undef
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 9
+CHECKPOINT_FORMAT = 10
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -106,6 +106,9 @@ class TrialRun:
             distributed.decide(self._check)
             with distributed.memory_agreed("Search smaller encoders."):
                 self.optimizer = parts.prepare()
+            # Before this the memory is that of the check and of loading the model.
+            release_free_memory(device)
+            reset_peak_memory(device)
             self.mixed_precision = MixedPrecision(precision, amp, device)
             self._resume()
             self._observe_and_compile()
@@ -120,9 +123,6 @@ class TrialRun:
         for end in (Incompatible, Invalid):
             if compatibility.verdict == end.outcome:
                 raise end(" ".join(compatibility.reasons))
-        # The check's passes are not this trial's memory.
-        release_free_memory(device)
-        reset_peak_memory(device)
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.

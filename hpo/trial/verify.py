@@ -1,19 +1,21 @@
 """How each precision does on this machine, before a search: `hpo verify`.
 
-Every precision that runs here, natively or emulated, is measured on the study's model and data. Nothing
-is trained and nothing stored.
+Every precision that runs here, natively or emulated, is measured on the study's model and data: its errors
+on the batch of a trial's check, its speed and memory on a micro-batch of training. Nothing is trained and
+nothing stored.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpo.device import DeviceInfo
 from hpo.errors import TrialEnd
 from hpo.precision.table import PRECISION, PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
+from hpo.trial.costs import costs_of_trial
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import build_trial
 
@@ -38,8 +40,9 @@ class PrecisionCheck:
 
     @property
     def speed_ratio(self) -> float | None:
-        """fp32's seconds over this precision's."""
-        return self.compatibility.measurement.speed_ratio if self.compatibility else None
+        """fp32's seconds over this precision's. None: not measured."""
+        costs = self.compatibility and self.compatibility.costs
+        return costs.speed_ratio if costs else None
 
     @property
     def is_faster(self) -> bool:
@@ -48,14 +51,20 @@ class PrecisionCheck:
 
 
 def check_precision(executor: Executor, name: str, repeats: int) -> Compatibility:
-    """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+    """Check the study's fixed settings in a precision, emulated or not, and measure what it costs.
+
+    Nothing is cached. The costs are those of a micro-batch; the errors are those of the trial's check.
+    """
     slow = " (emulated here, so slow)" if support(name, executor.device).level == "emulated" else ""
     passes = f"training passes in fp32 and in {name} in turn, timed {repeats} times"
     _logger.info("checking %s ...%s %s", name, slow, passes)
     amp = executor.amp.model_copy(update={"allow_emulated": True})
     study = executor.study.model_copy(update={"amp": amp})
     parts = build_trial(study, executor.device, {PRECISION: name}, executor.loader)
-    return judge(measure_parts(parts, repeats), study.compat)
+    check = judge(measure_parts(parts), study.compat)
+    measured = check.measurement
+    runs = measured.finite and measured.reference_fits
+    return replace(check, costs=costs_of_trial(parts, repeats)) if runs else check
 
 
 def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -> list[PrecisionCheck]:
@@ -84,7 +93,7 @@ def recommendation(checks: Sequence[PrecisionCheck]) -> str:
         names = ", ".join(check.name for check in usable if check.name == "fp32" or check in faster)
         advice = (
             f"Search fp_precision over [{names}]: {fastest.name} is the fastest, "
-            f"{fastest.speed_ratio:.1f} times as fast as fp32 on the check's batch."
+            f"{fastest.speed_ratio:.1f} times as fast as fp32 on a micro-batch."
         )
     elif any(check.name == "fp32" for check in usable):
         advice = "Use fp32: no native precision of this machine is faster on this model."

@@ -27,6 +27,7 @@ from hpo.report.status import study_status
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import Look
 from hpo.trial.compat import Compatibility
+from hpo.trial.costs import Costs
 from hpo.trial.measure import Measurement
 from hpo.trial.verify import PrecisionCheck
 
@@ -148,11 +149,10 @@ def test_verification(screen: Screen) -> None:
         "bf16",
         logits_relative_error={"a": 1.25e-3, "b": 4e-3},
         gradient_cosine=0.99912,
-        speed_ratio=2.5,
-        memory_ratio=0.75,
     )
+    check = Compatibility("incompatible", (), measurement, costs=Costs(0.1, 2.5, 0.75))
     checks = [
-        PrecisionCheck("bf16", Support("native"), Compatibility("incompatible", (), measurement), LONG),
+        PrecisionCheck("bf16", Support("native"), check, LONG),
         PrecisionCheck("bf16-true", Support("unsupported", LONG), None, LONG),
     ]
     display.print_verification(checks, "NVIDIA [H200]", "Use fp32.")

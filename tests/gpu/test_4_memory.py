@@ -87,12 +87,12 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         noted.append(peak_memory_bytes(of))
         reset_peak_memory(of)
 
-    for module in ("executor", "trial_run", "measure"):
+    for module in ("executor", "trial_run"):
         monkeypatch.setattr(f"hpo.trial.{module}.reset_peak_memory", note_and_reset)
     return noted
 
 
-@pytest.mark.parametrize("base", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
 def test_memory_of_lora_over_a_stored_base(
     device: DeviceInfo, base: str, peaks: list[int], tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
@@ -102,7 +102,8 @@ def test_memory_of_lora_over_a_stored_base(
     result = Executor(load_study(str(path)), device, tmp_path / "runs").run({}, None, "")
     assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
     telemetry = result.telemetry
-    highest = max([*peaks[1:], telemetry["peak_memory_bytes"]])
+    (loading,) = peaks[1:]
+    highest = max(loading, telemetry["peak_memory_bytes"])
     reserved = torch.cuda.max_memory_reserved(device.index) if device.type == "cuda" else 0
     frozen = telemetry["base_precision"]
     figure(
@@ -110,6 +111,8 @@ def test_memory_of_lora_over_a_stored_base(
         f"{highest / 2**20:.0f} MiB, reserved {reserved / 2**20:.0f} MiB; {frozen['observed']}"
     )
     assert frozen["effective"] == base
+    if device.type == "cuda":  # a quarter of these weights in fp32, for the libraries
+        assert loading < frozen["observed"]["weights_bytes"] + 100 * 2**20, "no fp32 weights while loading"
 
 
 def check_resumes(

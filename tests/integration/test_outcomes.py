@@ -65,6 +65,7 @@ def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
     assert set(telemetry["metrics"]) == {task.name for task in executor.tasks}
     assert telemetry["num_steps"] == 4
     assert telemetry["num_examples"] == 32
+    assert 0 < telemetry["evaluation_scoring_seconds"] < telemetry["evaluation_seconds"]
     assert (telemetry["scaler"]["scale_min"] is not None) == (name == "fp16")
     assert result.headline["peak_memory_bytes"] > 2**27
 

@@ -33,6 +33,7 @@ from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
+from hpo.device import DeviceInfo
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
@@ -335,6 +336,32 @@ def test_compiling_in_a_step_is_no_training(
         == len(executor.loader.tokens("validation", config_of(executor)).examples) / 2
     )
     assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
+
+
+def test_the_rate_of_an_evaluation_is_that_of_its_forward_passes(
+    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
+    state, queued = TrainState(), [0.0]
+
+    def wait(_device: DeviceInfo) -> None:
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    def spend(seconds: list[float], more: float) -> None:
+        seconds[0] += more
+
+    decode = loop_module.decode_tasks
+    monkeypatch.setattr(loop_module, "synchronize", wait)
+    monkeypatch.setattr(
+        loop_module, "decode_tasks", lambda *args, **more: (spend(now, 8.0), decode(*args, **more))[1]
+    )
+    clock = TrainingClock(state, ThroughputMeter(CPU))
+    step, forward = partial(spend, now, 1.0), partial(spend, queued, 2.0)
+    first, last = train_for_seconds(executor, monkeypatch, clock, step, forward, 2)
+    num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
+    assert first.examples_per_second == last.examples_per_second == num_examples / 2
+    assert (state.evaluation_seconds, state.evaluation_scoring_seconds) == (20.0, 16.0)
 
 
 def test_waiting_for_the_device_may_use_up_the_budget(

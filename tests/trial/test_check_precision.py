@@ -67,7 +67,8 @@ def test_a_convnet_computes_in_the_requested_precision(precision: str) -> None:
     assert 1e-5 < found.logits_relative_error["output['logits']"] < 0.05
     assert found.gradient_cosine is not None
     assert 0.99 < found.gradient_cosine < 1.0
-    assert found.speed_ratio is not None
+    assert check.costs is not None
+    assert check.costs.speed_ratio > 0
     assert f"{precision}: ok" in str(check)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -120,6 +121,11 @@ def test_a_module_in_fp32_is_reported() -> None:
 def test_what_cannot_be_checked_is_refused(model: Any, loss: Any, precision: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         hpo.check_precision(model, loss, images(), precision)
+
+
+def test_a_number_of_repeats_below_one_is_refused() -> None:
+    with pytest.raises(InputError, match="repeats: must be at least 1, but got 0"):
+        hpo.check_precision(ConvNet(), cross_entropy, images(), repeats=0)
 
 
 def test_noise_in_the_loss_is_the_same_in_both_precisions() -> None:

@@ -155,7 +155,7 @@ def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Pa
     executor.check_study()
     found = check_compatibility(parts_of(executor, fp_precision="bf16"), None)
     assert (found.verdict, found.reasons) == ("ok", ())
-    assert found.measurement.speed_ratio
+    assert found.measurement.gradient_cosine
     result = executor.run({"fp_precision": "bf16"}, None, "")
     assert (result.outcome, result.reason) == ("complete", "")
     refused = executor.run({"fp_precision": "fp32"}, None, "")
@@ -246,6 +246,9 @@ def test_a_measurement_is_made_once(tmp_path: Path) -> None:
     first, second = check(executor, cache), check(executor, cache)
     assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
     assert second.measurement == first.measurement
+    assert not {"seconds", "speed_ratio", "memory_ratio"} & first.telemetry().keys(), (
+        "it measures errors only"
+    )
 
 
 def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(

@@ -117,7 +117,7 @@ def test_activations_are_computed_again_and_nothing_is_dropped() -> None:
     found = check(Broken(layer), "fp32")
     assert (found.verdict, found.measurement.gradient_cosine) == ("ok", pytest.approx(1))
     assert set(found.measurement.logits_relative_error.values()) == {0.0}
-    assert layer.calls == 2 * 4 + 2, "two passes compared, two timed; the products of one measured"
+    assert layer.calls == 2 * 2 + 2, "two passes compared; the products of one measured"
     assert (layer.dropout, layer.training) == (0.5, True)
 
 
@@ -133,7 +133,6 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
     else:
         assert all(1e-5 < error < 0.05 for error in errors.values())
     assert measured.gradient_cosine > 0.999
-    assert measured.speed_ratio > 0
     assert measured.observed["linear_dtypes"] == {PRECISIONS[name].linear_dtype: 5}
 
 

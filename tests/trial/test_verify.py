@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import altered_executor
+from torch import nn
 
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.precision.table import PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility
+from hpo.trial.costs import Costs
 from hpo.trial.measure import Measurement
-from hpo.trial.verify import PrecisionCheck, recommendation, verify
+from hpo.trial.verify import PrecisionCheck, check_precision, recommendation, verify
 
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", compute_capability=(9, 0), cuda_bf16=True)
 T4 = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
 AMX = DeviceInfo(type="cpu", name="Xeon", cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
 PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
+
+
+def costs(speed_ratio: float) -> Costs:
+    return Costs(1.0, speed_ratio, None)
 
 
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
@@ -28,8 +37,8 @@ def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
         if isinstance(came, Exception):
             raise came
         if isinstance(came, str):
-            return Compatibility(came, (f"{name} is {came}.",), Measurement(name, speed_ratio=9.0))
-        return Compatibility("ok", (), Measurement(name, speed_ratio=came))
+            return Compatibility(came, (f"{name} is {came}.",), Measurement(name), costs=costs(9.0))
+        return Compatibility("ok", (), Measurement(name), costs=costs(came))
 
     return verify(device, check)
 
@@ -86,3 +95,64 @@ def test_an_unusable_precision_has_a_reason() -> None:
     for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):
         assert (checks[name].usable, checks[name].note) == (False, note)
     assert checks["fp32"].speed_ratio is None
+
+
+# Costs
+
+
+def test_passes_of_the_trials_micro_batch_are_timed(tmp_path: Path) -> None:
+    """Each side runs it to warm up, for its memory, and twice for its time."""
+    num_rows: list[int] = []
+
+    def note(model: Any) -> None:
+        model.encoder.register_forward_pre_hook(
+            lambda _encoder, _args, inputs: num_rows.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+
+    training = {"max_steps": 1, "batch_size": 8, "micro_batch_size": 5, "max_length": 64}
+    executor = altered_executor(tmp_path, note, training=training)
+    check = check_precision(executor, "bf16", repeats=2)
+    assert num_rows.count(5) == 2 * (1 + 1 + 2)
+    assert check.costs is not None
+    assert check.costs.speed_ratio > 0
+
+
+@pytest.mark.parametrize("compile_mode", ["none", "default"])
+@pytest.mark.parametrize("name", ["bf16", "bf16-true"])
+def test_the_ratio_of_speeds_knows_no_compiler(
+    name: str, compile_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of its own, a compiled pass takes one second and another pass four, in each precision."""
+    now = [0.0]
+    monkeypatch.setattr("hpo.trial.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def spend(module: nn.Module, *_: Any) -> None:
+        now[0] += 1.0 if hasattr(module, "planted_compiler") else 4.0
+
+    def compile_model(model: nn.Module, *_: Any) -> None:
+        model.planted_compiler = True  # type: ignore[assignment]
+
+    training = {"max_steps": 1, "max_length": 64, "compile": compile_mode}
+    executor = altered_executor(
+        tmp_path, lambda model: model.register_forward_pre_hook(spend), training=training
+    )
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    check = check_precision(executor, name, repeats=1)
+    assert check.costs == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, check.costs.memory_ratio)
+
+
+def test_costs_without_memory_for_both_sides_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def run_out(_parts: Any, batch: Any) -> None:
+        tried.append(len(batch.windows_B))
+        raise MemoryError
+
+    executor = altered_executor(
+        tmp_path, lambda _: None, training={"max_steps": 1, "batch_size": 8, "max_length": 64}
+    )
+    monkeypatch.setattr("hpo.trial.costs.work_of", run_out)
+    check = check_precision(executor, "bf16", repeats=1)
+    assert (check.verdict, check.costs, tried) == ("ok", None, [8, 4, 2, 1])

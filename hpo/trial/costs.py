@@ -1,0 +1,104 @@
+"""What a precision costs: time and memory of training passes, against fp32 on the same batch.
+
+Both sides are compiled or neither is, so the ratios show the precision alone. The sides take turns, so other
+load on the machine slows both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpo.data.batches import collate, training_batches
+from hpo.errors import OutOfMemory
+from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.table import PRECISIONS
+from hpo.training.compilation import drop_compiled
+from hpo.training.micro_batches import within_memory
+from hpo.training.progress import TrainState
+from hpo.trial.measure import Side, Work, work_of
+from hpo.trial.trial_parts import TrialParts, training_args
+
+_MEANINGFUL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one forward and backward pass in a precision, against fp32."""
+
+    seconds: float
+    """Wall seconds of the fastest pass in the precision."""
+    speed_ratio: float
+    """fp32's seconds over the precision's: above 1 is faster than fp32."""
+    memory_ratio: float | None
+    """The precision's peak memory of a pass over fp32's. None: too small to be measured."""
+
+
+def measure_costs(
+    model: Any,
+    amp: MixedPrecision,
+    work: Work,
+    repeats: int,
+    compile_model: Callable[[Any], object] | None = None,
+) -> Costs:
+    """Run `work` in fp32 and in the precision of `amp`, in the mode that the model is in.
+
+    Each side runs once to warm up, once for its memory and `repeats` times for its time. `compile_model`
+    compiles both sides. The model keeps it.
+
+    Raises what an allocator raises if both sides do not fit into memory together.
+    """
+    device, precision = amp.device, amp.precision
+    is_reference = precision.name != "fp32"
+    fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference)
+    side = replace(fp32, mixed_precision=amp, is_reference=False)
+    if precision.changes_weights or compile_model:
+        side = replace(side, model=copy.deepcopy(model))
+    sides = (fp32, side)
+    with side.flags():
+        prepare_model(side.model, precision)
+    for each in sides:
+        if compile_model:
+            compile_model(each.model)
+    for each in sides:
+        each.time()
+    peak_bytes = []
+    for each in sides:
+        release_free_memory(device)
+        reset_peak_memory(device)
+        held = peak_memory_bytes(device)
+        each.time()
+        peak_bytes.append(peak_memory_bytes(device) - held)
+    passes = [[each.time() for each in sides] for _ in range(repeats)]
+    reference, own = map(min, zip(*passes, strict=True))
+    is_meaningful = min(peak_bytes) > _MEANINGFUL_BYTES
+    return Costs(own, reference / own, peak_bytes[1] / peak_bytes[0] if is_meaningful else None)
+
+
+def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:
+    """The costs of a micro-batch as the trial trains it. None: not one example fits on both sides together.
+
+    The micro-batch comes from a batch of median size, and is halved as in training if memory runs out.
+    """
+    split, device = parts.data.train, parts.device
+    args = training_args(parts.study, parts.config, split.num_windows)
+    batches = training_batches(split.lengths_W, args.batch_size, args.seed, epoch=0)
+    batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
+    batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
+    state = TrainState(micro_batch_size=args.micro_batch_size)
+
+    def measure() -> Costs:
+        work = work_of(parts, batch.split(state.micro_batch_size)[0])
+        amp = MixedPrecision(parts.resolution.precision, parts.config.amp, device)
+        return measure_costs(parts.model, amp, work, repeats, parts.compile)
+
+    try:
+        return within_memory(measure, state, batch)
+    except OutOfMemory:
+        return None
+    finally:
+        if parts.compile:
+            drop_compiled(device)
