@@ -28,14 +28,18 @@ from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Observation, left_as_it_was, observe_model
+from hpo.precision.effective import Agreement, Observation, left_as_it_was, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 9
+MEASUREMENT_VERSION = 10
 """To be raised when the measuring changes: what is cached of another version is measured again."""
+
+BEFORE_COMPILE = (
+    "the products were measured before the model was compiled; each trial measures its compiled model."
+)
 
 _MEANINGFUL_BYTES = 2**20
 
@@ -68,8 +72,10 @@ class Measurement:
     memory_ratio: float | None = None
     """This precision's peak memory of one pass over fp32's; None where it is too small to be seen."""
     seconds: float | None = None
+    agrees: bool | None = None
+    """Whether the products observed are the precision's; None: unverified."""
     disagreement: str = ""
-    """Why the observed dtypes are not the precision; empty when they are."""
+    """Why they are not, or why this could not be verified."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -268,6 +274,7 @@ def _attempt(
             prepare_model(side.model, precision)
             seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
+                seen.compiled = Agreement(None, BEFORE_COMPILE)
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
@@ -277,6 +284,7 @@ def _attempt(
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
+        agrees, reason = seen.agreement(precision) if observes else (None, "")
         broken = result.broken()
         measurement = Measurement(
             precision.name,
@@ -285,7 +293,8 @@ def _attempt(
             **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
-            disagreement=seen.disagreement(precision),
+            agrees=agrees,
+            disagreement=reason,
         )
     return side, result, measurement
 

@@ -130,7 +130,7 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
         assert all(1e-5 < error < 0.05 for error in errors.values())
     assert measured.gradient_cosine > 0.999
     assert measured.speed_ratio > 0
-    assert measured.observed["linear_dtypes"] == {PRECISIONS[name].linear_dtype: 5}
+    assert measured.observed["linear_products"] == {PRECISIONS[name].linear_dtype: 5}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,12 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
         (nan_backward, "bf16 fp16 bf16-true", "incompatible", r"^gradients not finite .* encoder\.extra\.$"),
         (nan_backward, "fp32", "ok", "^$"),
         (no_bfloat16, "bf16 bf16-true", "incompatible", "raised .*BFloat16"),
-        (silent_float32, "bf16", "degraded", r"1 of 6 .* in bfloat16: encoder.extra.dense \(float32\)"),
+        (
+            silent_float32,
+            "bf16",
+            "degraded",
+            r"1 of 6 .* in bfloat16: encoder.extra.dense.weight \(float32\)",
+        ),
         (wrong_under_autocast, "bf16", "incompatible", "away from fp32's"),
         (nan_in_float32, "bf16", "incompatible", "not finite under bf16, and so in fp32; .* encoder.extra"),
     ],
