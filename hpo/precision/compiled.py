@@ -1,16 +1,17 @@
-"""Which precision a compiled model computes in: measured by what it loses of its weights.
+"""The precision of a compiled model, measured by the bits of its weights that change no result.
 
 The compiler fuses the operators of a model and picks the kernels, so no product can be called by itself. But
-what goes in is the model's own: every second value of a weight is changed by a relative 2^-k around values
-with two bits of fraction, which all formats have. In a format that loses the change (see
-`hpo.precision.effective`), loss, gradients and logits stay the same bit for bit; in one that keeps it, some
-of them change. No other shapes and no other modules are run than in training, so nothing is compiled again.
+the weights can be changed. They are rounded to two bits of fraction, which all formats have, and every second
+value is changed by a relative 2^-k. In a format too narrow for the change (see `hpo.precision.effective`),
+loss, gradients and logits stay the same bit for bit; in a wider one, some of them change. The shapes are
+those of training, so nothing is compiled again.
 
-All weights are changed together by what their formats lose: nothing may change. Each kind of weight is
-changed alone by what its format keeps: something must change. A weight is only said to lose a change where a
-larger one, which every format keeps, shows. A tensor that differs between two equal passes is not compared.
+All weights are changed together by a term too small for their formats: no result may change. Each kind of
+weight is changed alone by a term that its format keeps: some result must change. If none does, a larger term,
+which every format keeps, tells a lost change from an unused weight. A result that differs between two equal
+passes is not compared.
 
-The weights are those with which the eager model multiplied. They are written back bit for bit.
+The weights are those of the eager model's products. They are written back bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpo.precision.effective import TF32_UNSEEN, Agreement, Observation, left_as_it_was
 from hpo.precision.frozen import FrozenLinear
@@ -38,19 +38,19 @@ EVERY_FORMAT_KEEPS = 2
 _SMALLEST = 2.0**-10
 """Smaller values, relative to the largest, are set to 0: fp16 and float8 have too few bits for them."""
 _ONES = {torch.int8: 64, torch.uint8: 0xF0}
-"""By the dtype that a frozen matrix is stored in: what to fill it with, so that it is its scale times powers
-of two, or (nf4, two values in a byte) 1 and -1."""
+"""{dtype of a stored matrix: a fill}, for a matrix of its scales times a power of two, or (nf4, two values in
+a byte) times 1 and -1."""
 
 
 def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
-    """Whether the compiled model computes in `precision`. `seen` is what the eager model did.
+    """Whether the compiled model computes in `precision`. `seen` has the products of the eager model.
 
-    Weights of one class and shape are treated alike by the compiler: one of them is changed alone.
+    The compiler treats weights of one class and shape alike: one of them is changed alone.
     """
     formats = {name: seen.expected(name, precision) for name in seen.products}
     carriers = {name: _carrier(model, name) for name in formats}
     for name, tensor in carriers.items():
-        if not tensor.is_floating_point() or is_traceable_wrapper_subclass(tensor):
+        if not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter):
             return Agreement(None, f"compiled, {name} is quantised, so that its products cannot be measured.")
 
     def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -62,7 +62,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         noise: set[tuple[str, int]] = set()
 
         def shown(changes: Mapping[str, int]) -> set[str]:
-            """The modes in which something that is not noise comes out differently."""
+            """The modes with another result, without the noise."""
             change(changes)
             different = _differences(outputs(), base) - noise
             change(dict.fromkeys(changes))
@@ -101,11 +101,11 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
 
 
 def _carrier(model: nn.Module, name: str) -> Tensor:
-    """The tensor to change: the weight, or the scale of one that is stored in integers."""
+    """The tensor to change: the weight, or the scale of a weight in integers."""
     module, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
-    is_scaled = isinstance(module, FrozenLinear) and module.scale is not None and weight is module.stored
-    carrier: Tensor = module.scale if is_scaled else weight
-    return carrier
+    if isinstance(module, FrozenLinear) and weight is module.stored and module.scale is not None:
+        return module.scale
+    return weight
 
 
 def _kind(model: nn.Module, name: str) -> object:
@@ -122,7 +122,7 @@ def _disagreement(name: str, what: str, modes: Collection[str]) -> Agreement:
 def _differences(
     one: tuple[Sequence[Tensor], Sequence[Tensor]], other: tuple[Sequence[Tensor], Sequence[Tensor]]
 ) -> set[tuple[str, int]]:
-    """The modes and numbers of the tensors that are not the same bit for bit."""
+    """The modes and numbers of the tensors that differ in a bit."""
     return {
         (mode, number)
         for mode, *both in zip(MODES, one, other, strict=True)
@@ -162,9 +162,9 @@ def _on_grid(
 
 
 def _rounded(weight: Tensor) -> Tensor:
-    """The values to two bits of fraction, the first 1.75 times a power of two that no other exceeds.
+    """The values to two bits of fraction, at most a power of two; the first is 1.75 times this power.
 
-    A float8 layer scales its weights by the largest: that is by a power of two, whatever changes.
+    A float8 layer scales its weights by the largest. The largest is then the first, for each change.
     """
     mantissa, exponent = torch.frexp(weight.detach().float())
     values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)

@@ -1,14 +1,14 @@
-"""Which precision a model really computes in: measured at the operators that multiply by its weights.
+"""The precision of a model's products, measured at the operators that multiply by its weights.
 
-Dtypes and flags do not tell. A flag or an environment variable makes a library round what comes as fp32, and
-a layer may compute in fp32 and cast its result back. So a pass of the model is watched operator by operator.
-An operator that multiplies by a weight, or by what was made of weights alone (a cast, a view, a decoded
-matrix), is called again with the same shapes and dtypes, but with inputs of 1, biases of 0 and the weights
+Dtypes and flags do not tell. A flag or an environment variable makes a library round its fp32 inputs, and a
+layer may compute in fp32 and cast its result back. So a pass of the model is watched operator by operator.
+The weights are the parameters, and all tensors made of parameters alone: casts, views, decoded matrices. Each
+operator on a weight is called again with the same shapes and dtypes, inputs of 1, biases of 0 and the weights
 
     w_ij = s_ij (1.5 + 2^-k [s_ij > 0]),    s_ij = +-1,    sum_j s_ij = 0,
 
-whose products sum to 2^-k times the number of positive signs, and to 0 without the term 2^-k. A format whose
-fraction has too few bits for 1.5 + 2^-k rounds it to 1.5, so whether the term changes the result tells it:
+Their products sum to 2^-k times the number of positive signs, and to 0 without the term 2^-k. A format with
+too few bits of fraction for 1.5 + 2^-k rounds it to 1.5, and the term does not change the result:
 
     format            bits of its fraction    k = 30    k = 12    k = 9    k = 5    k = 2
     float64           52                      kept      kept      kept     kept     kept
@@ -18,13 +18,13 @@ fraction has too few bits for 1.5 + 2^-k rounds it to 1.5, so whether the term c
     float8            3 (e4m3), 2 (e5m2)                                            kept
 
 tf32 has the exponent of float32: it keeps weights of 2^-30, which float16 takes for 0. Everything is exact in
-fp32 in any order of summation, on any device, and emulated precisions round as native ones do. An operator in
-which inputs of 1 hide the weights, such as attention, is called with its real inputs instead.
+fp32 in any order of summation, on any device, and emulated precisions round as native ones do. Inputs of 1
+hide the weights of some operators, such as attention. These are called with their real inputs instead.
 
-A weight that was cast to a narrower dtype on its way and back is as narrow as that. How it is stored does not
-count: a matrix that is decoded from int8 is multiplied in what it is decoded to.
+A weight may be cast to a narrower dtype and back: then the narrower one counts. Storage does not count: a
+matrix is stored in int8, but decoded and multiplied in fp32 or bf16.
 
-The compiler hides the operators: see `hpo.precision.compiled` for what is measured after it.
+The compiler hides the operators: `hpo.precision.compiled` measures a compiled model.
 
 The model comes back as it was: its weights are not written to, its mode, buffers and the random number
 generators are restored.
@@ -61,11 +61,11 @@ SMALL = 2.0**-30
 """Times this, the weights lie below the range of float16 and inside that of tf32."""
 
 _PRODUCT = re.compile(r"m[mv](_|$)|matmul|linear|conv|rnn|attention|encoder_layer")
-"""PyTorch's operators that multiply matrices, such as `addmm` and `_scaled_mm`."""
+"""PyTorch's matrix products, such as `addmm` and `_scaled_mm`."""
 _WHOLE_LAYER = re.compile(r"rnn|encoder_layer|multi_head")
 """Operators with several matrices among their arguments."""
 _NO_COPY = re.compile(r"^new_|_like$")
-"""Operators that take the shape or dtype of a tensor, and not its values."""
+"""Operators that take the shape or dtype of a tensor and not its values."""
 
 
 class Agreement(NamedTuple):
@@ -79,15 +79,15 @@ class Agreement(NamedTuple):
 
 @dataclass
 class Observation:
-    """The formats in which a model multiplied by its weights, in training and in evaluation mode."""
+    """The formats of a model's products with its weights, in training and in evaluation mode."""
 
     products: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """By the name of the weight; UNMEASURED among the formats where a product could not be measured."""
+    """{name of a weight: formats of its products}; UNMEASURED stands for a product without a measurement."""
     float8: dict[str, Any] = field(default_factory=dict)
     """The `float8_facts` of the model."""
     float8_weights: frozenset[str] = frozenset()
     compiled: Agreement | None = None
-    """The same question asked of the compiled model; None where it is eager."""
+    """The agreement of the compiled model; None: the model is eager."""
 
     def telemetry(self, *, compiled: bool) -> dict[str, Any]:
         return {
@@ -99,12 +99,12 @@ class Observation:
         }
 
     def expected(self, name: str, precision: Precision) -> str:
-        """The format in which `precision` multiplies by a weight. Under fp8, most layers may be bf16."""
+        """The format of a weight's products under `precision`. Under fp8, most layers may be bf16."""
         is_wider = precision.float8 and name not in self.float8_weights
         return precision.linear_dtype if is_wider else precision.products
 
     def agreement(self, precision: Precision) -> Agreement:
-        """Compare what was seen with `precision`. A GPU may run small products without TF32."""
+        """Compare the products with `precision`. A GPU may run small products without TF32."""
         others = {}
         for name, formats in self.products.items():
             allowed = {self.expected(name, precision), UNMEASURED, *(["float32"] if precision.tf32 else [])}
@@ -144,8 +144,7 @@ def _some(names: Iterable[str]) -> str:
 def observe_model(
     model: nn.Module, mixed_precision: MixedPrecision, call: Callable[[Any], object]
 ) -> Observation:
-    """Have `call` call the model, not compiled, in training and in evaluation mode, and measure what it
-    computes in."""
+    """Have `call` call the eager model in training and in evaluation mode, and measure its products."""
     with left_as_it_was(model), observe(model) as seen:
         with mixed_precision.autocast():
             call(model.train())
@@ -156,14 +155,16 @@ def observe_model(
 
 @contextlib.contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
-    """Measure every product with a weight of `model` that runs inside the block."""
+    """Measure every product with a weight of `model` inside the block."""
     seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
-    with _Products(model, seen):
+    # Parts that a model compiles itself run eagerly, or their operators would not come here.
+    with torch.compiler.set_stance("force_eager"), _Products(model, seen):
         yield seen
 
 
 class _Products(TorchDispatchMode):
-    """Follows the weights through all operators, and measures those that multiply by one."""
+    supports_higher_order_operators = True
+    """Follows the weights from operator to operator, and measures their products."""
 
     def __init__(self, model: nn.Module, seen: Observation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,7 +180,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if set(types) - {Tensor, nn.Parameter}:
             return NotImplemented  # a tensor made of others: its own operators come here next
-        name = func._schema.name.split("::")[1].rstrip("_")
+        name = func.name().split("::")[-1].split(".")[0].rstrip("_")
         call = _Call(func, name, args, kwargs or {})
         if _PRODUCT.search(name) or not call.is_known:
             self._note(call)
@@ -188,7 +189,7 @@ class _Products(TorchDispatchMode):
         return result
 
     def _follow(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Count as weights, or as constants, what is made of nothing else."""
+        """Count a tensor made of weights and constants alone as a weight, or as a constant."""
         made_of = [tensor for tensor in inputs if tensor.dim()]
         sources = [(self.weights[key], t.numel()) for t in made_of if (key := _storage(t)) in self.weights]
         num_constants = sum(_storage(tensor) in self.constants for tensor in made_of)
@@ -203,7 +204,9 @@ class _Products(TorchDispatchMode):
 
     def _note(self, call: _Call) -> None:
         factors = call.factors()
-        data = [tensor for tensor in factors if _storage(tensor) not in self.weights.keys() | self.constants]
+        keys = [_storage(tensor) for tensor in factors]
+        is_data = [key not in self.weights and key not in self.constants for key in keys]
+        data = [tensor for tensor, is_one in zip(factors, is_data, strict=True) if is_one]
         # Weights alone make another weight, as for a spectral norm; but two matrices are also multiplied.
         if not data and (not call.is_known or any(tensor.dim() == 1 for tensor in factors)):
             return
@@ -227,12 +230,12 @@ class _Call:
 
     @property
     def is_known(self) -> bool:
-        """Whether it multiplies what it is given. Autocast reaches the products inside other operators, but
-        only where these are not watched."""
-        return self.func.namespace == "aten" and self.name != "_trilinear"
+        """Whether the operator multiplies its own arguments. Autocast reaches the products inside other
+        operators, but not while they are watched."""
+        return self.func.name().startswith("aten::") and self.name != "_trilinear"
 
     def key(self, weight: Tensor) -> Any:
-        """Equal for calls for which there is one kernel."""
+        """Equal for two calls of one kernel."""
         leaves = tree_leaves((self.args, self.kwargs))
         switches = (switch.fp32_precision for each in fp32_backends().values() for switch in each)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -241,7 +244,7 @@ class _Call:
         return self.func, *others, *described, *switches
 
     def factors(self) -> list[Tensor]:
-        """The tensors that are multiplied; of an operator that is not known, all matrices."""
+        """The tensors to multiply; all matrices of an unknown operator."""
         args, least = self.args, 1
         if not self.is_known or _WHOLE_LAYER.search(self.name):
             least = 2
@@ -253,20 +256,22 @@ class _Call:
 
     @property
     def bias_at(self) -> int | None:
-        """Which argument is a bias."""
+        """The position of the bias."""
         return 0 if re.search("add[bm]", self.name) else 2 if re.search("conv|^linear$", self.name) else None
 
     def measure(self, weight: Tensor, data: list[Tensor]) -> str:
-        """The format in which `weight` is multiplied."""
+        """The format of the product with `weight`."""
         if not self.is_known or not weight.is_floating_point():
             return UNMEASURED
-        # In one call of a whole layer, the other matrices must stay as they are.
-        others = data if _WHOLE_LAYER.search(self.name) else [t for t in self.factors() if t is not weight]
-        ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor.is_floating_point()}
-        if self.bias_at is not None:
-            biases = _strided(self.args[self.bias_at : self.bias_at + 1])
-            ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
         try:
+            # In the call of a whole layer, the other matrices must stay as they are.
+            others = (
+                data if _WHOLE_LAYER.search(self.name) else [t for t in self.factors() if t is not weight]
+            )
+            ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor.is_floating_point()}
+            if self.bias_at is not None:
+                biases = _strided(self.args[self.bias_at : self.bias_at + 1])
+                ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
             found = self._measured(weight, ones)
             return self._measured(weight, {}) if found == UNMEASURED else found
         except Exception as error:
@@ -276,7 +281,7 @@ class _Call:
             return UNMEASURED
 
     def _measured(self, weight: Tensor, replaced: dict[int, Tensor]) -> str:
-        """`replaced` has, by `id`, what is given in place of other arguments."""
+        """The format, with other arguments replaced: {id: tensor in its place}."""
         args, bases = self.args, dict[float, Tensor | None]()
         if self.name == "_cudnn_rnn":
             args = (*args[:3], None, *args[4:])  # a copy of all weights in one, which it would take instead
@@ -302,9 +307,9 @@ class _Call:
 
 
 def _planted(weight: Tensor, k: int | None, scale: float) -> Tensor:
-    """Weights as the head of this file has them.
+    """The weights of this file's docstring.
 
-    Two slices of opposite signs are 1.75 whatever k is, so that a scale that follows the largest value stays.
+    Two slices of opposite signs are 1.75 for each k, so that a scale by the largest value stays.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     signs = [_signs(size).to(weight.device, dtype) for size in weight.shape]
@@ -334,7 +339,7 @@ def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+def _plain_tensors(tensor: Any) -> list[Tensor]:
     """The tensors that a tensor is made of, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return _strided(tensor)
@@ -348,7 +353,7 @@ def _strided(values: Any) -> list[Tensor]:
 
 
 def _format(tensor: Tensor) -> str:
-    """The format of a tensor's values; what is not floating-point limits nothing."""
+    """The format of a tensor's values; the widest for integers, which limit nothing."""
     name = str(tensor.dtype).removeprefix("torch.")
     return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])
 
@@ -358,7 +363,7 @@ def _narrower(one: str, other: str) -> str:
 
 
 def first_float(values: Any) -> Tensor | None:
-    """The first floating-point tensor among the leaves of `values`, such as what a module returned."""
+    """The first floating-point tensor among the leaves of `values`, such as a module's outputs."""
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 

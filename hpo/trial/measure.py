@@ -75,7 +75,7 @@ class Measurement:
     agrees: bool | None = None
     """Whether the products observed are the precision's; None: unverified."""
     disagreement: str = ""
-    """Why they are not, or why this could not be verified."""
+    """The reason where they are not, or are unverified."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@ from tiny import CPU, EMULATED, TinyEncoder, tiny_batch, tiny_model
 from tiny_encoders import BERT, FAMILIES, make_batch, make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
@@ -189,6 +190,32 @@ def test_a_weight_of_another_module_is_found() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = products(Tied(), torch.arange(5))
     assert found == {"dense.weight": {"bfloat16"}, "table.weight": {"float32"}}
+
+
+class CompiledPart(nn.Module):
+    """Compiles a function of its own, and attention by a function of scores, which is one whole operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16)
+        self.part = torch.compile(
+            lambda hidden: self.dense(hidden).relu(), backend="aot_eager", fullgraph=True
+        )
+
+    def forward(self, hidden: Tensor) -> Any:
+        heads = self.part(hidden)[:, None]
+        return flex_attention(heads, heads, heads, score_mod=lambda score, *_: score / 2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_compiled_parts_of_a_model_are_watched_eagerly() -> None:
+    torch._dynamo.reset()
+    model, hidden = CompiledPart(), torch.randn(2, 8, 16)
+    expected = {"dense.weight": {"float32"}}
+    assert products(model, hidden) == expected
+    model.part(hidden)
+    assert products(model, hidden) == expected, "compiled before"
 
 
 @torch.library.custom_op("hpo_tests::fused", mutates_args=())

@@ -218,7 +218,7 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
-    """A sentence on the trials whose precision is unverified, with the reasons, and what that means."""
+    """A sentence on the trials of unverified precision, with the reasons, and one on the meaning."""
     facts = {trial.number: trial.telemetry.get("precision") or {} for trial in record.trials}
     found = {number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None}
     if not found:
