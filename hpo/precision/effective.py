@@ -163,8 +163,9 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 class _Products(TorchDispatchMode):
-    supports_higher_order_operators = True
     """Follows the weights from operator to operator, and measures their products."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, seen: Observation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -204,11 +205,11 @@ class _Products(TorchDispatchMode):
 
     def _note(self, call: _Call) -> None:
         factors = call.factors()
-        keys = [_storage(tensor) for tensor in factors]
-        is_data = [key not in self.weights and key not in self.constants for key in keys]
-        data = [tensor for tensor, is_one in zip(factors, is_data, strict=True) if is_one]
+        keys = {_storage(t): t for t in factors if t.is_floating_point()}
+        data = [t for key, t in keys.items() if key not in self.constants and key not in self.weights]
         # Weights alone make another weight, as for a spectral norm; but two matrices are also multiplied.
-        if not data and (not call.is_known or any(tensor.dim() == 1 for tensor in factors)):
+        is_product = data or (call.is_known and all(tensor.dim() > 1 for tensor in factors))
+        if not is_product or not all(tensor.numel() for tensor in factors):
             return
         for weight in factors:
             if _storage(weight) in self.weights:
@@ -237,11 +238,10 @@ class _Call:
     def key(self, weight: Tensor) -> Any:
         """Equal for two calls of one kernel."""
         leaves = tree_leaves((self.args, self.kwargs))
+        tensors = ((t.shape, t.stride(), t.dtype, t is weight) for t in leaves if isinstance(t, Tensor))
+        others = (repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         switches = (switch.fp32_precision for each in fp32_backends().values() for switch in each)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-        described = ((t.shape, t.stride(), t.dtype, t is weight) for t in tensors)
-        return self.func, *others, *described, *switches
+        return self.func, *tensors, *others, *switches
 
     def factors(self) -> list[Tensor]:
         """The tensors to multiply; all matrices of an unknown operator."""
@@ -265,10 +265,8 @@ class _Call:
             return UNMEASURED
         try:
             # In the call of a whole layer, the other matrices must stay as they are.
-            others = (
-                data if _WHOLE_LAYER.search(self.name) else [t for t in self.factors() if t is not weight]
-            )
-            ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor.is_floating_point()}
+            others = data if _WHOLE_LAYER.search(self.name) else self.factors()
+            ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor is not weight}
             if self.bias_at is not None:
                 biases = _strided(self.args[self.bias_at : self.bias_at + 1])
                 ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
@@ -290,8 +288,8 @@ class _Call:
             changed = {**replaced, id(weight): _planted(weight, k, scale)}
             given = tree_map(lambda leaf: changed.get(id(leaf), leaf), (args, self.kwargs))
             manual_seed(0)  # the same dropout every time
-            output = first_float(self.func(*given[0], **given[1]))
-            return None if output is None or not bool(output.isfinite().all()) else output
+            outputs = [t for t in _strided(self.func(*given[0], **given[1])) if t.is_floating_point()]
+            return outputs[0] if outputs and bool(outputs[0].isfinite().all()) else None
 
         def is_kept(k: int | None, scale: float = 1.0) -> bool:
             """Whether a term of 2^-k changes the result; False too where a result is not finite."""
@@ -300,9 +298,10 @@ class _Call:
             base, changed = bases[scale], result(k, scale)
             return base is not None and changed is not None and not torch.equal(changed, base)
 
-        if is_kept(None):  # not even equal calls give equal results
+        if not replaced and is_kept(None):  # sums that are not exact may differ from call to call
             return UNMEASURED
-        narrowest = next((name for k, name in KEPT_BY.items() if is_kept(k)), UNMEASURED)
+        terms = ((k, name) for k, name in KEPT_BY.items() if 2.0**-k >= torch.finfo(weight.dtype).eps)
+        narrowest = next((name for k, name in terms if is_kept(k)), UNMEASURED)
         return "float16" if narrowest == "tf32" and not is_kept(2, SMALL) else narrowest
 
 
@@ -360,12 +359,6 @@ def _format(tensor: Tensor) -> str:
 
 def _narrower(one: str, other: str) -> str:
     return max(one, other, key=WIDEST_FIRST.index)
-
-
-def first_float(values: Any) -> Tensor | None:
-    """The first floating-point tensor among the leaves of `values`, such as a module's outputs."""
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 
 
 def _same_random_numbers(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -223,6 +223,26 @@ def fused(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden @ weight
 
 
+@torch.library.custom_op("hpo_tests::looked_up", mutates_args=())
+def looked_up(table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table)
+
+
+def test_a_table_and_a_layer_without_rows_are_no_products() -> None:
+    """A layer of a mixture of experts may have no token."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.used, self.idle = nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = looked_up(self.table.weight, ids).flatten(0, 1)
+            return torch.cat([self.used(hidden), self.idle(hidden[:0])])
+
+    assert products(Experts(), torch.arange(6).view(2, 3)) == {"used.weight": {"float32"}}
+
+
 def test_products_inside_an_operator_are_unmeasured() -> None:
     """Autocast reaches them in training, but not while the operators are watched."""
     linear, hidden = nn.Linear(16, 16), torch.randn(2, 16)
