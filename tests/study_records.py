@@ -71,8 +71,12 @@ def fake_record() -> StudyRecord:
         trial = _trial(random_numbers, number, precision, outcome, reason, worker, free_at[worker])
         free_at[worker] += (trial.seconds or 30.0) + 2.0
         trials.append(trial)
-    observed = {**trials[9].telemetry["precision"]["observed"], "linear_dtypes": {"float32": 38}}
-    disagreement = {"agrees": False, "reason": "linear layers gave float32 under bf16", "observed": observed}
+    observed = {**trials[9].telemetry["precision"]["observed"], "linear_products": {"float32": 38}}
+    disagreement = {
+        "agrees": False,
+        "reason": "38 weights were not multiplied in bfloat16",
+        "observed": observed,
+    }
     trials[9].telemetry["precision"] |= disagreement
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
     trials[12].telemetry["device"]["shared"] = True
@@ -172,7 +176,7 @@ def _trial(
         "compatibility": {"verdict": "degraded" if number == 6 else "ok", "reasons": []},
     }
     if ran:
-        seen = {"linear_dtypes": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
+        seen = {"linear_products": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
         telemetry["precision"] |= {"effective": precision, "observed": seen, "agrees": True}
         telemetry |= {
             "metrics": _metrics(peak * (1 - math.exp(-4))),

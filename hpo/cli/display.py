@@ -38,7 +38,12 @@ from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details
-from hpo.study.reading.study_record import best_trials, complete_trials, lost_weights
+from hpo.study.reading.study_record import (
+    best_trials,
+    complete_trials,
+    lost_weights,
+    unverified_precisions,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +60,7 @@ def print_summary(record: StudyRecord) -> None:
         title = f"{record.name}: by requested precision"
         console.print(dataframe_table(brief_summary(StudyTables(record)), title))
     print_best(record)
-    for said in lost_weights(record):
+    for said in (*lost_weights(record), *unverified_precisions(record)):
         print_warning(" ".join(said))
     if complete_trials(record):
         name = escape(record.name)

@@ -34,8 +34,6 @@ _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max", "losses_in_a_row",
 """The counters that a checkpoint holds, on the host and on the device. It is written after a `check`, so it
 needs no longest runs."""
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
-
 
 def fp32_backends() -> dict[str, tuple[Any, ...]]:
     """By kind of device, PyTorch's switches for how its libraries compute products in fp32.
@@ -137,13 +135,6 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
         if parameter.is_floating_point() and parameter not in kept:
             parameter.data = parameter.data.to(getattr(torch, precision.weights))
     return model
-
-
-def is_matmul_module(module: nn.Module) -> bool:
-    """Whether the module owns a weight matrix that a precision should reach: no embeddings, no norms."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_NORMS)):
-        return False
-    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)

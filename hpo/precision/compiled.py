@@ -1,125 +1,177 @@
-"""Which precision a compiled model computes in: measured by what it loses of its weights.
+"""The precision of a compiled model, measured by the bits of its weights that change no result.
 
-The compiler fuses the modules of a model and picks the kernels, so no module can be called by itself. But
-what goes in is the model's own: every second weight is changed by a relative 2^-k around values with two bits
-of fraction, which all formats have. In a format that loses the change (see `hpo.precision.effective`), loss,
-gradients and logits stay the same bit for bit; in one that keeps it, some of them change. No other shapes and
-no other modules are run than in training, so nothing is compiled again.
+The compiler fuses the operators of a model and picks the kernels, so no product can be called by itself. But
+the weights can be changed. They are rounded to two bits of fraction, which all formats have, and every second
+value is changed by a relative 2^-k. In a format too narrow for the change (see `hpo.precision.effective`),
+loss, gradients and logits stay the same bit for bit; in a wider one, some of them change. The shapes are
+those of training, so nothing is compiled again.
 
-Changed together, all layers of a reduced precision must lose the change; changed alone, each layer of fp32 or
-TF32 must keep it. A layer is only said to lose a change where a larger one, which every format keeps, shows.
-The weights are written back bit for bit.
+All weights are changed together by a term too small for their formats: no result may change. Each kind of
+weight is changed alone by a term that its format keeps: some result must change. If none does, a larger term,
+which every format keeps, tells a lost change from an unused weight. A result that differs between two equal
+passes is not compared.
+
+The weights are those of the eager model's products. They are written back bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from hpo.precision.amp import is_matmul_module
-from hpo.precision.effective import left_as_it_was
+from hpo.precision.effective import TF32_UNSEEN, Agreement, Observation, left_as_it_was
+from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import Precision
 
 MODES = ("training", "evaluation")
 Step = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
 """Calls the model in each of the modes, always on the same inputs, and returns what came out."""
 
-LOST_AT = {"bfloat16": 9, "float16": 12}
-"""{format: a k that it loses}; tf32 may keep it, since a GPU has products of few rows without TF32."""
-KEPT_AT = {"float32": 12, "tf32": 9}
+LOSES = {"tf32": 12, "float16": 12, "bfloat16": 9, "float8": 5}
+"""{format: a k that it loses}."""
+KEEPS = {"float32": 12, "tf32": 9, "float16": 9, "bfloat16": 5, "float8": 2}
 """{format: a k that it keeps}."""
 EVERY_FORMAT_KEEPS = 2
+_SMALLEST = 2.0**-10
+"""Smaller values, relative to the largest, are set to 0: fp16 and float8 have too few bits for them."""
+_ONES = {torch.int8: 64, torch.uint8: 0xF0}
+"""{dtype of a stored matrix: a fill}, for a matrix of its scales times a power of two, or (nf4, two values in
+a byte) times 1 and -1."""
 
 
-def observe_compiled(model: nn.Module, step: Step, precision: Precision) -> str:
-    """Why the compiled model's products are not the precision's; empty when they are.
+def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
+    """Whether the compiled model computes in `precision`. `seen` has the products of the eager model.
 
-    Layers of one class and shape, which the compiler treats alike, are looked at once where each must be
-    changed alone. Not looked at are weights in bf16, whose products can be nothing else, and float8 layers,
-    which scale their weights by the largest.
+    The compiler treats weights of one class and shape alike: one of them is changed alone.
     """
-    if precision.float8:
-        return ""
-    matrices = {
-        name: [weight for weight in module.parameters(recurse=False) if weight.dim() >= 2]
-        for name, module in model.named_modules()
-        if is_matmul_module(module)
-    }
-    layers = {name: weights for name, weights in matrices.items() if weights[0].dtype == torch.float32}
-    lost_at = LOST_AT.get(precision.products)
+    formats = {name: seen.expected(name, precision) for name in seen.products}
+    carriers = {name: _carrier(model, name) for name in formats}
+    for name, tensor in carriers.items():
+        if not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter):
+            return Agreement(None, f"compiled, {name} is quantised, so that its products cannot be measured.")
 
     def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         with left_as_it_was(model):  # buffers too, which a step in training mode may change
             return step()
 
-    with _on_grid(layers) as change:
+    with _on_grid(model, carriers) as change:
         base = outputs()
+        noise: set[tuple[str, int]] = set()
 
-        def shown(names: Iterable[str], k: int | None) -> set[str]:
-            """The modes in which what came out is another."""
-            change(names, k)
-            different = {mode for mode, *two in zip(MODES, outputs(), base, strict=True) if _differ(*two)}
-            change(names, None)
-            return different
+        def shown(changes: Mapping[str, int]) -> set[str]:
+            """The modes with another result, without the noise."""
+            change(changes)
+            different = _differences(outputs(), base) - noise
+            change(dict.fromkeys(changes))
+            return {mode for mode, _ in different}
 
-        noisy = shown((), None)  # two passes over the same differ: nothing can be told
-        if lost_at:
-            if not shown(layers, lost_at) - noisy:
-                return ""
-            for name in layers:
-                if modes := shown([name], lost_at) - noisy:
-                    return _message(name, f"in more than {precision.products}", modes)
-            return ""
-        kept_at = KEPT_AT[precision.products]
-        alone = {_kind(model, name): name for name in reversed(layers)}
-        for name in reversed(alone.values()):
-            if modes := set(MODES) - shown([name], kept_at):
-                modes &= shown([name], EVERY_FORMAT_KEEPS)
-            if modes:
-                return _message(name, "in less than it should", modes)
-    return ""
+        def add_noise() -> None:
+            noise.update(_differences(outputs(), base))
+
+        add_noise()
+        # A GPU may run small products without TF32.
+        lost = {} if precision.tf32 else {n: LOSES[kind] for n, kind in formats.items() if kind in LOSES}
+        if lost and shown(lost):
+            add_noise()  # of a tensor that differs now and then
+            for name, k in lost.items():
+                if modes := shown({name: k}):
+                    return _disagreement(name, f"in more than {formats[name]}", modes)
+            if shown(lost):
+                return Agreement(None, "compiled, some weights keep together what none keeps alone.")
+        told: set[str] = set()
+        loses_as_tf32 = False
+        for name in {_kind(model, name): name for name in reversed(formats)}.values():
+            modes = shown({name: KEEPS[formats[name]]})
+            if lacking := set(MODES) - modes:
+                lacking &= shown({name: EVERY_FORMAT_KEEPS})
+            if lacking:
+                return _disagreement(name, "in less than it should", lacking)
+            told |= modes
+            if precision.tf32 and not loses_as_tf32:
+                loses_as_tf32 = bool(modes - shown({name: LOSES["tf32"]}))
+    if untold := [mode for mode in MODES if mode not in told]:
+        why = "nothing that comes out twice the same depends on a weight"
+        return Agreement(None, f"compiled, what {' and '.join(untold)} computed in could not be told: {why}.")
+    if precision.tf32 and not loses_as_tf32:
+        return Agreement(None, f"compiled, {TF32_UNSEEN}")
+    return Agreement(True)
+
+
+def _carrier(model: nn.Module, name: str) -> Tensor:
+    """The tensor to change: the weight, or the scale of a weight in integers."""
+    module, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    if isinstance(module, FrozenLinear) and weight is module.stored and module.scale is not None:
+        return module.scale
+    return weight
 
 
 def _kind(model: nn.Module, name: str) -> object:
-    module = model.get_submodule(name)
-    return type(module), *(weight.shape for weight in module.parameters(recurse=False))
+    module, _, attribute = name.rpartition(".")
+    weight = model.get_parameter(name)
+    return type(model.get_submodule(module)), attribute, weight.shape, weight.dtype
 
 
-def _message(name: str, what: str, modes: Collection[str]) -> str:
+def _disagreement(name: str, what: str, modes: Collection[str]) -> Agreement:
     where = "" if len(modes) == len(MODES) else f" in {''.join(modes)}"
-    return f"compiled, {name} computed {what}{where}."
+    return Agreement(False, f"compiled, {name} was multiplied {what}{where}.")
 
 
-def _differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+def _differences(
+    one: tuple[Sequence[Tensor], Sequence[Tensor]], other: tuple[Sequence[Tensor], Sequence[Tensor]]
+) -> set[tuple[str, int]]:
+    """The modes and numbers of the tensors that differ in a bit."""
+    return {
+        (mode, number)
+        for mode, *both in zip(MODES, one, other, strict=True)
+        for number, (a, b) in enumerate(zip(*both, strict=True))
+        if not torch.equal(a.nan_to_num(), b.nan_to_num())
+    }
 
 
 @contextlib.contextmanager
-def _on_grid(layers: Mapping[str, Sequence[Tensor]]) -> Iterator[Callable[[Iterable[str], int | None], None]]:
-    """Round the weights to fractions of two bits; a function changes those of some layers by 2^-k (None: puts
-    them back)."""
-    originals = {name: [weight.detach().clone() for weight in weights] for name, weights in layers.items()}
+def _on_grid(
+    model: nn.Module, carriers: Mapping[str, Tensor]
+) -> Iterator[Callable[[Mapping[str, int | None]], None]]:
+    """Round the weights to fractions of two bits; a function changes some by 2^-k (None: puts them back)."""
+    tensors = [*carriers.values(), *(model.get_parameter(name) for name in carriers)]
+    originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
 
-    def change(names: Iterable[str], k: int | None) -> None:
+    def change(changes: Mapping[str, int | None]) -> None:
         with torch.no_grad():
-            for name in names:
-                for weight, original in zip(layers[name], originals[name], strict=True):
-                    mantissa, exponent = torch.frexp(original)
-                    values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
-                    if k is not None:
-                        is_second = torch.arange(values.numel(), device=values.device) % 2
-                        values = values * (1 + is_second.reshape(values.shape) * 2.0**-k)
-                    weight.copy_(values)
+            for name, k in changes.items():
+                values = _rounded(originals[id(carriers[name])][1])
+                if k is not None:
+                    is_second = torch.arange(values.numel(), device=values.device) % 2
+                    values = values * (1 + is_second.reshape(values.shape) * 2.0**-k)
+                carriers[name].copy_(values)
 
     try:
-        change(layers, None)
+        with torch.no_grad():
+            for tensor, _ in originals.values():
+                if tensor.dtype in _ONES:
+                    tensor.fill_(_ONES[tensor.dtype])
+        change(dict.fromkeys(carriers))
         yield change
     finally:
         with torch.no_grad():
-            for name, weights in layers.items():
-                for weight, original in zip(weights, originals[name], strict=True):
-                    weight.copy_(original)
+            for tensor, original in originals.values():
+                tensor.copy_(original)
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    """The values to two bits of fraction, at most a power of two; the first is 1.75 times this power.
+
+    A float8 layer scales its weights by the largest. The largest is then the first, for each change.
+    """
+    mantissa, exponent = torch.frexp(weight.detach().float())
+    values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
+    largest = values.abs().max()
+    if not largest:  # as of an adapter before its first step
+        values, largest = torch.full_like(values, 2.0**-6), largest + 2.0**-6
+    top = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)
+    values = values.clamp(-top, top).masked_fill(values.abs() < top * _SMALLEST, 0)
+    values.view(-1)[0] = 1.75 * top
+    return values

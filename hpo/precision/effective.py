@@ -1,26 +1,30 @@
-"""Which precision a model really computes in: measured, by products whose exact result is known.
+"""The precision of a model's products, measured at the operators that multiply by its weights.
 
-Dtypes and flags do not tell. A flag or an environment variable makes a library round what comes as fp32; a
-layer may compute in fp32 and cast its result back; a module may do so in training alone. So every module with
-a weight matrix is called once more at its place in the model, as it was called but with inputs of 1, biases
-of 0 and the weights
+Dtypes and flags do not tell. A flag or an environment variable makes a library round its fp32 inputs, and a
+layer may compute in fp32 and cast its result back. So a pass of the model is watched operator by operator.
+The weights are the parameters, and all tensors made of parameters alone: casts, views, decoded matrices. Each
+operator on a weight is called again with the same shapes and dtypes, inputs of 1, biases of 0 and the weights
 
     w_ij = s_ij (1.5 + 2^-k [s_ij > 0]),    s_ij = +-1,    sum_j s_ij = 0,
 
-whose products sum to 2^-k times the number of positive signs, and to 0 without the term 2^-k. A format whose
-fraction has too few bits for 1.5 + 2^-k rounds it to 1.5, so whether the term changes the result tells it:
+Their products sum to 2^-k times the number of positive signs, and to 0 without the term 2^-k. A format with
+too few bits of fraction for 1.5 + 2^-k rounds it to 1.5, and the term does not change the result:
 
-    format            bits of its fraction    k = 12    k = 9    k = 5    k = 2
-    float32           23                      kept      kept     kept     kept
-    tf32, float16     10                                kept     kept     kept
-    bfloat16          7                                          kept     kept
-    float8            3 (e4m3), 2 (e5m2)                                  kept
+    format            bits of its fraction    k = 30    k = 12    k = 9    k = 5    k = 2
+    float64           52                      kept      kept      kept     kept     kept
+    float32           23                                kept      kept     kept     kept
+    tf32, float16     10                                          kept     kept     kept
+    bfloat16          7                                                    kept     kept
+    float8            3 (e4m3), 2 (e5m2)                                            kept
 
 tf32 has the exponent of float32: it keeps weights of 2^-30, which float16 takes for 0. Everything is exact in
-fp32 in any order of summation, on any device, and emulated precisions round as native ones do. Where the
-weights themselves are bf16, products of bf16 are all that there can be.
+fp32 in any order of summation, on any device, and emulated precisions round as native ones do. Inputs of 1
+hide the weights of some operators, such as attention. These are called with their real inputs instead.
 
-The compiler hides the modules: see `hpo.precision.compiled` for what is measured after it.
+A weight may be cast to a narrower dtype and back: then the narrower one counts. Storage does not count: a
+matrix is stored in int8, but decoded and multiplied in fp32 or bf16.
+
+The compiler hides the operators: `hpo.precision.compiled` measures a compiled model.
 
 The model comes back as it was: its weights are not written to, its mode, buffers and the random number
 generators are restored.
@@ -30,126 +34,117 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpo.memory import is_out_of_memory
-from hpo.precision.amp import (
-    MixedPrecision,
-    fp32_backends,
-    is_matmul_module,
-    reduced_precision_reduction,
-    tf32_is_on,
-)
-from hpo.precision.float8 import float8_facts, no_float8
-from hpo.precision.frozen import FrozenLinear
+from hpo.precision.amp import MixedPrecision, fp32_backends, reduced_precision_reduction, tf32_is_on
+from hpo.precision.float8 import float8_facts, float8_weights, no_float8
 from hpo.precision.table import Precision
 from hpo.random_numbers import manual_seed
 
-KEPT_BY = {12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
+KEPT_BY = {30: "float64", 12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
-NO_PRODUCT = ""
+UNMEASURED = "unmeasured"
+WIDEST_FIRST = ["float64", "float32", "tf32", "float16", "bfloat16", "float8", UNMEASURED]
+UNVERIFIED = "the precision of the products is unverified"
 SMALL = 2.0**-30
 """Times this, the weights lie below the range of float16 and inside that of tf32."""
 
+_PRODUCT = re.compile(r"m[mv](_|$)|matmul|linear|conv|rnn|attention|encoder_layer")
+"""PyTorch's matrix products, such as `addmm` and `_scaled_mm`."""
+_WHOLE_LAYER = re.compile(r"rnn|encoder_layer|multi_head")
+"""Operators with several matrices among their arguments."""
+_NO_COPY = re.compile(r"^new_|_like$")
+"""Operators that take the shape or dtype of a tensor and not its values."""
 
-@dataclass(frozen=True)
-class Fact:
-    """What one call of a module showed."""
 
-    dtype: str
-    """Of its output."""
-    product: str | None
-    """The format of its products, measured; None where they could not be measured."""
+class Agreement(NamedTuple):
+    """Whether a model was seen to compute in its precision."""
 
-    def __str__(self) -> str:
-        """`float32`, or `float32, output bfloat16`."""
-        return self.dtype if self.product in (None, self.dtype) else f"{self.product}, output {self.dtype}"
+    agrees: bool | None
+    """None: unverified."""
+    reason: str = ""
+    """Why it does not agree, or why this could not be verified."""
 
 
 @dataclass
 class Observation:
-    """What was really seen at the modules with weight matrices, in training and in evaluation mode."""
+    """The formats of a model's products with its weights, in training and in evaluation mode."""
 
-    facts: dict[str, set[Fact]] = field(default_factory=lambda: defaultdict(set))
-    """By the module's name; of those that were called with numbers: a table that is looked up is none."""
+    products: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """{name of a weight: formats of its products}; UNMEASURED stands for a product without a measurement."""
     float8: dict[str, Any] = field(default_factory=dict)
-    """What `float8_facts` says of the model."""
-    compiled: str = ""
-    """What the compiled model computes in other than the precision; empty where it agrees, or is eager."""
+    """The `float8_facts` of the model."""
+    float8_weights: frozenset[str] = frozenset()
+    compiled: Agreement | None = None
+    """The agreement of the compiled model; None: the model is eager."""
 
     def telemetry(self, *, compiled: bool) -> dict[str, Any]:
-        facts = self.facts.values()
         return {
-            "linear_dtypes": dict(Counter(_joined({fact.dtype for fact in each}) for each in facts)),
-            "linear_products": dict(
-                Counter(_joined({fact.product or "unmeasured" for fact in each}) for each in facts)
-            ),
+            "linear_products": dict(Counter("/".join(sorted(each)) for each in self.products.values())),
             "tf32": tf32_is_on(),
             "reduced_precision_reduction": reduced_precision_reduction(),
             "compiled": compiled,
             **self.float8,
         }
 
-    def disagreement(self, precision: Precision) -> str:
-        """Why what was seen is not `precision`; empty when it is."""
-        others = {
-            name: wrong
-            for name, facts in self.facts.items()
-            if (wrong := {fact for fact in facts if not _agrees(fact, precision)})
-        }
+    def expected(self, name: str, precision: Precision) -> str:
+        """The format of a weight's products under `precision`. Under fp8, most layers may be bf16."""
+        is_wider = precision.float8 and name not in self.float8_weights
+        return precision.linear_dtype if is_wider else precision.products
+
+    def agreement(self, precision: Precision) -> Agreement:
+        """Compare the products with `precision`. A GPU may run small products without TF32."""
+        others = {}
+        for name, formats in self.products.items():
+            allowed = {self.expected(name, precision), UNMEASURED, *(["float32"] if precision.tf32 else [])}
+            if wrong := formats - allowed:
+                others[name] = f"{name} ({'/'.join(sorted(wrong))})"
+        num_weights = len(self.products)
         if others:
-            some = [f"{name} ({_joined(map(str, wrong))})" for name, wrong in others.items()]
-            more = ", ..." if len(some) > 3 else ""
-            return (
-                f"{len(others)} of {len(self.facts)} linear layers did not compute in {precision.products}: "
-                f"{', '.join(some[:3])}{more}."
+            return Agreement(
+                False,
+                f"{len(others)} of {num_weights} weights were not multiplied in {precision.products}: "
+                f"{_some(others.values())}.",
             )
-        if self.compiled:
-            return self.compiled
         if precision.float8 and (why := no_float8(self.float8)):
-            return why
+            return Agreement(False, why)
         if precision.tf32 != tf32_is_on() and precision.autocast is None:
-            return f"TF32 is {'on' if tf32_is_on() else 'off'}."
-        return ""
+            return Agreement(False, f"TF32 is {'on' if tf32_is_on() else 'off'}.")
+        if self.compiled is not None:
+            return self.compiled
+        unmeasured = [name for name, formats in self.products.items() if UNMEASURED in formats]
+        if unmeasured or not num_weights:
+            names = f": {_some(unmeasured)}" if unmeasured else ""
+            counts = f"{len(unmeasured)} of {num_weights} weights"
+            return Agreement(None, f"The products of {counts} could not be measured{names}.")
+        if precision.tf32 and not any("tf32" in formats for formats in self.products.values()):
+            return Agreement(None, TF32_UNSEEN)
+        return Agreement(True)
 
 
-def _agrees(fact: Fact, precision: Precision) -> bool:
-    """Whether the products are the precision's; the output may have a wider dtype than they, but no narrower.
-
-    Under fp8 the layers that are not converted are bf16. On a GPU, products of few rows may run without TF32.
-    """
-    allowed = {precision.products}
-    if precision.float8:
-        allowed.add(precision.linear_dtype)
-    elif precision.tf32:
-        allowed.add("float32")
-    if fact.product is None:
-        return fact.dtype == precision.linear_dtype
-    is_narrowed = _bits(fact.dtype) < _bits(precision.linear_dtype)
-    return fact.product in allowed and not is_narrowed
+TF32_UNSEEN = "TF32 is on, but no product was seen to use it. A GPU may run small products without it."
 
 
-def _bits(dtype: str) -> int:
-    return torch.finfo(getattr(torch, dtype)).bits
-
-
-def _joined(names: Iterable[str]) -> str:
-    return "/".join(sorted(names))
+def _some(names: Iterable[str]) -> str:
+    first, *rest = [*names]
+    return ", ".join([first, *rest[:2], *(["..."] if len(rest) > 2 else [])])
 
 
 def observe_model(
     model: nn.Module, mixed_precision: MixedPrecision, call: Callable[[Any], object]
 ) -> Observation:
-    """Have `call` call the model, not compiled, in training and in evaluation mode, and measure what it
-    computes in."""
+    """Have `call` call the eager model in training and in evaluation mode, and measure its products."""
     with left_as_it_was(model), observe(model) as seen:
         with mixed_precision.autocast():
             call(model.train())
@@ -160,99 +155,176 @@ def observe_model(
 
 @contextlib.contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
-    """Record and measure every module with a weight matrix that is called inside the block."""
-    seen = Observation(float8=float8_facts(model))
-    known: dict[Any, str | None] = {}
-
-    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, result = first_float((args, kwargs)), first_float(output)
-        if inputs is None or result is None:
-            return
-        key = _kind_of_call(name, module, inputs, result)
-        if key not in known:
-            known[key] = measure_products(module, args, kwargs)
-        if known[key] != NO_PRODUCT:
-            dtype = str(result.dtype).removeprefix("torch.")
-            seen.facts[name].add(Fact(dtype, known[key]))
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if is_matmul_module(module):
-                hook = partial(note, name)
-                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+    """Measure every product with a weight of `model` inside the block."""
+    seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
+    # Parts that a model compiles itself run eagerly, or their operators would not come here.
+    with torch.compiler.set_stance("force_eager"), _Products(model, seen):
         yield seen
 
 
-def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """The format in which `module` multiplies its weights when it is called so, here and now.
+class _Products(TorchDispatchMode):
+    """Follows the weights from operator to operator, and measures their products."""
 
-    `float32`, `tf32`, `float16`, `bfloat16` or `float8`; NO_PRODUCT where its matrices are only added; None
-    where its result does not depend on them so that it could be told.
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, seen: Observation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+        self.known: dict[Any, str] = {}
+        # By storage, which views share. The narrowest format is that of all casts on the way.
+        self.weights: dict[Any, tuple[str, str]] = {}
+        for name, parameter in model.named_parameters():
+            for tensor in _plain_tensors(parameter):
+                self.weights[_storage(tensor)] = (name, WIDEST_FIRST[0])
+        self.constants = {_storage(tensor) for buffer in model.buffers() for tensor in _plain_tensors(buffer)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if set(types) - {Tensor, nn.Parameter}:
+            return NotImplemented  # a tensor made of others: its own operators come here next
+        name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+        call = _Call(func, name, args, kwargs or {})
+        if _PRODUCT.search(name) or not call.is_known:
+            self._note(call)
+        result = func(*args, **(kwargs or {}))
+        self._follow(name, _strided((args, kwargs)), _strided(result))
+        return result
+
+    def _follow(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Count a tensor made of weights and constants alone as a weight, or as a constant."""
+        made_of = [tensor for tensor in inputs if tensor.dim()]
+        sources = [(self.weights[key], t.numel()) for t in made_of if (key := _storage(t)) in self.weights]
+        num_constants = sum(_storage(tensor) in self.constants for tensor in made_of)
+        if not made_of or len(sources) + num_constants < len(made_of) or _NO_COPY.search(name):
+            return
+        if not sources:
+            self.constants.update(map(_storage, outputs))
+            return
+        source, narrowest = max(sources, key=lambda each: each[1])[0]
+        for tensor in outputs:
+            self.weights.setdefault(_storage(tensor), (source, _narrower(narrowest, _format(tensor))))
+
+    def _note(self, call: _Call) -> None:
+        factors = call.factors()
+        keys = {_storage(t): t for t in factors if t.is_floating_point()}
+        data = [t for key, t in keys.items() if key not in self.constants and key not in self.weights]
+        # Weights alone make another weight, as for a spectral norm; but two matrices are also multiplied.
+        is_product = data or (call.is_known and all(tensor.dim() > 1 for tensor in factors))
+        if not is_product or not all(tensor.numel() for tensor in factors):
+            return
+        for weight in factors:
+            if _storage(weight) in self.weights:
+                key = call.key(weight)
+                if key not in self.known:
+                    self.known[key] = call.measure(weight, data)
+                name, narrowest = self.weights[_storage(weight)]
+                self.seen.products[name].add(_narrower(narrowest, self.known[key]))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator and its arguments."""
+
+    func: Any
+    name: str
+    args: Any
+    kwargs: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the operator multiplies its own arguments. Autocast reaches the products inside other
+        operators, but not while they are watched."""
+        return self.func.name().startswith("aten::") and self.name != "_trilinear"
+
+    def key(self, weight: Tensor) -> Any:
+        """Equal for two calls of one kernel."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        tensors = ((t.shape, t.stride(), t.dtype, t is weight) for t in leaves if isinstance(t, Tensor))
+        others = (repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        switches = (switch.fp32_precision for each in fp32_backends().values() for switch in each)
+        return self.func, *tensors, *others, *switches
+
+    def factors(self) -> list[Tensor]:
+        """The tensors to multiply; all matrices of an unknown operator."""
+        args, least = self.args, 1
+        if not self.is_known or _WHOLE_LAYER.search(self.name):
+            least = 2
+        elif self.bias_at is None:
+            args = args[:3]
+        else:
+            args = args[:2] if self.bias_at else args[1:3]
+        return [tensor for tensor in _strided(args) if tensor.dim() >= least]
+
+    @property
+    def bias_at(self) -> int | None:
+        """The position of the bias."""
+        return 0 if re.search("add[bm]", self.name) else 2 if re.search("conv|^linear$", self.name) else None
+
+    def measure(self, weight: Tensor, data: list[Tensor]) -> str:
+        """The format of the product with `weight`."""
+        if not self.is_known or not weight.is_floating_point():
+            return UNMEASURED
+        try:
+            # In the call of a whole layer, the other matrices must stay as they are.
+            others = data if _WHOLE_LAYER.search(self.name) else self.factors()
+            ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor is not weight}
+            if self.bias_at is not None:
+                biases = _strided(self.args[self.bias_at : self.bias_at + 1])
+                ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
+            found = self._measured(weight, ones)
+            return self._measured(weight, {}) if found == UNMEASURED else found
+        except Exception as error:
+            # An operator that refuses these weights is only not measured.
+            if is_out_of_memory(error):
+                raise
+            return UNMEASURED
+
+    def _measured(self, weight: Tensor, replaced: dict[int, Tensor]) -> str:
+        """The format, with other arguments replaced: {id: tensor in its place}."""
+        args, bases = self.args, dict[float, Tensor | None]()
+        if self.name == "_cudnn_rnn":
+            args = (*args[:3], None, *args[4:])  # a copy of all weights in one, which it would take instead
+
+        def result(k: int | None, scale: float) -> Tensor | None:
+            changed = {**replaced, id(weight): _planted(weight, k, scale)}
+            given = tree_map(lambda leaf: changed.get(id(leaf), leaf), (args, self.kwargs))
+            manual_seed(0)  # the same dropout every time
+            outputs = [t for t in _strided(self.func(*given[0], **given[1])) if t.is_floating_point()]
+            return outputs[0] if outputs and bool(outputs[0].isfinite().all()) else None
+
+        def is_kept(k: int | None, scale: float = 1.0) -> bool:
+            """Whether a term of 2^-k changes the result; False too where a result is not finite."""
+            if scale not in bases:
+                bases[scale] = result(None, scale)
+            base, changed = bases[scale], result(k, scale)
+            return base is not None and changed is not None and not torch.equal(changed, base)
+
+        if not replaced and is_kept(None):  # sums that are not exact may differ from call to call
+            return UNMEASURED
+        terms = ((k, name) for k, name in KEPT_BY.items() if 2.0**-k >= torch.finfo(weight.dtype).eps)
+        narrowest = next((name for k, name in terms if is_kept(k)), UNMEASURED)
+        return "float16" if narrowest == "tf32" and not is_kept(2, SMALL) else narrowest
+
+
+def _planted(weight: Tensor, k: int | None, scale: float) -> Tensor:
+    """The weights of this file's docstring.
+
+    Two slices of opposite signs are 1.75 for each k, so that a scale by the largest value stays.
     """
-    first = first_float((args, kwargs))
-    if first is None:
-        return None
-    weights = dict(module._parameters)
-    # What is stored in fewer bits is decoded: the products are measured, not the storage.
-    decoded = weights | ({"stored": module.weight} if isinstance(module, FrozenLinear) else {})
-
-    def result(k: int | None, scale: float, inputs: Tensor) -> Tensor | None:
-        for name, parameter in decoded.items():
-            if parameter is not None:
-                module._parameters[name] = _planted(parameter, k, scale)
-        given = tree_map(lambda leaf: inputs if leaf is first else leaf, (args, kwargs))
-        manual_seed(0)  # the same dropout every time
-        output = first_float(module.forward(*given[0], **given[1]))
-        return None if output is None or not bool(output.isfinite().all()) else output.detach()
-
-    def is_kept(k: int, scale: float = 1.0, value: float = 1.0) -> bool:
-        """Whether a term of 2^-k changes the result; False too where a result is not finite."""
-        inputs = torch.full_like(first, value)
-        if (scale, value) not in bases:
-            bases[scale, value] = result(None, scale, inputs)
-        base, changed = bases[scale, value], result(k, scale, inputs)
-        return base is not None and changed is not None and not torch.equal(changed, base)
-
-    bases: dict[tuple[float, float], Tensor | None] = {}
-    caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with _same_random_numbers([first]):
-            if not _is_plain(module) and is_kept(2, value=0.0):
-                return NO_PRODUCT
-            narrowest = next((name for k, name in KEPT_BY.items() if is_kept(k)), None)
-            return "float16" if narrowest == "tf32" and not is_kept(2, SMALL) else narrowest
-    except Exception as error:
-        # A module that refuses what it was not made for is only not measured; its dtype is known.
-        if is_out_of_memory(error):
-            raise
-        return None
-    finally:
-        module._parameters.update(weights)
-        torch.set_autocast_cache_enabled(caches)
-
-
-def _planted(parameter: Tensor, k: int | None, scale: float) -> nn.Parameter:
-    """Weights as the head of this file has them; zeros for a bias.
-
-    Two slices of opposite signs are 1.75 whatever k is, so that a scale that follows the largest value stays.
-    """
-    if parameter.dim() < 2 or not parameter.is_floating_point():
-        return nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
-    signs = [_signs(size).to(parameter.device) for size in parameter.shape]
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    signs = [_signs(size).to(weight.device, dtype) for size in weight.shape]
     longest = max(range(len(signs)), key=lambda dim: len(signs[dim]))
     size = torch.full_like(signs[longest], 1.5)
     changes = torch.ones_like(size)
     for sign in (1, -1) if len(size) > 2 else ():
         at = int((signs[longest] == sign).nonzero()[0])
         size[at], changes[at] = 1.75, 0
-    along = [-1 if dim == longest else 1 for dim in range(parameter.dim())]
+    along = [-1 if dim == longest else 1 for dim in range(weight.dim())]
     size, changes = size.reshape(along), changes.reshape(along)
     product = math.prod(torch.meshgrid(signs, indexing="ij"))
     values = product * size
     if k is not None:
         values = values + changes * (product > 0) * 2.0**-k
-    return nn.Parameter((values * scale).to(parameter.dtype), requires_grad=False)
+    return torch.empty_like(weight).copy_(values * scale)
 
 
 def _signs(size: int) -> Tensor:
@@ -262,30 +334,31 @@ def _signs(size: int) -> Tensor:
     return signs[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module is one of PyTorch's, unchanged, or as one."""
-    if isinstance(module, FrozenLinear):
-        return True
-    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+def _storage(tensor: Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
-def _kind_of_call(name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> Any:
-    """Equal for calls that compute alike: of PyTorch's modules in one state of autocast and flags."""
-    device_type = inputs.device.type
-    return (
-        type(module) if _is_plain(module) else name,
-        tuple((weight.shape, weight.dtype) for weight in module.parameters(recurse=False)),
-        (inputs.shape, inputs.dtype, output.dtype),
-        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
-        (module.training, torch.is_grad_enabled()),
-        tuple(switch.fp32_precision for switches in fp32_backends().values() for switch in switches),
-    )
+def _plain_tensors(tensor: Any) -> list[Tensor]:
+    """The tensors that a tensor is made of, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return _strided(tensor)
+    names = tensor.__tensor_flatten__()[0]
+    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
 
 
-def first_float(values: Any) -> Tensor | None:
-    """The first floating-point tensor among the leaves of `values`, such as what a module returned."""
+def _strided(values: Any) -> list[Tensor]:
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
+    return [leaf for leaf in leaves if leaf.layout == torch.strided]
+
+
+def _format(tensor: Tensor) -> str:
+    """The format of a tensor's values; the widest for integers, which limit nothing."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])
+
+
+def _narrower(one: str, other: str) -> str:
+    return max(one, other, key=WIDEST_FIRST.index)
 
 
 def _same_random_numbers(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -37,11 +37,16 @@ def convert_to_float8(model: nn.Module) -> nn.Module:
     return converted
 
 
+def float8_weights(model: nn.Module) -> list[str]:
+    """The names of the weights of float8 layers."""
+    modules = model.named_modules()
+    return [f"{name}.weight" for name, module in modules if type(module).__name__ == "Float8Linear"]
+
+
 def float8_facts(model: nn.Module) -> dict[str, Any]:
     """How many linear layers are float8, and how many there are."""
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    converted = [module for module in linears if type(module).__name__ == "Float8Linear"]
-    return {"float8_linears": len(converted), "num_linears": len(linears)}
+    num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+    return {"float8_linears": len(float8_weights(model)), "num_linears": num_linears}
 
 
 def no_float8(observed: Mapping[str, Any]) -> str:

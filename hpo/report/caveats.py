@@ -12,7 +12,12 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
-from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
+from hpo.study.reading.study_record import (
+    StudyRecord,
+    complete_trials,
+    lost_weights,
+    unverified_precisions,
+)
 
 LOW_UTILIZATION = 0.8
 """Below this share of busy time the report says what to raise. Above it a GPU may still have much to spare:
@@ -28,6 +33,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
     """The notices of this study, most serious first."""
     return [
         *_precision_caveats(tables.trials),
+        *(Notice(*said) for said in unverified_precisions(tables.record)),
         *(Notice(*said) for said in lost_weights(tables.record)),
         *(
             Notice(text, "Texts that nothing was chosen on would tell.")

@@ -95,8 +95,11 @@ def precision_facts(trial: TrialRecord) -> str:
     precision = trial.telemetry.get("precision")
     if not precision:
         return "Nothing about its precision is stored."
-    agrees = precision.get("agrees")
-    verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
+    verdict = {True: "they agree", False: "they do NOT agree", None: "this is unverified"}[
+        precision.get("agrees")
+    ]
+    if not precision.get("observed"):
+        verdict = "not compared"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
         f"requested {precision['requested']}, effective {precision['effective']} "
@@ -122,29 +125,20 @@ def _stored(facts: Mapping[str, Any]) -> str:
 
 
 def observed_precision(trial: TrialRecord) -> str:
-    """What was seen in the linear layers, TF32 and compilation; or `nothing`."""
+    """The formats in which weights were multiplied, TF32 and compilation; or `nothing`."""
     observed = (trial.telemetry.get("precision") or {}).get("observed") or {}
-    seen = _linear_formats(observed)
+    products = observed.get("linear_products", {})
+    seen = [
+        f"{count} weights multiplied in {name}" for name, count in products.items() if name != "unmeasured"
+    ]
+    if count := products.get("unmeasured"):
+        seen.append(f"{count} weights not measured")
     if observed.get("float8_linears"):
         seen.append(f"{observed['float8_linears']} float8 layers")
     if observed:
         seen.append("TF32 on" if observed["tf32"] else "TF32 off")
         seen.append("compiled" if observed["compiled"] else "not compiled")
     return ", ".join(seen) or "nothing"
-
-
-def _linear_formats(observed: Mapping[str, Any]) -> list[str]:
-    """What the linear layers multiplied in; where a trial has no such measurement, what they gave."""
-    if products := observed.get("linear_products"):
-        return [
-            f"{count} linear layers multiplied in {product}"
-            if product != "unmeasured"
-            else f"what {count} linear layers multiplied in could not be measured"
-            for product, count in products.items()
-        ]
-    return [
-        f"{count} linear layers gave {dtype}" for dtype, count in observed.get("linear_dtypes", {}).items()
-    ]
 
 
 def format_value(value: Any) -> str:

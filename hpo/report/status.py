@@ -15,6 +15,7 @@ from hpo.study.reading.study_record import (
     best_trials,
     limit_counts,
     lost_weights,
+    unverified_precisions,
 )
 from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion, promotion_of
 
@@ -67,7 +68,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for worker in workers
         ],
-        "warnings": [" ".join(said) for said in lost_weights(record)],
+        "warnings": [" ".join(said) for said in (*lost_weights(record), *unverified_precisions(record))],
         "trials_per_hour": rate,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }

@@ -109,7 +109,7 @@ def _facts(trial: TrialRecord) -> dict[str, str]:
         "precision_requested": precision.get("requested"),
         "precision_effective": precision.get("effective"),
         "precision_observed": observed_precision(trial) if precision else None,
-        "precision_agrees": None if precision.get("agrees") is None else format_value(precision["agrees"]),
+        "precision_agrees": _agreement(precision),
         "precision_reason": precision.get("reason"),
         "compatibility": (trial.telemetry.get("compatibility") or {}).get("verdict"),
         "device": device.get("name"),
@@ -120,6 +120,12 @@ def _facts(trial: TrialRecord) -> dict[str, str]:
         facts |= {f"{name}_{fact}": stored.get(fact) for fact in ("requested", "effective", "reason")}
     # An empty reason replaces that of a pause.
     return {name: _text(value) for name, value in facts.items() if value or name == "outcome_reason"}
+
+
+def _agreement(precision: Mapping[str, Any]) -> str | None:
+    if not precision.get("observed"):
+        return None
+    return "unverified" if precision.get("agrees") is None else format_value(precision["agrees"])
 
 
 def _point(row: EvaluationRow, started: float) -> Point:

@@ -46,9 +46,9 @@ def check_precision(
 
     Measured are the relative error of each output ||y - y32|| / ||y32|| (of a model that is not called as a
     whole, of the loss) and of the gradients (their cosine); where something is not finite, the first module
-    and operator that made it so; what each layer with a weight matrix really computed in; speed and memory
-    against fp32. Dropout is off, and random numbers are the same in both. The model comes back as it was,
-    without gradients. What is emulated on this device is measured too, and the reasons say so.
+    and operator that made it so; the format of the products with each weight; speed and memory against
+    fp32. Dropout is off, and random numbers are the same in both. The model comes back as it was, without
+    gradients. What is emulated on this device is measured too, and the reasons say so.
 
     Args:
         model: with weights in fp32, all on one device.

@@ -27,6 +27,7 @@ from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import reduced_precision_reduction
+from hpo.precision.effective import UNVERIFIED
 from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
@@ -61,7 +62,8 @@ class Compatibility:
         if found.first_nonfinite:
             lines.append(f"first not finite: {found.first_nonfinite}")
         if products := found.observed.get("linear_products"):
-            lines.append("products: " + ", ".join(f"{kind} in {n} layers" for kind, n in products.items()))
+            counts = (f"{kind} with {num} weights" for kind, num in products.items())
+            lines.append(f"products: {', '.join(counts)}")
         if costs := self.costs:
             memory = "" if costs.memory_ratio is None else f", {costs.memory_ratio:.2f} of its memory"
             lines.append(f"{costs.speed_ratio:.2f} times as fast as fp32{memory}")
@@ -107,12 +109,14 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
     is_float8 = PRECISIONS[name].float8 and not measurement.error
     if is_float8 and (none := no_float8(measurement.observed)):
         incompatible.append(none)
-    elif measurement.disagreement:
+    elif measurement.agrees is False:
         degraded.append(measurement.disagreement)
     if is_float8 and not incompatible and not measurement.observed.get("compiled"):
         degraded.append(NEEDS_COMPILE)
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
     reasons = incompatible + degraded
+    if measurement.agrees is None and measurement.disagreement:
+        reasons.append(f"{UNVERIFIED}: {measurement.disagreement}")
     if not measurement.reference_fits:
         reasons.append(
             f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."

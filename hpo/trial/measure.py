@@ -28,14 +28,18 @@ from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Observation, left_as_it_was, observe_model
+from hpo.precision.effective import Agreement, Observation, left_as_it_was, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 11
+MEASUREMENT_VERSION = 12
 """To be raised when the measuring changes: what is cached of another version is measured again."""
+
+BEFORE_COMPILE = (
+    "the products were measured before the model was compiled; each trial measures its compiled model."
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,10 @@ class Measurement:
     gradient_cosine: float | None = None
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
+    agrees: bool | None = None
+    """Whether the products observed are the precision's; None: unverified."""
     disagreement: str = ""
-    """Why the observed dtypes are not the precision; empty when they are."""
+    """The reason where they are not, or are unverified."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -276,6 +282,7 @@ def _attempt(
             prepare_model(side.model, precision)
             seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
+                seen.compiled = Agreement(None, BEFORE_COMPILE)
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
@@ -285,6 +292,7 @@ def _attempt(
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
             return None, Measurement(precision.name, error=message, finite=False)
+        agrees, reason = seen.agreement(precision) if observes else (None, "")
         broken = result.broken()
         measurement = Measurement(
             precision.name,
@@ -293,7 +301,8 @@ def _attempt(
             **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
-            disagreement=seen.disagreement(precision),
+            agrees=agrees,
+            disagreement=reason,
         )
     return result, measurement
 

@@ -23,7 +23,7 @@ from hpo.models.adapters import base_digest, base_facts, has_adapter, load_train
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
-from hpo.precision.effective import observe_model
+from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
@@ -152,16 +152,16 @@ class TrialRun:
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
         inputs = parts.batch(0, 1).to(self.parts.device.torch_device).inputs
-        # Observed before the compiler hides the modules.
+        # Observed before the compiler hides the operators.
         seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:
             self._compile(parts.compile)
-            seen.compiled = self._observe_compiled()
-        disagreement = seen.disagreement(resolution.precision)
+            seen.compiled = self._observe_compiled(seen)
+        agrees, reason = seen.agreement(resolution.precision)
         observed = {
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
-            "agrees": not disagreement,
-            "reason": " ".join(filter(None, (resolution.reason, disagreement))),
+            "agrees": agrees,
+            "reason": " ".join(filter(None, (resolution.reason, reason))),
         }
         self.recorder.note(precision=asdict(resolution) | observed)
         if has_adapter(parts.model):
@@ -176,7 +176,7 @@ class TrialRun:
         self.recorder.follow(lambda: {"compile_seconds": seconds + clock.seconds})
         clock.start()
 
-    def _observe_compiled(self) -> str:
+    def _observe_compiled(self, seen: Observation) -> Agreement:
         parts, mixed_precision = self.parts, self.mixed_precision
         batch = parts.batch(self.state.micro_batch_size)  # of a shape that is compiled already
 
@@ -184,7 +184,7 @@ class TrialRun:
             manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
-        return observe_compiled(parts.model, step, parts.resolution.precision)
+        return observe_compiled(parts.model, step, parts.resolution.precision, seen)
 
     def _train(self) -> None:
         parts, mixed_precision, num_ranks = self.parts, self.mixed_precision, distributed.world_size()

@@ -128,8 +128,8 @@ def noted(trial: optuna.trial.FrozenTrial) -> str:
     if not (telemetry := trial.user_attrs.get("telemetry")):
         return ""
     facts = telemetry.get("precision", {})
-    layers = facts.get("observed", {}).get("linear_dtypes", {})
-    observed = " and ".join(f"{count} layers {dtype}" for dtype, count in layers.items()) or "nothing"
+    layers = facts.get("observed", {}).get("linear_products", {})
+    observed = " and ".join(f"{count} weights in {dtype}" for dtype, count in layers.items()) or "nothing"
     return f"{trial.user_attrs['outcome']}, effective {facts.get('effective')}, observed {observed}"
 
 

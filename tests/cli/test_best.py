@@ -46,7 +46,7 @@ def test_best_stores_what_it_evaluates(folder: Path) -> None:
     found = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "validation")).json
     (best,), evaluation = found["trials"], found["evaluation"]
     assert {key: best[key] for key in ("number", "values", "params")} == status["best"][0]
-    assert best["precision"]["observed"]["linear_dtypes"] == {"float32": 17}
+    assert best["precision"]["observed"]["linear_products"] == {"float32": 17}
     assert evaluation["split"] == "validation"
     assert metrics_of(evaluation["detailed"]) == evaluation["metrics"] == best["metrics"]
     assert best["detailed"] == before | {"validation": evaluation["detailed"]}

@@ -19,6 +19,7 @@ from hpo.memory import release_free_memory
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
+from hpo.precision.effective import Observation, observe_model
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import run_both_modes
@@ -100,22 +101,27 @@ def compute_in_fp32(linear: nn.Linear) -> None:
     linear.forward = forward  # type: ignore[method-assign]
 
 
-def compiled_parts(executor: Executor, *, planted: bool) -> tuple[TrialParts, MixedPrecision]:
+def compiled_parts(executor: Executor, *, planted: bool) -> tuple[TrialParts, MixedPrecision, Observation]:
+    """A model that is compiled, and what was seen before."""
     config = config_of(executor, compile="default")
     parts = assemble(executor.study, config, Resolution("bf16", "bf16", "native"), executor.loader)
     if planted:
         compute_in_fp32(parts.model.encoder.encoder.layer[1].intermediate.dense)
     parts.prepare()
+    amp = MixedPrecision(parts.resolution.precision, config.amp, parts.device)
+    inputs = parts.batch(0, 1).to(parts.device.torch_device).inputs
+    seen = observe_model(parts.model, amp, lambda model: model(*inputs))
+    assert seen.agreement(parts.resolution.precision).agrees is not planted
     assert parts.compile is not None
     parts.compile(parts.model)
-    return parts, MixedPrecision(parts.resolution.precision, config.amp, parts.device)
+    return parts, amp, seen
 
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_compiled_training_is_observed(
     device: DeviceInfo, planted: bool, tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
-    parts, amp = compiled_parts(executor_of(tmp_path, device, {"max_steps": 4}), planted=planted)
+    parts, amp, seen = compiled_parts(executor_of(tmp_path, device, {"max_steps": 4}), planted=planted)
     batch = parts.batch(4, 4)
 
     def step() -> tuple[list[Tensor], list[Tensor]]:
@@ -124,7 +130,7 @@ def test_compiled_training_is_observed(
 
     with backend_flags(PRECISIONS["bf16"], parts.config.amp):
         first, second = step(), step()
-        said = observe_compiled(parts.model, step, PRECISIONS["bf16"])
+        agrees, said = observe_compiled(parts.model, step, PRECISIONS["bf16"], seen)
     names = ["loss", *(name for name, each in parts.model.named_parameters() if each.requires_grad)]
     assert len(first[0]) <= len(names)
     different = [
@@ -134,9 +140,8 @@ def test_compiled_training_is_observed(
     figure(
         f"{'a planted fp32 layer' if planted else 'bf16'}: {len(different)} of {len(first[0])} values differ "
         f"between two equal steps {different[:4]}; equal evaluations: {evaluated}; "
-        f"observed: {said or 'no disagreement'}"
+        f"observed: {said or 'agrees'}"
     )
+    assert agrees is not planted, said
     if planted:
-        assert "layer.1.intermediate.dense computed in more than bfloat16" in said
-    else:
-        assert said == ""
+        assert "layer.1.intermediate.dense.weight was multiplied in more than bfloat16" in said

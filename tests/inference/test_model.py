@@ -188,7 +188,7 @@ def test_the_export_tells_how_it_was_made(exported: Exported) -> None:
     assert (provenance["study"], provenance["trial"]) == ("tiny", 0)
     assert provenance["scores"].keys() == {"validation"}
     assert provenance["precision"]["requested"] == provenance["precision"]["effective"] == "fp32"
-    assert provenance["precision"]["observed"]["linear_dtypes"].keys() == {"float32"}
+    assert provenance["precision"]["observed"]["linear_products"].keys() == {"float32"}
     assert provenance["data"]["fingerprint"] == exported.executor.dataset.fingerprint
     assert provenance["versions"].keys() >= {"hpo", "torch", "transformers", "safetensors"}
     assert not [name for name in exported.folder.iterdir() if name.suffix in (".bin", ".pt", ".pkl", ".py")]

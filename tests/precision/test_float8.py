@@ -95,8 +95,20 @@ def test_layers_are_converted_where_float8_pays(encoder: dict[str, Any], layers:
         pass
     telemetry = seen.telemetry(compiled=True)
     assert telemetry["float8_linears"] == layers
-    assert ("large enough for float8" in seen.disagreement(FP8)) == (not layers)
+    assert ("large enough for float8" in seen.agreement(FP8).reason) == (not layers)
     assert next(model.parameters()).device.type == "meta"
+
+
+@pytest.mark.usefixtures("torchao")
+def test_converted_layers_must_be_seen_to_multiply_in_float8(request: pytest.FixtureRequest) -> None:
+    """The layers of the stand-in are float8 by their name only."""
+    model = prepare_model(nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4)), FP8)
+    with observe(model) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(16, 64))
+    is_real = "stand-in" not in request.node.name
+    assert seen.products["0.weight"] == {"float8" if is_real else "bfloat16"}
+    assert seen.products["1.weight"] == {"bfloat16"}
+    assert seen.agreement(FP8).agrees is is_real
 
 
 NONE = {"float8_linears": 0, "num_linears": 73, "compiled": True}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_effective import products
 from torch import Tensor, nn
 
 from hpo.precision.amp import prepare_model
-from hpo.precision.effective import measure_products
 from hpo.precision.frozen import FrozenLinear, storage_facts, store_frozen
 from hpo.precision.table import PRECISIONS
 
@@ -149,8 +149,8 @@ def test_its_products_are_measured_and_not_its_storage(kind: str) -> None:
     store_frozen(model, kind, torch.float32)
     layer = model[0]
     before = layer(x)
-    assert measure_products(layer, (x,), {}) == "float32"
-    assert measure_products(InLess(linear(), kind), (x,), {}) == "bfloat16"
+    assert products(layer, x) == {"stored": {"float32"}}
+    assert products(InLess(linear(), kind), x) == {"stored": {"bfloat16"}}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert measure_products(layer, (x,), {}) == "bfloat16"
+        assert products(layer, x) == {"stored": {"bfloat16"}}
     assert torch.equal(layer(x), before)

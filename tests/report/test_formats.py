@@ -56,7 +56,7 @@ def test_an_interval_has_the_digits_of_its_width(numbers: tuple[Any, Any, Any], 
     assert format_metric_interval(*numbers) == expected.replace(" ", "\u00a0")
 
 
-SEEN = {"linear_dtypes": {"bfloat16": 38}, "tf32": False, "compiled": False}
+SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,14 @@ SEEN = {"linear_dtypes": {"bfloat16": 38}, "tf32": False, "compiled": False}
             {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
             "12 float8 layers, TF32 on, compiled",
         ),
-        ({}, "observed: 38 linear layers gave bfloat16, TF32 off"),
-        # The product beats the dtype of the output, which may be a cast.
+        ({}, "observed: 38 weights multiplied in bfloat16, TF32 off"),
         (
             {"observed": {**SEEN, "linear_products": {"float32": 2, "bfloat16": 36}}},
-            "2 linear layers multiplied in float32, 36 linear layers multiplied in bfloat16, TF32 off",
+            "2 weights multiplied in float32, 36 weights multiplied in bfloat16, TF32 off",
         ),
         (
-            {"observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
-            "37 linear layers multiplied in tf32, what 1 linear layers multiplied in could not be measured",
+            {"agrees": None, "observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
+            "37 weights multiplied in tf32, 1 weights not measured, TF32 off, not compiled; this is unver",
         ),
     ],
 )

@@ -68,7 +68,9 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
     assert f"<dt>trial</dt><dd>{best.number}</dd>" in text
     assert "<dt>score on" not in text, "nothing was evaluated in detail"
     assert f"learning_rate={best.params['learning_rate']!r}" in printed_commands(full_report)[0]
-    precision = "requested fp16, effective fp16 (emulated), observed: 38 linear layers gave float16, TF32 off"
+    precision = (
+        "requested fp16, effective fp16 (emulated), observed: 38 weights multiplied in float16, TF32 off"
+    )
     assert precision in text
     for number, (outcome, reason) in ENDINGS.items():
         assert f"<td>{number}</td>" in text

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from study_records import fake_trial, record_of
 
+from hpo.report.caveats import caveats
+from hpo.report.dashboard import study_note
 from hpo.report.status import study_status
+from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
 
@@ -55,3 +58,21 @@ def test_rate_counts_what_trained() -> None:
     status = study_status(record(at(0, 0, 10), at(1, 10, 20), *failed))
     assert status["trials_per_hour"] == pytest.approx(6)
     assert study_status(record(*failed))["trials_per_hour"] is None
+
+
+def unverified(number: int) -> Any:
+    trial = at(number, 0, 8)
+    trial.telemetry["precision"] |= {"agrees": None, "reason": "No product was seen to use TF32."}
+    return trial
+
+
+def test_unverified_trials_are_counted_with_the_reason() -> None:
+    told = "The precision of 2 trials (number 0, 2) is unverified: No product was seen to use TF32. Nothing"
+    found = record(unverified(0), at(1, 0, 8), unverified(2))
+    (warning,) = study_status(found)["warnings"]
+    assert warning.startswith(told)
+    tables = StudyTables(found)
+    assert tables.trials["counts"].all()
+    assert next(" ".join(notice) for notice in caveats(tables)) == warning
+    assert warning in study_note(tables)
+    assert study_status(record(at(1, 0, 8)))["warnings"] == []

@@ -97,7 +97,7 @@ def test_each_trial_is_a_run_with_all_that_is_known(
     assert whole["points"]["trial/score"][0][:2] == (30, 0.5)
     assert whole["points"]["trial/peak_memory_bytes"][0][1] == 2**30
     facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
-    facts["observed"] = "3 linear layers multiplied in bfloat16, TF32 off, not compiled"
+    facts["observed"] = "3 weights multiplied in bfloat16, TF32 off, not compiled"
     assert {name: whole["tags"][f"precision_{name}"] for name in facts} == facts
     assert found["trial 2"]["tags"]["outcome_reason"] == "it was nonfinite"
     assert "trial/score" not in found["trial 2"]["points"]

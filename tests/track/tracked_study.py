@@ -16,7 +16,7 @@ from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 METRICS = {"score": 0.5, "criteria": {"f1_macro": 0.25}}
-OBSERVED = {"linear_dtypes": {"bfloat16": 3}, "linear_products": {"bfloat16": 3}, "tf32": False}
+OBSERVED = {"linear_products": {"bfloat16": 3}, "tf32": False}
 PRECISION = {"requested": "bf16", "effective": "fp32", "support": "emulated", "reason": "no AMX"}
 PRECISION |= {"observed": {**OBSERVED, "compiled": False}, "agrees": False}
 TELEMETRY = {"precision": PRECISION, "device": {"name": "Example CPU", "host": "node1", "torch": "2.13.0"}}

@@ -104,7 +104,7 @@ class Stubborn(nn.Linear):
 def test_a_module_in_fp32_is_reported() -> None:
     check = hpo.check_precision(nn.Sequential(Stubborn(8, 1)), mean, torch.randn(4, 8), "bf16")
     assert check.verdict == "degraded"
-    assert "1 of 1 linear layers did not compute in bfloat16: 0 (float32)" in str(check)
+    assert "1 of 1 weights were not multiplied in bfloat16: 0.weight (float32)" in str(check)
 
 
 @pytest.mark.parametrize(

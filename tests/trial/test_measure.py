@@ -133,7 +133,7 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
     else:
         assert all(1e-5 < error < 0.05 for error in errors.values())
     assert measured.gradient_cosine > 0.999
-    assert measured.observed["linear_dtypes"] == {PRECISIONS[name].linear_dtype: 5}
+    assert measured.observed["linear_products"] == {PRECISIONS[name].linear_dtype: 5}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,12 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
         (nan_backward, "bf16 fp16 bf16-true", "incompatible", r"^gradients not finite .* encoder\.extra\.$"),
         (nan_backward, "fp32", "ok", "^$"),
         (no_bfloat16, "bf16 bf16-true", "incompatible", "raised .*BFloat16"),
-        (silent_float32, "bf16", "degraded", r"1 of 6 .* in bfloat16: encoder.extra.dense \(float32\)"),
+        (
+            silent_float32,
+            "bf16",
+            "degraded",
+            r"1 of 6 .* in bfloat16: encoder.extra.dense.weight \(float32\)",
+        ),
         (wrong_under_autocast, "bf16", "incompatible", "away from fp32's"),
         (nan_in_float32, "bf16 fp32", "invalid", r"^logits not finite in fp32; .* encoder\.extra\. .* model"),
         (raise_anywhere, "bf16 fp32", "invalid", "^fp32 raised ValueError: a bug"),

@@ -217,6 +217,23 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
     ]
 
 
+def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
+    """A sentence on the trials of unverified precision, with the reasons, and one on the meaning."""
+    facts = {trial.number: trial.telemetry.get("precision") or {} for trial in record.trials}
+    found = {number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None}
+    if not found:
+        return []
+    reasons = sorted({of.get("reason") or "no reason is stored" for of in found.values()})
+    numbers = ", ".join(map(str, [*found][:8])) + (" ..." if len(found) > 8 else "")
+    trials = f"{len(found)} trial{'s' * (len(found) > 1)} (number {numbers})"
+    return [
+        (
+            f"The precision of {trials} is unverified: {' '.join(reasons[:3])}",
+            "Nothing was seen that contradicts it, so they count for the precision that they ran in.",
+        )
+    ]
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a finite number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
