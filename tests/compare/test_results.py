@@ -107,8 +107,8 @@ def test_no_loss() -> None:
     )
     assert row["collapse_share"] == pytest.approx(1 - 0.05 ** (1 / 6))
     assert found["error"] == (
-        "Each verdict `as good` is wrong in at most 2.5 % of comparisons, and so is `worse`. The verdicts are "
-        "about these 2 configurations on new seeds and new rows of this kind."
+        "Each verdict `as good` is wrong in at most 2.5 % of comparisons, and so is `worse`. The verdicts "
+        "are about these 2 configurations on new seeds and new rows of this kind."
     )
     assert found["recommendation"] == (
         "Use bf16: as good as fp32 (score within 0.5 points), and 2.00 times as fast (2.00 to 2.00)."
@@ -174,7 +174,7 @@ def test_runs_without_a_score_count_alike_on_both_sides(share: int) -> None:
 
 
 def test_fp32_that_learned_nothing_gives_no_verdict() -> None:
-    found = told(search_config(), lambda params: 0.0, Request(top=1)).content
+    found = told(search_config(), lambda _: 0.0, Request(top=1)).content
     (row,) = found["verdicts"]
     assert row["verdict"] == "not_shown"
     assert "It is not shown that fp32 has learned anything: it has 0.00 points" in row["sentence"]

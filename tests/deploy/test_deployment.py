@@ -126,8 +126,8 @@ def test_few_equal_rows_do_not_make_a_form_as_good(
     found = deployed(*mood, tmp_path, "onnx_fp32", max_drop=1.0)
     assert (found.artifacts[1].judged.verdict, found.best.artifact) == ("not_shown", "fp32")
     limit = (
-        "With 40 labelled rows of validation, losses under 8.81 points cannot be excluded. A margin of 1 takes "
-        "368 such rows."
+        "With 40 labelled rows of validation, losses under 8.81 points cannot be excluded. A margin of 1 "
+        "takes 368 such rows."
     )
     assert found.artifacts[1].judged.reason.endswith(limit)
     assert found.notes[0] == f"No form can be shown to be as good. {limit}"
@@ -146,7 +146,7 @@ def test_the_fastest_as_good_on_validation_is_confirmed_on_test(
     assert found.best.artifact == "onnx_int8_static", "the fastest"
     assert (found.test.judged.verdict, found.test.judged.drop.value) == ("as_good", 0.0)
     assert found.test.num_examples == 320
-    # The ruined model knows one of two classes. With two rows of the other in validation, test alone shows it.
+    # The ruined model knows one of two classes. Validation has two rows of the other, so test shows it.
     splits = executor.dataset.splits
     chosen = []
     for number, word in enumerate((" good ", " bad ")):

@@ -116,10 +116,8 @@ def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
         Task(name, "single_label", CASES_, primary="accuracy")
         for name, CASES_ in (("t", CLASSES), ("u", CLASSES))
     ]
-    rows = [
-        Example(str(n), "text", {"u": "a", **({"t": "b"} if n < 50 else {})}, {}, annotated=frozenset("tu" if n < 50 else "u"))
-        for n in range(1000)
-    ]  # fmt: skip
+    labels = [{"u": "a", "t": "b"} if n < 50 else {"u": "a"} for n in range(1000)]
+    rows = [Example(str(n), "text", one, {}, annotated=frozenset(one)) for n, one in enumerate(labels)]
     found = scored(perfect_statistics(tasks, rows), "score")
     assert found is not None
     assert (len(found.rows_N), found.value) == (1000, 100.0)

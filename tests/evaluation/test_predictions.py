@@ -38,7 +38,8 @@ def test_rows_without_a_label_do_not_count() -> None:
     found = hpo.compare_predictions(TASK, half, [predicted], [predicted], margin=0.5)
     assert (found.verdict, found.labelled_rows) == ("not_shown", 50)
     assert found.reason == (
-        "With 50 labelled rows, losses under 7.12 points cannot be excluded. A margin of 0.5 takes 736 such rows"
+        "With 50 labelled rows, losses under 7.12 points cannot be excluded. A margin of 0.5 takes "
+        "736 such rows"
     )
 
 
@@ -58,12 +59,20 @@ def test_rare_classes_are_named() -> None:
 
 
 FORMS: list[tuple[dict[str, Any], Any, Any]] = [
-    ({"kind": "multi_label", "classes": ["x", "y"], "primary_metric": "f1_micro"}, [["x"], ["x", "y"], ["y"]], ["x"]),
+    (
+        {"kind": "multi_label", "classes": ["x", "y"], "primary_metric": "f1_micro"},
+        [["x"], ["x", "y"], ["y"]],
+        ["x"],
+    ),
     ({"kind": "regression", "primary_metric": "mae"}, [0.0, 1.0, 2], 0.5),
     ({"kind": "token_classification", "span_names": ["p"]}, [{"p": [[0, 2]]}, {"p": [[3, 5]]}], {}),
-    ({"kind": "span_per_label", "span_names": ["p"], "evidence_for": "labels"}, [{"p": [[0, 2]]}], {"p": [[0, 1]]}),
+    (
+        {"kind": "span_per_label", "span_names": ["p"], "evidence_for": "labels"},
+        [{"p": [[0, 2]]}],
+        {"p": [[0, 1]]},
+    ),
     ({"kind": "span_extraction", "span_names": ["answer"]}, [{"answer": [[0, 2]]}, {"answer": [[1, 2]]}], {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("task", "some", "worse"), FORMS, ids=[str(form[0]["kind"]) for form in FORMS])
@@ -91,7 +100,10 @@ def test_a_run_without_a_score_counts_as_the_baseline(value: Any) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"task": {"kind": "singel_label"}}, "kind"),
     ({"task": {**TASK, "primary_metric": "r2"}}, "primary_metric"),
-    ({"task": {"kind": "token_classification", "span_names": ["p"], "primary_metric": "span_overlap_f1"}}, "must be one of span_f1, f1_macro"),
+    (
+        {"task": {"kind": "token_classification", "span_names": ["p"], "primary_metric": "span_overlap_f1"}},
+        "must be one of span_f1, f1_macro",
+    ),
     ({"truths": ["a", "z"]}, r"truths\[1\]: unknown class `z`"),
     ({"truths": [None, None]}, "at least one row must be labelled, but got none"),
     ({"truths": ["a", 1]}, r"truths\[1\] must be one class as a string, but got 1"),
@@ -100,13 +112,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"other": []}, "the same number of runs, at least one, but got 1 and 0"),
     ({"margin": 0}, "margin: must be a positive number, but got `0`"),
     ({"margin": math.nan}, "margin: must be a positive number"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
-        "task": TASK, "truths": ["a", "b"], "reference": [["a", "b"]], "other": [["a", "b"]], "margin": 0.5, **changes
-    }  # fmt: skip
+        "task": TASK,
+        "truths": ["a", "b"],
+        "reference": [["a", "b"]],
+        "other": [["a", "b"]],
+        "margin": 0.5,
+        **changes,
+    }
     with pytest.raises(InputError, match=message):
         hpo.compare_predictions(**given)

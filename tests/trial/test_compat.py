@@ -178,7 +178,8 @@ def test_a_compiler_is_at_fault_if_it_breaks_fp32_too(
     executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
     found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
     assert found.verdict == (verdict if name in broken else "ok")
-    assert bool(found.reasons) == (name in broken)
+    others = [reason for reason in found.reasons if "is unverified" not in reason]
+    assert bool(others) == (name in broken)
 
 
 def test_a_compiler_without_memory_for_fp32_tells_nothing(tmp_path: Path) -> None:
