@@ -243,9 +243,9 @@ def max_positions(encoder: nn.Module) -> int | None:
     for name, module in encoder.named_modules():
         if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    if getattr(encoder.config, "relative_attention", False):
-        return None
-    return getattr(encoder.config, "max_position_embeddings", None)
+    limit = getattr(encoder.config, "max_position_embeddings", None)
+    is_relative = getattr(encoder.config, "relative_attention", False)
+    return None if is_relative or limit == -1 else limit  # -1: XLNet's
 
 
 def takes_type_ids(encoder: nn.Module) -> bool:
