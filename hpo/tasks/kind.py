@@ -6,7 +6,7 @@ name. The layout of their logits and targets:
     kind                  logits        target                      missing  an item is
     single_label          [B, C]        int64 [B]                   -100     a row
     multi_label           [B, C]        float32 [B, C] in {0, 1}    -1       a row
-    regression            [B, 1]        float32 [B], raw units      NaN      a row
+    regression            [B, 1]        float64 [B], raw units      NaN      a row
     token_classification  [B, L, 2N+1]  int64 [B, L]                -100     a token
       spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token
     span_extraction       [B, L, 2]     int64 [B, 2], inclusive     -100     a row
