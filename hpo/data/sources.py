@@ -200,7 +200,8 @@ def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
         file = pq.ParquetFile(path)
         table.check(file.schema_arrow.names)
         batches = file.iter_batches(columns=table.names)
-        for number, cells in enumerate(chain.from_iterable(b.to_pylist() for b in batches), start=1):
+        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+        for number, cells in enumerate(rows, start=1):
             yield table.row(f"{path} row {number}", number, cells)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
@@ -214,7 +215,11 @@ def _hub_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     datasets.disable_progress_bars()
     _logger.info("loading the data set %s", hub.name)
     try:
-        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
+        builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
+        # Of csv files: pandas would take "None", "NA" and others of its words for empty cells.
+        has_words = getattr(builder.config, "keep_default_na", False)
+        options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
+        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
         raise DataError(
             f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "

@@ -232,6 +232,16 @@ class Kind(ABC):
         """How bad each row is, 0 where it is right: [N]. `p_NC` are the probabilities of classes, if any."""
 
 
+def class_name(value: Any) -> Any:
+    """Return a class as a string if it is one or a whole number; other values are left as they are.
+
+    A whole number may be a float: pandas makes floats of a column of them that has an empty cell.
+    """
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value) if type(value) is int else value
+
+
 def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:
     """Lists of labels as rows of booleans: [N, C]."""
     index = {label: c for c, label in enumerate(task.labels)}

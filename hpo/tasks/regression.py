@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Regression(Kind):
             is_decimal_comma = csv.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
             with suppress(ValueError):
                 return float(cell.replace(",", ".") if is_decimal_comma else cell)
-        return cell
+        return float(cell) if isinstance(cell, Decimal) else cell
 
     def label(self, value: Any) -> Label:
         if type(value) not in (int, float) or not math.isfinite(value):
