@@ -89,8 +89,8 @@ def _classes(task: TaskFacts) -> Iterator[str]:
     for split in held:
         if unseen := [label for label in held["train"] if label not in held[split]]:
             yield (
-                f"`{task.name}`: no row of {split} has {_names(unseen)}: the metrics there say nothing of it. Label "
-                f"rows of it in {split}."
+                f"`{task.name}`: no row of {split} has {_names(unseen)}: the metrics there say nothing of "
+                f"it. Label rows of it in {split}."
             )
     alike: dict[str, list[str]] = {}
     for label in task.labels:

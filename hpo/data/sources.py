@@ -172,9 +172,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(f"{path}:{number}", json.loads(line))
+                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=_object))
             except (ValueError, RecursionError) as error:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
+
+
+def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
+    row = dict(items)
+    for key in row if len(row) < len(items) else ():
+        if [name for name, _ in items].count(key) > 1:
+            raise ValueError(f"the key `{key}` must occur once in its object")
+    return row
 
 
 def _csv_rows(path: Path, form: CsvConfig, table: Table) -> Iterator[Row]:

@@ -56,6 +56,7 @@ def span(**spans: Any) -> dict[str, Any]:
     ("row", "message"),
     [
         ('{"id": "b", ', "must be one JSON object in UTF-8, but Expecting property name"),
+        ('{"id": "b", "text": "a", "text": "c"}', "the key `text` must occur once in its object"),
         (changed(id=None), "`id` must be a non-empty string, but got no such key"),
         (changed(id="a"), "`id` must be unique, but `a` is that of {train}:1 too"),
         (changed(text=None), "`text` must be a string, but got no such key"),
