@@ -60,10 +60,11 @@ class Regression(Kind):
         return float(cell) if isinstance(cell, Decimal) else cell
 
     def label(self, value: Any) -> Label:
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) < math.inf:
             raise ValueError(f" must be a finite number, but got {shorten(repr(value), 60)}")
         if abs(value) > _LARGEST:
-            raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {value:g}. Scale it")
+            got = shorten(repr(value), 60)
+            raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {got}. Scale it")
         return float(value)
 
     def fitted(self, train: Sequence[Example]) -> Task:

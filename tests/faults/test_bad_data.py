@@ -73,6 +73,8 @@ def span(**spans: Any) -> dict[str, Any]:
         (label(topics="work"), "labels.topics must be a list of classes, but got 'work'"),
         (label(topics=["work", "work"]), "labels.topics names a class twice: ['work', 'work']"),
         (label(grade=float("nan")), "labels.grade must be a finite number, but got nan"),
+        (label(grade=10**400), "labels.grade must be at most 1e+150 in magnitude, but got 1000000"),
+        (label(grade=-(10**200)), "labels.grade must be at most 1e+150 in magnitude, but got -1000000"),
         (changed(spans=[[0, 3]]), "`spans` must be an object of name: [[start, end], ...]"),
         (span(persons=[[0, 3]]), "spans.persons: unknown span name. Did you mean `person`?"),
         (span(person=[[24, 30]]), "spans.person: [24, 30] must lie inside the text of 29 characters"),
