@@ -156,9 +156,8 @@ def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]
     would decide the search. Metrics are numbers, or arrays of one shape.
     """
     of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
-    if not of_tasks or any(value is None for value in of_tasks):
-        return None
-    return sum(np.maximum(value, 0) for value in of_tasks) / len(of_tasks)
+    primary = [np.maximum(value, 0) for value in of_tasks if value is not None]
+    return sum(primary) / len(primary) if 0 < len(primary) == len(of_tasks) else None
 
 
 def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> RowStatistics:
