@@ -63,7 +63,7 @@ class GruEncoder(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.embed = nn.Embedding(30522, size)
-        self.gru = nn.GRU(size, size, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(size, 2 * size, batch_first=True)
 
     def forward(self, input_ids, attention_mask):
         hidden, _ = self.gru(self.embed(input_ids) * attention_mask[..., None])
@@ -128,7 +128,7 @@ def test_from_the_file_to_a_model_in_use(tmp_path: Path) -> None:
     use_code({}, "none")
     model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
     network: Any = model.network
-    assert network.encoder.module.gru.hidden_size == 16
+    assert network.encoder.module.gru.hidden_size == 32
     assert [type(head[-1]) for head in network.heads] == [nn.Linear, nn.Linear]
     assert network.heads[0][0].out_features == 5
     texts = [row["text"] for row in rows]
@@ -199,7 +199,7 @@ def test_a_metric_that_breaks_on_what_was_predicted_is_told_once_by_its_line(tmp
     """Not as trials that failed: each of them would."""
     broken = "if list(truths) != list(predictions):\n        raise ValueError('not equal')\n    return 1.0"
     source = MODELS.replace("return cohen_kappa_score(truths, predictions)", broken)
-    write_models(tmp_path, source, training=PLAIN | {"max_steps": 1}, search_space={})
+    write_models(tmp_path, source, training=PLAIN | {"max_steps": 1, "learning_rate": 1e-9}, search_space={})
     ended = hpo_command(tmp_path, "run", "tiny.yaml")
     assert (ended.exit_code, "own_kind.py:43: ValueError: not equal" in ended.err) == (2, True), ended.err
     assert "Traceback" not in ended.err

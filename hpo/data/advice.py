@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.checks import DataFacts, LengthFacts, TaskFacts
+from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
 from hpo.tasks.registry import KINDS
 
 
@@ -14,7 +14,8 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     num_texts = sum(split.num_rows for split in data.splits.values())
     advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
     for task in data.tasks:
-        advice += [*_unlabelled(task, data, is_csv=config.data.source == "csv"), *_classes(task)]
+        advice += _unlabelled(task, data, is_csv=config.data.source == "csv")
+        advice += [*_without_score(task), *_classes(task), *_numbers(task)]
     return advice
 
 
@@ -71,12 +72,62 @@ def _unlabelled(task: TaskFacts, data: DataFacts, *, is_csv: bool) -> Iterator[s
 
 
 def _classes(task: TaskFacts) -> Iterator[str]:
-    for label in task.labels if task.counts else ():
-        if not task.counts["train"][label] and any(of[label] for of in task.counts.values()):
+    """Report classes without rows in a split, and classes that are probably one."""
+    held = {split: [label for label in task.labels if of[label]] for split, of in task.counts.items()}
+    known = {label for labels in held.values() for label in labels}
+    if nowhere := [label for label in task.labels if label not in known and held]:
+        yield (
+            f"`{task.name}`: no row has {_names(nowhere)}: is it spelt so in the data? If it is, label "
+            "rows of it, or leave it out of the task."
+        )
+    for label in task.labels:
+        if label in known and label not in held["train"]:
             yield (
                 f"`{task.name}`: `{label}` is evaluated, but in no training row: move rows to training, or "
                 "leave it out of the task."
             )
+    for split in held:
+        if unseen := [label for label in held["train"] if label not in held[split]]:
+            yield (
+                f"`{task.name}`: no row of {split} has {_names(unseen)}: the metrics there say nothing of "
+                f"it. Label rows of it in {split}."
+            )
+    alike: dict[str, list[str]] = {}
+    for label in task.labels:
+        alike.setdefault(normalised(label), []).append(label)
+    for labels in alike.values():
+        if len(labels) > 1:
+            yield (
+                f"`{task.name}`: {_names(labels)} differ in case or white space alone, but are different "
+                "classes: write them in one way."
+            )
+
+
+def _numbers(task: TaskFacts) -> Iterator[str]:
+    """Report splits whose targets of a regression are all equal."""
+    for split, of in task.numbers.items():
+        if of["minimum"] == of["maximum"] and task.num_annotated[split] > 1:
+            why = "there is nothing to learn" if split == "train" else "r2 is 0 or 1 there"
+            all_of = f"all {task.num_annotated[split]:,} numbers of {split}"
+            yield f"`{task.name}`: {all_of} are {of['minimum']:.15g}: {why}. Check the column."
+
+
+def _without_score(task: TaskFacts) -> Iterator[str]:
+    """Report splits without a primary metric of the task: r2 needs two rows, any other metric one."""
+    for split, num in task.num_annotated.items():
+        if num < (2 if KINDS[task.kind].is_number else 1):
+            yield (
+                f"{split} has no `score`, since it has {num} labelled row{'s' * (num != 1)} of "
+                f"`{task.name}`: label more."
+            )
+
+
+def _names(labels: Sequence[str]) -> str:
+    """`a`, `b` and 3 more."""
+    shown = [f"`{label}`" for label in labels[:5]]
+    if len(labels) > 5:
+        return f"{', '.join(shown)} and {len(labels) - 5} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
 def _part(num: int, total: int, what: str, of: str) -> str:

@@ -21,6 +21,7 @@ from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_reader
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
+from hpo.tasks.kind import class_name
 from hpo.tasks.registry import KINDS, kind_of
 
 _logger = logging.getLogger("hpo.data")
@@ -120,7 +121,7 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
             for name in inferred:
                 value = labels.get(name) if isinstance(labels, dict) else None
                 of_row = value if isinstance(value, list) else [value]
-                inferred[name].update(label for label in of_row if isinstance(label, str) and label)
+                inferred[name].update(one for one in map(class_name, of_row) if one and isinstance(one, str))
         if not num_rows:
             raise DataError(_empty_split(train, "train"))
     completed = dict(configs)

@@ -138,7 +138,7 @@ class RowChecker:
                 known = [n for n, of in self._kinds.items() if not of.in_spans]
                 what = "unknown task" if kind is None else f"`{kind.name}` is annotated in `spans`, not here"
                 problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
-            elif value is not None:
+            else:
                 labels[name] = value
                 try:
                     labels[name] = kind.label(value)
@@ -171,7 +171,7 @@ class RowChecker:
             if span := _span(f"segments.{name}", pair, text, problems):
                 segments[str(name)] = span
         for name in self._pair_segments:
-            if name not in segments and not (isinstance(given, dict) and name in given):
+            if name not in segments and not (isinstance(given, dict) and given.get(name) is not None):
                 hint = did_you_mean(name, sorted(segments))
                 problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
         return segments
@@ -184,8 +184,9 @@ def listed(bad: Sequence[str]) -> str:
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
+    """Yield the items of an object; a key with null is one that the row lacks, as in parquet."""
     if isinstance(given, dict):
-        return given.items()
+        return [(name, value) for name, value in given.items() if value is not None]
     if given is not None:
         problems.append(f"`{key}` must be an object of {form}, but got {_show(given)}")
     return ()

@@ -172,9 +172,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(f"{path}:{number}", json.loads(line))
+                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=_object))
             except (ValueError, RecursionError) as error:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
+
+
+def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
+    row = dict(items)
+    for key in row if len(row) < len(items) else ():
+        if [name for name, _ in items].count(key) > 1:
+            raise ValueError(f"the key `{key}` must occur once in its object")
+    return row
 
 
 def _csv_rows(path: Path, form: CsvConfig, table: Table) -> Iterator[Row]:
@@ -200,7 +209,8 @@ def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
         file = pq.ParquetFile(path)
         table.check(file.schema_arrow.names)
         batches = file.iter_batches(columns=table.names)
-        for number, cells in enumerate(chain.from_iterable(b.to_pylist() for b in batches), start=1):
+        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+        for number, cells in enumerate(rows, start=1):
             yield table.row(f"{path} row {number}", number, cells)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
@@ -214,7 +224,11 @@ def _hub_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     datasets.disable_progress_bars()
     _logger.info("loading the data set %s", hub.name)
     try:
-        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
+        builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
+        # Of csv files: pandas would take "None", "NA" and others of its words for empty cells.
+        has_words = getattr(builder.config, "keep_default_na", False)
+        options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
+        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
         raise DataError(
             f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "

@@ -65,10 +65,15 @@ class Table:
         self.names = column_names(columns)
 
     def check(self, header: Sequence[str]) -> None:
-        """Raises DataError where a column that is read is not in the table's header."""
+        """Raises DataError unless each column that is read is in the table's header once."""
         for name in self.names:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
+            if (num := header.count(name)) > 1:
+                raise DataError(
+                    f"{self.name}: must have the column `{name}` once, but has it {num} times. "
+                    "Rename the others."
+                )
 
     def row(self, where: str, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []

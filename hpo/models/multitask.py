@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.extensions import HEADS, POOLINGS, options_of
+from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
 from hpo.tasks.registry import kind_of
@@ -93,6 +94,17 @@ class MultitaskModel(nn.Module):
             return None
         return dict(zip((task.name for task in self.tasks), self.log_variances, strict=True))
 
+    def hidden_states(
+        self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None
+    ) -> Tensor:
+        """Return the encoder's last hidden states, [B, L, D]; arguments as of `forward`."""
+        if attention_mask_BL is None and not self.makes_masks:
+            attention_mask_BL = torch.ones_like(input_ids_BL)
+        inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
+        if type_ids_BL is not None and self.passes_type_ids:
+            inputs["token_type_ids"] = type_ids_BL
+        return cast(Tensor, self.encoder(**inputs).last_hidden_state)
+
     def forward(
         self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -101,12 +113,8 @@ class MultitaskModel(nn.Module):
         `attention_mask_BL` is 1 at real tokens and 0 at padding; None: nothing is padded. Encoders that know
         no segments get no `type_ids_BL`.
         """
+        hidden_BLD = self.hidden_states(input_ids_BL, attention_mask_BL, type_ids_BL)
         mask_BL = torch.ones_like(input_ids_BL) if attention_mask_BL is None else attention_mask_BL
-        given_BL = attention_mask_BL if self.makes_masks else mask_BL
-        inputs = {"input_ids": input_ids_BL, "attention_mask": given_BL}
-        if type_ids_BL is not None and self.passes_type_ids:
-            inputs["token_type_ids"] = type_ids_BL
-        hidden_BLD = self.encoder(**inputs).last_hidden_state
         pooled_BD = None
         logits = {}
         for task, head in zip(self.tasks, self.heads, strict=True):
@@ -185,7 +193,8 @@ def build_model(
     `max_length` is the longest window in tokens. `freeze_layers=n` keeps the embeddings and the
     lowest n layers as they are; 0 trains everything.
 
-    Raises ModelError where the encoder cannot do what a setting asks.
+    Raises ModelError where the encoder cannot do what a setting asks, or where a text's logits depend on the
+    texts beside it.
     """
     name = type(encoder).__name__
     positions = max_positions(encoder)
@@ -209,6 +218,7 @@ def build_model(
         enable = getattr(encoder, "activation_checkpointing_enable", None)
         (enable or encoder.gradient_checkpointing_enable)({"use_reentrant": False})
     model = MultitaskModel(encoder, tasks, heads)
+    check_texts_are_independent(model, max_length)
     if freeze_layers:
         _freeze(model, freeze_layers)
     use_bit_dropout(model)

@@ -41,7 +41,7 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError as a run of it would."""
     dataset = load_data(config.data)
-    check_metrics(config, dataset.tasks)
+    check_metrics(config, dataset)
     facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())
     encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder

@@ -6,7 +6,7 @@ name. The layout of their logits and targets:
     kind                  logits        target                      missing  an item is
     single_label          [B, C]        int64 [B]                   -100     a row
     multi_label           [B, C]        float32 [B, C] in {0, 1}    -1       a row
-    regression            [B, 1]        float32 [B], raw units      NaN      a row
+    regression            [B, 1]        float64 [B], raw units      NaN      a row
     token_classification  [B, L, 2N+1]  int64 [B, L]                -100     a token
       spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token
     span_extraction       [B, L, 2]     int64 [B, 2], inclusive     -100     a row
@@ -247,6 +247,16 @@ class Kind(ABC):
     @abstractmethod
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         """How bad each row is, 0 where it is right: [N]. `p_NC` are the probabilities of classes, if any."""
+
+
+def class_name(value: Any) -> Any:
+    """Return a class as a string if it is one or a whole number; other values are left as they are.
+
+    A whole number may be a float: pandas makes floats of a column of them that has an empty cell.
+    """
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value) if type(value) is int else value
 
 
 def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:

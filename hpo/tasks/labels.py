@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, indicators
+from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, class_name, indicators
 from hpo.tasks.losses import Binary, Multiclass
 from hpo.tasks.sums import (
     counted,
@@ -57,6 +57,8 @@ class _Labels(Kind):
     def label(self, value: Any) -> Label:
         """Its classes are the strings of the task: a million rows hold them once."""
         classes = self._listed(value)
+        if isinstance(classes, list):
+            classes = [class_name(item) for item in classes]
         if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
             form = "a list of classes" if self.is_list else "one class as a string"
             raise ValueError(f" must be {form}, but got {shorten(repr(value), 60)}")
@@ -153,7 +155,7 @@ class SingleLabel(_Labels, Multiclass):
 
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
-        return str(cell) if isinstance(cell, int) else cell
+        return str(cell) if isinstance(cell, bool) else cell
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         labels: list[Any] = [example.labels.get(self.task.name) for example in examples]

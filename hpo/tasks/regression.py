@@ -1,4 +1,8 @@
-"""The kind whose truth is a number of a row."""
+"""The kind whose truth is a number of a row.
+
+Targets stay in float64 until they are standardised: the float32 nearest to a timestamp is off by up to 64 s.
+Metrics sum squares in float64, so a target and the spread of the targets need a square there.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpo.errors import shorten
+from hpo.errors import DataError, shorten
 from hpo.tasks.kind import DecodingThresholds, FloatArray, Kind
 from hpo.tasks.sums import mean_of_windows
 
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from hpo.tasks.kind import ByName, Counts, Likely, Predicted, RowValues, Scores
     from hpo.training.losses import LossOptions
 
+_LARGEST = 1e150
+"""The largest magnitude of a target; its inverse is the smallest spread."""
 _ROUNDING = 1e-12
 """A variance that is smaller in relation to the sum of squares is that of equal values, but for rounding."""
 
@@ -36,7 +43,7 @@ class Regression(Kind):
     metrics = ("r2", "mae", "rmse")
     losses = ("mse", "huber")
     is_number = True
-    target_type = "float32"
+    target_type = "float64"
     errors = ("mae", "rmse")
 
     @property
@@ -50,22 +57,32 @@ class Regression(Kind):
             is_decimal_comma = csv.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
             with suppress(ValueError):
                 return float(cell.replace(",", ".") if is_decimal_comma else cell)
-        return cell
+        return float(cell) if isinstance(cell, Decimal) else cell
 
     def label(self, value: Any) -> Label:
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) < math.inf:
             raise ValueError(f" must be a finite number, but got {shorten(repr(value), 60)}")
+        if abs(value) > _LARGEST:
+            got = shorten(repr(value), 60)
+            raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {got}. Scale it")
         return float(value)
 
     def fitted(self, train: Sequence[Example]) -> Task:
-        """With the mean and standard deviation of the training targets."""
+        """With the mean and standard deviation of the training targets; 1 for equal targets."""
         name = self.task.name
         values = np.array([row.labels[name] for row in train if name in row.labels], dtype=np.float64)
-        return replace(self.task, target_mean=float(values.mean()), target_std=float(values.std()) or 1.0)
+        if values.min() == values.max():
+            return replace(self.task, target_mean=float(values[0]), target_std=1.0)
+        if (std := float(values.std())) < 1 / _LARGEST:
+            raise DataError(
+                f"task `{name}` must have a standard deviation of at least {1 / _LARGEST:g} in training, but "
+                f"got {std:g}. Scale its numbers."
+            )
+        return replace(self.task, target_mean=float(values.mean()), target_std=std)
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         values: list[Any] = [example.labels.get(self.task.name, np.nan) for example in examples]
-        return np.array(values, dtype=np.float32)
+        return np.array(values, dtype=np.float64)
 
     def labelled(self, target: Tensor) -> Tensor:
         return ~target.isnan()
@@ -79,7 +96,7 @@ class Regression(Kind):
 
         labelled_B = self.labelled(target)
         mean, std = self.task.target_mean, self.task.target_std or 1.0
-        target_B = (torch.where(labelled_B, target, 0.0) - mean) / std
+        target_B = ((torch.where(labelled_B, target, mean).double() - mean) / std).float()
         output_B = torch.where(labelled_B, logits.squeeze(-1), 0.0)
         function = F.huber_loss if options.loss == "huber" else F.mse_loss
         return torch.where(labelled_B, function(output_B, target_B, reduction="none"), 0.0).sum()

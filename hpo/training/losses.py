@@ -97,9 +97,9 @@ def loss_sum(
     extension = LOSSES.get(options.loss)
     if extension is not None and task.kind in extension.kinds:
         given = (kind, logits.float(), target, options.of(options.loss), class_weight, attention_mask_BL)
-        return cast(Tensor, extension.make(*given))
+        return cast(Tensor, extension.make(*given)).float()
     own = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
-    return kind.loss_sum(logits.float(), target, own, class_weight, attention_mask_BL)
+    return kind.loss_sum(logits.float(), target, own, class_weight, attention_mask_BL).float()
 
 
 @dataclass(eq=False)

@@ -148,14 +148,16 @@ def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -
 
 
 def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The objective `score`: the mean of the tasks' primary metrics, of those that have one; else None.
+    """The objective `score`: the mean of the tasks' primary metrics; None where a task has none.
+
+    The mean of the other tasks would be another quantity by the same name.
 
     An r2 below 0 counts as 0: it has no lower bound as the others have, so that one regression that diverged
     would decide the search. Metrics are numbers, or arrays of one shape.
     """
     of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
     primary = [np.maximum(value, 0) for value in of_tasks if value is not None]
-    return sum(primary) / len(primary) if primary else None
+    return sum(primary) / len(primary) if 0 < len(primary) == len(of_tasks) else None
 
 
 def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> RowStatistics:

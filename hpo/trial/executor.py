@@ -90,7 +90,7 @@ class Executor:
         self._num_started = 0
         self._compiles = False
         raise_if_lost(device)  # before a trial is claimed
-        check_metrics(study, self.tasks)
+        check_metrics(study, self.dataset)
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")

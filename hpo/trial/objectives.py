@@ -1,6 +1,6 @@
 """What an objective or a limit can name, and its value at an evaluation and at the end of a trial.
 
-score                        the mean of the tasks' primary metrics; an r2 below 0 counts as 0
+score                        the mean of all tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
 train_examples_per_second    or another of `limits.MEASURED_METRICS`: what the trial costs
 """
@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+import numpy as np
+
+from hpo.code import errors_of_code
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import StudyConfig
+from hpo.data.dataset import DataSet
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
+from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import primary_mean
 
 
@@ -27,12 +34,36 @@ def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metri
         raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
 
 
-def check_metrics(study: StudyConfig, tasks: Sequence[Task]) -> None:
-    """Raise InputError unless the tasks have what the study's objectives and limits name."""
-    for objective in study.objective:
-        check_metric(objective.metric, tasks)
+def check_metrics(study: StudyConfig, data: DataSet) -> None:
+    """Raise InputError unless each metric that an objective or a limit names has a value on validation.
+
+    A trial is judged there. A metric of the study's own code may depend on the predictions, so only its name
+    is checked.
+    """
+    metrics = [objective.metric for objective in study.objective]
+    for metric in metrics:
+        check_metric(metric, data.tasks)
     for metric in study.constraints:
-        check_metric(metric, tasks, "constraints")
+        check_metric(metric, data.tasks, "constraints")
+    for task in data.tasks:
+        for metric in (*metrics, *study.constraints):
+            name = task.primary_metric if metric == "score" else metric.removeprefix(f"{task.name}/")
+            if name in KINDS[task.kind].metrics:
+                _check_value(name, task, data.splits["validation"], metric)
+
+
+def _check_value(name: str, task: Task, split: Sequence[Example], metric: str) -> None:
+    """Raise InputError if the split has one row of the task, and `name` needs two, as r2 does."""
+    rows, kind = list(islice((row for row in split if task.name in row.annotated), 2)), kind_of(task)
+    if len(rows) > 1:
+        return
+    with errors_of_code(), np.errstate(all="ignore"):
+        known = kind.whole_scores(len(rows), *kind.row_values([kind.truth(row) for row in rows], rows))
+    if name not in known:
+        raise InputError(
+            f"the metric `{metric}` needs a value of {task.name}/{name} on the validation split, "
+            f"which has none with {len(rows)} labelled row. Label more rows there, or name another objective."
+        )
 
 
 def objective_value(

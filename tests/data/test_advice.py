@@ -79,6 +79,71 @@ def test_a_fault_of_the_data_is_reported(bad: dict[str, Any], text: str, tmp_pat
     assert sum(text in one for one in found) == 1, found
 
 
+THREE: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "glad"]}}
+SIMILAR: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "Calm", "angry "]}}
+NUMBER: dict[str, Any] = {"size": {"kind": "regression"}}
+
+
+def numbers(first: int, *values: float) -> list[dict[str, Any]]:
+    return [row for n, value in enumerate(values) for row in rows(1, first + n, size=value)]
+
+
+def all_four(first: int) -> list[dict[str, Any]]:
+    return [
+        row for n, one in enumerate(SIMILAR["tone"]["classes"]) for row in rows(9, first + 9 * n, tone=one)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "splits", "texts"),
+    [
+        (THREE, GOOD, ["`tone`: no row has `glad`: is it spelt so in the data?"]),
+        (
+            THREE,
+            GOOD | {"train": both(60) + rows(9, 500, tone="glad")},
+            [
+                "`tone`: no row of validation has `glad`: the metrics there say nothing of it",
+                "`tone`: no row of test has `glad`: the metrics there say nothing of it",
+            ],
+        ),
+        (
+            SIMILAR,
+            {"train": all_four(0), "validation": all_four(1000)},
+            [
+                "`tone`: `calm` and `Calm` differ in case or white space alone",
+                "`tone`: `angry` and `angry ` differ in case or white space alone",
+            ],
+        ),
+        (
+            NUMBER,
+            {"train": numbers(0, 1, 2, 3), "validation": numbers(1000, 7, 7, 7)},
+            ["`size`: all 3 numbers of validation are 7: r2 is 0 or 1 there"],
+        ),
+        (
+            NUMBER,
+            {"train": numbers(0, 5, 5, 5), "validation": numbers(1000, 7, 8)},
+            ["`size`: all 3 numbers of train are 5: there is nothing to learn"],
+        ),
+        (
+            TONE | NUMBER,
+            {
+                "train": [{**row, "labels": {"tone": "calm", "size": n}} for n, row in enumerate(rows(9))]
+                + both(60, 100),
+                "validation": numbers(1000, 1, 2) + both(3, 2000),
+                "test": rows(1, 3000, tone="calm", size=1) + both(9, 4000),
+            },
+            ["test has no `score`, since it has 1 labelled row of `size`: label more."],
+        ),
+    ],
+)
+def test_metrics_without_meaning_are_reported(
+    tasks: dict[str, Any], splits: dict[str, Any], texts: list[str], tmp_path: Path
+) -> None:
+    found = advice(study(tmp_path, tasks=tasks, splits=splits), tmp_path)
+    for text in texts:
+        assert sum(text in one for one in found) == 1, found
+
+
 def test_lost_spans_are_reported_with_the_remedy(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["end"]}}
     splits = {

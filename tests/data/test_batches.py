@@ -65,9 +65,11 @@ def test_targets_are_laid_out_as_tasks_wants_them() -> None:
     assert y.tolist() == [[-1] * 8, [-1, 0, 0, 1, -1, -1, -1, -1], [-1] * 8]
     assert x.tolist() == [[-1, 0, 1, 1, 1, 0, -1, -1], [-1, 1, 1, 0, -1, -1, -1, -1], [-1] * 8]
     assert targets["tone"].tolist() == [1, i, i]
-    torch.testing.assert_close(targets["grade"], torch.tensor([1.5, np.nan, np.nan]), equal_nan=True)
+    grade = torch.tensor([1.5, np.nan, np.nan], dtype=torch.float64)
+    torch.testing.assert_close(targets["grade"], grade, equal_nan=True)
+    types = {"topics": torch.float32, "proof": torch.float32, "grade": torch.float64}
     for name, target in targets.items():
-        assert target.dtype == (torch.float32 if name in ("topics", "proof", "grade") else torch.int64), name
+        assert target.dtype == types.get(name, torch.int64), name
 
 
 def test_tags_at_a_window_s_edge_are_those_of_the_whole_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from pydantic import ValidationError
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.sources import located
+from hpo.errors import DataError
 
 TASKS = {
     "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
@@ -194,3 +197,119 @@ def test_the_longest_end_of_a_path_that_is_in_the_folder_of_the_machine(
     config = located(DataConfig.model_validate(hub))
     assert config.hub is not None
     assert config.hub.name == str(here)
+
+
+WORDS = ["None", "NA", "nan", "null", "N/A", "n/a", "NULL", "-nan", "<NA>", "yes"]
+
+
+@pytest.mark.parametrize("source", ["csv", "hub", "hub jsonl", "parquet"])
+def test_no_word_is_read_as_an_empty_cell(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas reads most of them as NaN, and `datasets` reads csv files by pandas."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [{"key": f"{word}{n}", "body": word, "tone": word} for n, word in enumerate(WORDS)]
+    rows.append({"key": "x", "body": "text", "tone": None})
+    for split in ("train", "validation"):
+        named = [{**row, "key": f"{split} {row['key']}"} for row in rows]
+        if source == "hub jsonl":
+            (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in named))
+        else:
+            write, suffix = (write_parquet, "parquet") if source == "parquet" else (write_csv, "csv")
+            write(folder / f"{split}.{suffix}", named)
+    kind = source.partition(" ")[0]
+    dataset = load(
+        source=kind,
+        tasks={"tone": {"kind": "single_label"}},
+        columns={"id": "key", "text": "body", "labels": {"tone": "tone"}},
+        **({"hub": {"name": str(folder)}} if kind == "hub" else {"path": str(folder)}),
+    )
+    assert dataset.tasks[0].labels == tuple(sorted(WORDS))
+    for examples in dataset.splits.values():
+        assert [example.labels.get("tone") for example in examples] == [*WORDS, None]
+        assert [example.text for example in examples] == [*WORDS, "text"]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "csv", "parquet"])
+def test_whole_numbers_are_names_of_classes(source: str, tmp_path: Path) -> None:
+    """Also as floats, which pandas makes of a column of whole numbers with an empty cell."""
+    kinds = {"stars": "single_label", "likes": "single_label", "tags": "multi_label"}
+    labels = [
+        {"stars": 2**53 + 1, "likes": 0.0, "tags": [1, 2]},
+        {"stars": 5, "likes": 1.0, "tags": [2]},
+        {"stars": 5, "tags": []},
+    ]
+    rows = [{"text": "word", **{name: of.get(name) for name in kinds}} for of in labels]
+    for split in ("train", "validation"):
+        if source == "jsonl":
+            lines = [{"id": f"{split}{n}", "text": "word", "labels": of} for n, of in enumerate(labels)]
+            write_set(tmp_path, TASKS, **{split: lines})
+        elif source == "csv":
+            lines = [f"word,{row['stars']},{row['likes'] or ''},{json.dumps(row['tags'])}" for row in rows]
+            cells = [line.replace("[1, 2]", "1|2").replace("[2]", "2") for line in lines]
+            (tmp_path / f"{split}.csv").write_text("\n".join(["text,stars,likes,tags", *cells]))
+        else:
+            write_parquet(tmp_path / f"{split}.parquet", rows)
+    options = {} if source == "jsonl" else {"columns": {"labels": {name: name for name in kinds}}}
+    if source == "csv":
+        kinds.pop("likes")  # a csv file has the text of a number, 0.0, which stays as it is
+        options = {"columns": {"labels": {name: name for name in kinds}}}
+    tasks = {name: {"kind": kind} for name, kind in kinds.items()}
+    dataset = load_set(tmp_path, source, tasks=tasks, **options)
+    expected = [
+        {"stars": "9007199254740993", "likes": "0", "tags": ["1", "2"]},
+        {"stars": "5", "likes": "1", "tags": ["2"]},
+        {"stars": "5", "tags": []},
+    ]
+    assert [example.labels for example in dataset.splits["train"]] == [
+        {name: of[name] for name in kinds if name in of} for of in expected
+    ]
+
+
+@pytest.mark.parametrize("value", [1.5, True, {"a": 1}, ["b"], 1e300])
+def test_classes_that_are_neither_text_nor_whole_numbers_are_refused(value: Any, tmp_path: Path) -> None:
+    row = {"id": "r", "text": "word", "labels": {"t": value}}
+    write_set(tmp_path, TASKS, train=[row], validation=[{**row, "id": "v"}])
+    text = re.escape(f"labels.t must be one class as a string, but got {value}")
+    with pytest.raises(DataError, match=text):
+        load_set(tmp_path, tasks={"t": {"kind": "single_label", "classes": ["a", "b"]}})
+
+
+def test_a_column_twice_is_refused(tmp_path: Path) -> None:
+    tasks, labels = {"t": {"kind": "single_label"}}, {"t": "label"}
+    with pytest.raises(DataError, match=r"train\.csv: must have the column `label` once, but has it 2 times"):
+        one_csv(tmp_path, "text,label,label", "one,a,b", "two,b,a", tasks=tasks, labels=labels)
+    one_csv(tmp_path, "text,label,x,x", "one,a,b,", "two,b,a,", tasks=tasks, labels=labels)
+
+
+def test_null_keys_of_jsonl_are_absent_keys(tmp_path: Path) -> None:
+    """`datasets`, pyarrow and polars write all keys in each row."""
+    full = {"id": "a", "text": "Ann", "labels": {"tone": "calm"}, "spans": {"person": [[0, 3]]}}
+    nulls = {"id": "b", "text": "Ann", "labels": {"tone": None}, "spans": {"person": None, "place": None}}
+    absent = {"id": "c", "text": "Ann", "labels": {}, "spans": {}, "segments": None, "group": None}
+    calm = {"id": "d", "text": "Ann", "labels": {"tone": "angry"}}
+    tasks = {name: TASKS[name] for name in ("tone", "names")}
+    rows = [full, {**nulls, "alt_spans": {"person": None}, "segments": {"q": None}}, absent, calm]
+    write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
+    _, of_nulls, of_absent, _ = load_set(tmp_path).splits["train"]
+    for name in ("labels", "spans", "alt_spans", "segments", "annotated"):
+        assert getattr(of_nulls, name) == getattr(of_absent, name), name
+    with pytest.raises(DataError, match=r"`segments` must have `q`"):
+        load_set(tmp_path, pair_segments=["q", "r"])
+
+
+def test_parquet_has_decimals_and_maps(tmp_path: Path) -> None:
+    columns = {
+        "text": pa.array(["Ann", "Rome"]),
+        "price": pa.array([Decimal("1.25"), None], pa.decimal128(9, 2)),
+        "names": pa.array([[("person", [[0, 3]])], []], pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))),
+    }
+    for split in ("train", "validation"):
+        pq.write_table(pa.table(columns), tmp_path / f"{split}.parquet")
+    tasks = {"price": {"kind": "regression"}, "names": TASKS["names"]}
+    columns_of = {"labels": {"price": "price"}, "spans": {"names": "names"}}
+    dataset = load_set(tmp_path, "parquet", tasks=tasks, columns=columns_of)
+    assert [dict(example.labels) for example in dataset.splits["train"]] == [{"price": 1.25}, {}]
+    assert [dict(example.spans) for example in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}]

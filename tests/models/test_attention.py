@@ -205,10 +205,11 @@ def test_on_a_device_there_is_a_mask_only_where_something_is_padded(
         masks.append(args[-1])
         return query.transpose(1, 2), None
 
+    model = make_model("minilm").eval().to("meta")
     monkeypatch.setattr(hpo.models.attention, "sdpa_attention_forward", attend)
     ids_BL, mask_BL = make_batch(lengths)
     batch = Batch(ids_BL, mask_BL, None, {}, np.arange(len(lengths)), np.array(lengths)).to("meta")
-    make_model("minilm").eval().to("meta")(*batch.inputs)
+    model(*batch.inputs)
     assert len(masks) == 6
     assert {mask is None for mask in masks} == {lengths == (6, 6)}
 

@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import family_model, make_model
+from tiny_encoders import family_model
 from torch import Tensor, nn
 
 from hpo.data.tasks import Task
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
-from hpo.models.multitask import MultitaskModel
+from hpo.models.encoder import load_encoder
+from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor, set_learning_rate
 
 TASKS = (Task("tags", "multi_label", ("x", "y")),)
@@ -94,7 +95,7 @@ def test_an_unused_id_is_an_error_and_not_another_row() -> None:
 
 def test_encoders_without_one_table_are_left_alone() -> None:
     config = {"model_type": "canine", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = make_model(config, tasks=TASKS, max_length=16, attention="eager")
+    model = MultitaskModel(load_encoder(config, attention="eager"), TASKS, HeadSettings())
     with pytest.raises(NotImplementedError):
         model.encoder.get_input_embeddings()  # type: ignore[operator]
     names = set(model.state_dict())

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from jsonl_sets import write_set
+from tiny import tiny_executor, tiny_study
 
 from hpo.data.tasks import Task
 from hpo.errors import InputError
+from hpo.report.data_check import DataCheck, check_data
 from hpo.training.metrics import primary_mean
 from hpo.trial.objectives import (
     check_metric,
@@ -20,9 +26,53 @@ TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", (
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
 
 
-def test_score_is_the_mean_of_the_primary_metrics_of_tasks_with_labels() -> None:
+def test_score_is_the_mean_of_the_primary_metrics_of_all_tasks() -> None:
     assert objective_value("score", METRICS, TASKS, {}) == pytest.approx(0.3)
-    assert objective_value("score", METRICS | {"size": {}}, TASKS, {}) == 0.5
+
+
+def test_no_task_drops_out_of_the_score() -> None:
+    assert primary_mean(TASKS, METRICS | {"size": {}}) is None
+    with pytest.raises(InputError, match=r"score has no value: .* too few labels for size/r2\."):
+        objective_value("score", METRICS | {"size": {}}, TASKS, {})
+
+
+NUMBER_AND_CLASS = {
+    "size": {"kind": "regression"},
+    "topic": {"kind": "single_label", "classes": ["a", "b"]},
+}
+
+
+def load_and_check(folder: Path, **study: Any) -> DataCheck:
+    return check_data(tiny_study(folder, **study), folder)
+
+
+@pytest.mark.parametrize("check", [tiny_executor, load_and_check])
+@pytest.mark.parametrize(
+    ("metric", "num_sizes", "is_refused"),
+    [
+        ("score", 1, True),
+        ("score", 2, False),
+        ("size/r2", 1, True),
+        ("size/mae", 1, False),
+        ("topic/f1_macro", 1, False),
+    ],
+)
+def test_a_metric_without_a_value_on_validation_is_refused_before_training(
+    metric: str, num_sizes: int, is_refused: bool, check: Any, tmp_path: Path
+) -> None:
+    """The r2 of one row is not defined."""
+    labels = [{"topic": "ab"[n % 2], **({"size": n} if n < num_sizes else {})} for n in range(6)]
+    splits = {
+        split: [{"id": f"{split}{n}", "text": f"{split} {n}", "labels": one} for n, one in enumerate(labels)]
+        for split in ("train", "validation")
+    }
+    write_set(tmp_path / "set", NUMBER_AND_CLASS, **splits)
+    direction = "minimize" if metric.endswith("mae") else "maximize"
+    objective = {"metric": metric, "direction": direction}
+    study = {"objective": objective, "data": {"source": "jsonl", "path": str(tmp_path / "set")}}
+    text = rf"`{metric}` needs a value of size/r2 .* has none with 1 labelled row\. Label more rows"
+    with pytest.raises(InputError, match=text) if is_refused else nullcontext():
+        check(tmp_path, **study)
 
 
 def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less() -> None:
