@@ -85,7 +85,7 @@ def compare_predictions(
     }
     metric = f"{_NAME}/{made.primary_metric}"
     question = Question(metric, margin, name=made.primary_metric)
-    runs = {side: [run and scored(run, metric) for run in of] for side, of in statistics.items()}
+    runs = {side: [scored(run, metric) if run else None for run in of] for side, of in statistics.items()}
     facts = (facts_of(run, question) for side in statistics.values() for run in side if run)
     return judge(question, runs["reference"], runs["other"], next((one for one in facts if one), None))
 

@@ -163,7 +163,7 @@ class SingleLabel(_Labels, Multiclass):
         return np.fromiter(classes, dtype=np.int32, count=len(examples))
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
-        truth = [example.labels[self.task.name] for example in examples]
+        truth: list[Any] = [example.labels[self.task.name] for example in examples]
         true_N, predicted_N = (
             np.fromiter((self._index[label] for label in labels), np.int32, len(truth))
             for labels in (truth, predicted)

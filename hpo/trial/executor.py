@@ -199,7 +199,7 @@ class Executor:
         """The result, and by how much it breaks each limit of the study."""
         outcome, reason, values, trace = ended
         limits, telemetry = self.study.constraints, recorder.telemetry()
-        limited = limited_values(limits, telemetry, self.loader.scored_tasks)
+        limited = limited_values(limits, telemetry, self.tasks)
         if outcome == Outcome.COMPLETE:
             reason = broken_limits(limits, limited)
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
@@ -245,7 +245,7 @@ class Executor:
 
         They are called with right predictions, and with equal ones, for which a metric need not be defined.
         """
-        right, tasks = self.loader.right_metrics, self.loader.scored_tasks
+        right, tasks = self.loader.right_metrics, self.tasks
         for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
             if missing := undefined_metric(name, right, tasks):
                 raise InputError(

@@ -91,16 +91,14 @@ def objective_value(
     return float(value)
 
 
-def undefined_metric(
-    metric: str, metrics: Mapping[str, Mapping[str, float]], scored_tasks: Sequence[Task]
-) -> str:
+def undefined_metric(metric: str, metrics: Mapping[str, Mapping[str, float]], tasks: Sequence[Task]) -> str:
     """The metric of a task that has no value in an evaluation, though an objective or a limit needs it.
 
-    Empty if there is none. `scored_tasks` are those in the score.
+    Empty if there is none.
     """
     if metric in MEASURED_METRICS:
         return ""
-    of_score = [(task.name, task.primary_metric) for task in scored_tasks]
+    of_score = [(task.name, task.primary_metric) for task in tasks]
     needed = of_score if metric == "score" else [tuple(metric.split("/"))]
     return next((f"{task}/{name}" for task, name in needed if name not in metrics[task]), "")
 

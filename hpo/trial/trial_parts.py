@@ -24,12 +24,11 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
 from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
-from hpo.data.tasks import Task
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
-from hpo.extensions import METRICS, is_own
+from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
@@ -78,16 +77,6 @@ class TrialLoader:
             with errors_of_code():
                 metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
         return metrics
-
-    @cached_property
-    def scored_tasks(self) -> tuple[Task, ...]:
-        """The tasks in the score. The r2 of a single row is not defined, so its task is left out."""
-        return tuple(
-            task
-            for task in self.tasks
-            if task.primary_metric in self.right_metrics[task.name]
-            or task.primary_metric not in METRICS.taken
-        )
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of the trial's encoder."""
@@ -184,8 +173,6 @@ class TrialParts:
     data: TrainingData
     used_ids: NDArray[Any]
     """See `TrialLoader.used_ids`."""
-    scored_tasks: tuple[Task, ...]
-    """See `TrialLoader.scored_tasks`."""
     compile: Callable[[MultitaskModel], object] | None
     """Compiles a model in place; None: the trial is not compiled."""
     build_reference: Callable[[], MultitaskModel] | None
@@ -287,7 +274,6 @@ def assemble(
         loss_fn,
         TrainingData(train, validation, loader.pad_id(config)),
         loader.used_ids(config),
-        loader.scored_tasks,
         None
         if config.compile == "none"
         else lambda model: loader.apply_compile(model, config.compile, config.compile_scope),

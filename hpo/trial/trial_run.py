@@ -306,7 +306,7 @@ class TrialRun:
                     f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
                 )
             raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
-        tasks, found = self.parts.scored_tasks, evaluation.metrics
+        tasks, found = self.parts.loss_fn.tasks, evaluation.metrics
         undefined = {name: undefined_metric(name, found, tasks) for name in named}
         self.undefined = next(filter(None, undefined.values()), "")
         return tuple(
