@@ -147,10 +147,10 @@ def refuse_options(names: Sequence[str]) -> None:
 
 def _test_seen(record: StudyRecord) -> str:
     """How scores on test were seen before now, for a sentence. Empty: they were not."""
-    evaluated = [trial.number for trial in record.trials if "test" in trial.detailed]
+    evaluated = ", ".join(str(trial.number) for trial in record.trials if "test" in trial.detailed)
     seen = {
         "the search scored its trials on test": any(t.telemetry.get("test_metrics") for t in record.trials),
-        f"trial {' and '.join(map(str, evaluated))} was evaluated on test": evaluated,
+        f"test has a detailed evaluation of trial {evaluated}": evaluated,
         "`hpo compare` used test": any(one.get("split") == "test" for one in record.comparisons.values()),
     }
     return ", and ".join(how for how, is_so in seen.items() if is_so)

@@ -114,9 +114,7 @@ def _scores(comparison: Comparison, row: Comparison) -> dict[str, str]:
     return {
         f"{comparison['metric']} in the search": format_number(row["search"]),
         f"new seeds, {comparison['split']}{seen}": format_interval(row["mean"], row["low"], row["high"]),
-        "baseline": format_number(comparison["baseline"]),
-        "runs": str(row["num_runs"]),
-        "without a score": str(row["num_failed"]),
+        "runs": f"{row['num_runs']}{f', {failed} without a score' if (failed := row['num_failed']) else ''}",
     }
 
 

@@ -31,7 +31,7 @@ def test_the_best_configurations_on_new_seeds(tmp_path: Path) -> None:
     assert first["low"] < first["mean"] < first["high"]
     assert first["num_runs"] == 3
     number = ok(hpo_command(tmp_path, "best", "tiny", "--json")).json["trials"][0]["number"]
-    assert f"(trial {number} was evaluated on test)" in told.out, "at the end of the search"
+    assert f"(test has a detailed evaluation of trial {number})" in told.out, "at the end of the search"
     assert "no precision" not in told.err
     best = ok(hpo_command(tmp_path, "best", "tiny"))
     assert f"configurations compared on new seeds: {found['recommendation']}" in best.out

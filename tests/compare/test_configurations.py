@@ -228,7 +228,7 @@ def test_a_trial_was_evaluated_on_test_in_detail(storage: Storage, config: Study
     trials[1] = replace(trials[1], detailed={"validation": {}})
     assert seen(storage, config, trials=trials) == ""
     trials[1] = replace(trials[1], detailed={"test": {}})
-    assert seen(storage, config, trials=trials) == "trial 1 was evaluated on test"
+    assert seen(storage, config, trials=trials) == "test has a detailed evaluation of trial 1"
 
 
 @pytest.mark.parametrize(("split", "told"), [("test", "`hpo compare` used test"), ("validation", "")])
