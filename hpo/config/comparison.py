@@ -7,7 +7,7 @@ no precisions: it trains each configuration in its own `fp_precision` alone.
 It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
 its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
 search, so that the luck of its winners does not count. The points are a function of this section alone. `hpo
-compare` raises `num_seeds` of what is not decided yet.
+compare` raises `num_seeds` of the precisions that have no verdict yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     BASE_PRECISION: get_args(TrialSettings.model_fields[BASE_PRECISION].annotation),
     OPTIMIZER_STATE: get_args(TrialSettings.model_fields[OPTIMIZER_STATE].annotation),
 }
-"""The values of each, in the order in which they are asked about."""
+"""The values of each setting."""
 Arm = tuple[int, str]
 """A configuration, by its place in the list, and a precision."""
 
@@ -88,7 +88,7 @@ class ComparisonConfig(Section):
     """What the precisions are of: training, the weights under an adapter, or the moments. `configurations`:
     no precision is compared."""
     precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """What is compared, fp32 first, then in the order in which they are asked about."""
+    """The compared precisions, fp32 first."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
     top: Count
     """How many configurations were asked for; there may be fewer."""
@@ -101,7 +101,7 @@ class ComparisonConfig(Section):
     num_seeds: dict[str, Count]
     """Seeds so far, of each precision."""
     margin: Positive
-    """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
+    """A smaller loss does not count. In points, for `mae` and `rmse` in the units of the labels."""
     test_seen: str = ""
     """How scores on test were seen before the configurations were selected. Empty: they were not."""
     device: str = ""

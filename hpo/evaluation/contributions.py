@@ -68,7 +68,7 @@ def perfect_statistics(tasks: Sequence[Task], examples: Sequence[Example]) -> St
 
 def scored(statistics: Statistics, metric: str) -> Scored | None:
     """Score a run. None: a task of the metric has no labelled row, or the metric is undefined."""
-    factor = -1.0 if is_error(metric) else 100.0 if unit_of(metric) == "points" else 1.0
+    factor = -1.0 if is_error(metric) else 100.0
     names = metrics_by_task(statistics, metric)
     used = {task: _bounded(statistics[task]) for task in names}
     values = {task: of.scores().get(names[task]) for task, of in used.items()}

@@ -216,9 +216,9 @@ def judge(
         collapses=collapses,
     )
     if facts is None or not other:
-        return _worded(question, replace(found, reason="no run has a score"))
+        return _worded(question, replace(found, reason="No run has a score"))
     if len(full) < len(pairs):
-        return _worded(question, replace(found, reason="a run has no score, and the metric has no baseline"))
+        return _worded(question, replace(found, reason="A run has no score, and the metric has no baseline"))
     decision, bound = _decide(full, question.margin)
     found = replace(
         found, difference=decision.difference, interval=(decision.low, decision.high), row_bound=bound
@@ -242,16 +242,16 @@ def _reason(
 ) -> str:
     """Why nothing is shown with any number of runs; empty: the interval decides."""
     if math.isinf(found.row_bound):
-        return f"by how much one row can change {question.shown} is unknown"
+        return f"By how much one row can change {question.shown} is unknown"
     runs = [run for run in reference if run is not None]
     if not runs:
-        return f"no run of {question.reference} has a score"
+        return f"No run of {question.reference} has a score"
     constant = found.baseline if facts.baseline else -math.inf
     level = max(constant, facts.chance)
     if found.reference_median - 1.96 * np.median([run.standard_error for run in runs]) <= level:
         what = "the best constant prediction" if level == constant else "its predictions in random order"
         return (
-            f"{question.reference} is not shown to have learned anything. It has "
+            f"It is not shown that {question.reference} has learned anything: it has "
             f"{found.reference_median:.2f} {question.unit}, and {what} {level:.2f}"
         )
     if decision.verdict != "worse" and excludable_loss(found.row_bound, facts.num_rows) >= question.margin:
@@ -261,9 +261,10 @@ def _reason(
 
 def _worded(question: Question, found: Verdict) -> Verdict:
     reference, other = question.reference, question.other
+    capitalized = other[0].upper() + other[1:] if other.startswith("the ") else other
     heads = {
-        "as_good": f"{other} is as good as {reference}",
-        "worse": f"{other} is worse than {reference}",
+        "as_good": f"{capitalized} is as good as {reference}",
+        "worse": f"{capitalized} is worse than {reference}",
         "not_shown": f"It is not shown whether {other} is as good as {reference}",
     }
     told = heads[found.verdict]
@@ -271,19 +272,18 @@ def _worded(question: Question, found: Verdict) -> Verdict:
         told += f": {question.shown} {found.difference:+.2f}"
         if math.isfinite(found.interval[0] + found.interval[1]):
             told += f" [{found.interval[0]:+.2f}, {found.interval[1]:+.2f}]"
-        elif math.isfinite(found.row_bound):
-            told += " (too few runs for an interval)"
         runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
         rows = f"{found.labelled_rows:,} labelled {question.rows}"
-        told += f" {found.unit}, margin {question.margin:g}; {runs}, {rows}"
+        few = "" if math.isfinite(found.interval[0]) or found.reason else " (too few runs for an interval)"
+        told += f" {found.unit}{few}, margin {question.margin:g}; {runs}, {rows}"
     told += "."
     if found.reason:
-        told += f" {found.reason[0].upper()}{found.reason[1:]}."
+        told += f" {found.reason}."
     elif found.verdict == "as_good" and is_error(question.metric):
         told += " An error counts as the range of the labels where it is larger."
     if found.collapses and not found.reason:
         told += f" {_collapse_sentence(found.collapses, found)}"
-    return replace(found, sentence=f"{told[0].upper()}{told[1:]}".rstrip())
+    return replace(found, sentence=told.rstrip())
 
 
 def _collapse_sentence(collapses: Collapses, found: Verdict) -> str:

@@ -29,7 +29,7 @@ from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
-from hpo.trial.objectives import unit_of
+from hpo.evaluation.contributions import unit_of
 
 
 class Count(Regression):
