@@ -31,10 +31,6 @@ SUFFIXES = {
 """What the name of a comparison adds to that of its study, by its question."""
 
 
-PRECISION_OPTIONS = ("precisions", "margin", "max_seeds")
-"""The options that have no meaning for the question `configurations`."""
-
-
 def comparison_name(study: str, question: str) -> str:
     return f"{study[: 100 - len(SUFFIXES[question])]}{SUFFIXES[question]}"
 
@@ -64,7 +60,8 @@ def open_comparison(
         of, command = config.comparison.study, config.comparison.command
         raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
     if request.question == CONFIGURATIONS:
-        refuse_options([name for name in PRECISION_OPTIONS if getattr(request, name) is not None])
+        others = ("precisions", "margin", "max_seeds")
+        refuse_options([name for name in others if getattr(request, name) is not None])
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
         new = plan_comparison(record, config, request.checked(_runnable(request, device, config)), token)

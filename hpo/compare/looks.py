@@ -42,8 +42,8 @@ def run_looks(
         looked = run_look(companion)
         rows = read_row_statistics(storage, companion.name, tasks)
         runs = Runs(looked, companion, tasks, rows)
-        is_shown = runs.plan.question == CONFIGURATIONS
-        result = show_configurations(runs, search) if is_shown else judge(runs)
+        is_judged = runs.plan.question != CONFIGURATIONS
+        result = judge(runs) if is_judged else show_configurations(runs, search)
         result = replace(result, content={**result.content, "in_advance": [*in_advance]})
         storage.store_comparison(search.name, result.plan.question, result.content)
         if result.next_plan is None:

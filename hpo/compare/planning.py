@@ -110,7 +110,10 @@ def plan_comparison(
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
     own = {name for name, searched in config.search_space.items() if setting in searched.when}
     if has_own:
-        configurations = tuple(_in_own_precision(best[: asked["top"]], settings))
+        configurations = tuple(
+            ComparedConfiguration(trial=one.number, params=settings[one.number], precision=precision_of(one))
+            for one in best[: asked["top"]]
+        )
         precisions = tuple(dict.fromkeys(one.precision for one in configurations))
     else:
         configurations = tuple(_compared(best, settings, own, asked["top"]))
@@ -154,12 +157,6 @@ def _test_seen(record: StudyRecord) -> str:
         "`hpo compare` used test": any(one.get("split") == "test" for one in record.comparisons.values()),
     }
     return ", and ".join(how for how, is_so in seen.items() if is_so)
-
-
-def _in_own_precision(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedConfiguration]:
-    for trial in best:
-        params, precision = settings[trial.number], precision_of(trial)
-        yield ComparedConfiguration(trial=trial.number, params=params, precision=precision)
 
 
 def _compared(
