@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
+from hpo.api.in_advance import limit_in_advance, trials_in_advance
 from hpo.api.running import RunResult, run_here
 from hpo.compare.companion import open_comparison, unlabelled_in_test
+from hpo.config.comparison import CONFIGURATIONS
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import RunError
@@ -35,8 +38,10 @@ class ComparisonStopped(RunError):
 
 def planned_comparison(
     database: Storage, search: StudyRecord, config: StudyConfig, request: Request
-) -> tuple[StudyConfig, DataSet]:
-    """Return the study of a comparison, a new or a stored one, and its data. Nothing is stored yet.
+) -> tuple[StudyConfig, DataSet, list[str]]:
+    """Return the study of a comparison, a new or a stored one, its data and its statements in advance.
+
+    Nothing is stored yet.
 
     Raises InputError where the study, its data or this device do not allow it.
     """
@@ -49,7 +54,13 @@ def planned_comparison(
     has_test = "test" in data.splits and not unlabelled
     companion = open_comparison(database, search, config, request, device=device, has_test=has_test)
     check_trust(companion, config, trust_remote_code=False)  # what the database has of it
-    return companion, data
+    plan = companion.comparison
+    assert plan is not None
+    margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
+    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
+    for sentence in in_advance:
+        _logger.info("%s", sentence)
+    return companion, data, in_advance
 
 
 def run_look(

@@ -6,16 +6,22 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hpo.api.in_advance import limit_in_advance
 from hpo.api.opening import RUNS
+from hpo.compare.planning import DEFAULTS
+from hpo.data.dataset import load_data
 from hpo.device import probe_device
-from hpo.errors import RunError
+from hpo.errors import DataError, RunError
 from hpo.precision.table import apply_preset
 from hpo.report.formats import format_number, format_seconds
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
+from hpo.tasks.registry import is_error
+from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +45,21 @@ def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int 
     return make_plan(config, list(costs.values()), record, workers or live or 1)
 
 
+def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
+    """The losses that `hpo compare` cannot exclude with its default margin.
+
+    Empty: there is no default margin, or this machine has no data. A study that was measured needs none.
+    """
+    if is_error(quality_objective(config.objective).metric):
+        return ""
+    try:
+        data = data or load_data(config.data)
+    except DataError as error:
+        _logger.warning("The losses that `hpo compare` cannot exclude are not known here: %s", error)
+        return ""
+    return limit_in_advance(config, data, DEFAULTS["margin"])
+
+
 def plan_told(plan: Plan) -> Iterator[str]:
     """The plan in sentences, a line each."""
     for cost in plan.costs:
@@ -52,4 +73,6 @@ def plan_told(plan: Plan) -> Iterator[str]:
     spent = f", {plan.spent_hours:.3g} of them spent" if plan.spent_hours else ""
     yield f"Device-hours: about {plan.hours:.3g}{of}{spent}."
     clock = format_seconds(3600 * plan.hours_to_the_end)
+    if plan.limit:
+        yield f"`hpo compare`: {plan.limit}"
     yield f"With {plan.num_workers} worker{'s' * (plan.num_workers > 1)}: about {clock} from now."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -234,12 +235,12 @@ class Study:
         By its complete trials; in a precision of which there is none, some steps are trained here. `n_trials`
         and `hours` replace the study's; `workers` defaults to the live ones, or one.
         """
-        from hpo.api.planning import measured_plan
+        from hpo.api.planning import comparison_limit, measured_plan
         from hpo.data.dataset import load_data
         from hpo.trial.trial_parts import fit_rungs
 
         check_positive(workers=workers)
-        config, record = to_run(self.config, n_trials, hours), None
+        config, record, data = to_run(self.config, n_trials, hours), None, None
         try:
             with existing_database(self._storage) as database:
                 if database.has_study(config.name):
@@ -248,10 +249,11 @@ class Study:
             pass  # nothing has run yet
         with progress_shown(quiet=self._quiet):
             if record is None:
-                config = fit_rungs(config, load_data(config.data))
+                data = load_data(config.data)
+                config = fit_rungs(config, data)
             else:
                 config = config.resumed(record.definition)
-            return measured_plan(config, record, workers)
+            return replace(measured_plan(config, record, workers), limit=comparison_limit(config, data))
 
     def status(self) -> dict[str, Any]:
         """How far it is: what `hpo status --json` prints."""
@@ -322,6 +324,7 @@ class Study:
 
         Args:
             question: `precisions`, `base_precision`, `optimizer_state`: is each as good as fp32?
+                `configurations` shows the best ones, each in its own precision, and takes `top` and `seeds`.
             workers: processes on this machine.
             until: when this job ends, as `hpo compare --until` takes it.
             **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
@@ -349,7 +352,8 @@ class Study:
             progress_shown(quiet=quiet),
             self.opened() as (database, record),
         ):
-            companion, data = planned_comparison(database, record, self.config_of(record), request)
+            config = self.config_of(record)
+            companion, data, in_advance = planned_comparison(database, record, config, request)
             processes = worker_processes(companion, url, workers)
             make_runs_folder(companion.name)
             result = run_looks(
@@ -358,6 +362,7 @@ class Study:
                 record,
                 data.tasks,
                 lambda look: run_look(look, processes, stop, url, quiet=quiet),
+                in_advance,
             )
         content: Mapping[str, Any] = json_safe(result.content)
         return content

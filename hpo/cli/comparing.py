@@ -1,4 +1,4 @@
-"""The command `compare`: is a precision as good as fp32?"""
+"""The command `compare`: is a precision as good as fp32, and how good are the best configurations?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import typer
 
 from hpo.cli.options import UntilOption, WorkersOption, ended_at_once, option, print_json, study_command
 from hpo.cli.running import run_told, say_how_to_go_on
-from hpo.config.comparison import MOST_SEEDS, question_of
+from hpo.config.comparison import CONFIGURATIONS, MOST_SEEDS, question_of
+from hpo.precision.table import PRECISION
 
 if TYPE_CHECKING:
     from hpo.api.study import Study
@@ -48,9 +49,19 @@ def compare(
     opened: Study,
     as_json: bool,
     over: Annotated[
-        Literal["fp_precision", "base_precision", "optimizer_state"],
-        typer.Option(help="What is compared: of training, of the weights under an adapter, of the moments."),
-    ] = "fp_precision",
+        Literal["fp_precision", "base_precision", "optimizer_state"] | None,
+        typer.Option(
+            help="What is compared: of training, of the weights under an adapter, of the moments.",
+            show_default="fp_precision",
+        ),
+    ] = None,
+    configurations: Annotated[
+        bool,
+        typer.Option(
+            "--configurations",
+            help="Show the best configurations on new seeds, each in its own precision, without a verdict.",
+        ),
+    ] = False,
     workers: WorkersOption = None,
     until: UntilOption = None,
     **options: Any,
@@ -58,12 +69,16 @@ def compare(
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.api.comparing import ComparisonStopped
     from hpo.cli.display import print_comparison
+    from hpo.compare.planning import refuse_options
 
+    if configurations and over:
+        refuse_options(["over"])
+    question = CONFIGURATIONS if configurations else question_of(over or PRECISION)
     if options["precisions"]:
         options["precisions"] = tuple(name.strip() for name in options["precisions"].split(","))
     with ended_at_once():
         try:
-            result = opened.compare(question_of(over), workers=workers, until=until, **options)
+            result = opened.compare(question, workers=workers, until=until, **options)
         except ComparisonStopped as stopped:
             ended = stopped.result
             if as_json:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpo.compare.planning import Request, plan_comparison
-from hpo.config.comparison import REFERENCE, SEED, VALUES, ComparisonConfig
+from hpo.compare.planning import Request, plan_comparison, refuse_options
+from hpo.config.comparison import CONFIGURATIONS, REFERENCE, SEED, VALUES, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo
@@ -26,6 +26,7 @@ SUFFIXES = {
     "precisions": "-compare",
     "base_precision": "-compare-base",
     "optimizer_state": "-compare-state",
+    "configurations": "-compare-configurations",
 }
 """What the name of a comparison adds to that of its study, by its question."""
 
@@ -58,6 +59,9 @@ def open_comparison(
     if config.comparison is not None:
         of, command = config.comparison.study, config.comparison.command
         raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
+    if request.question == CONFIGURATIONS:
+        others = ("precisions", "margin", "max_seeds")
+        refuse_options([name for name in others if getattr(request, name) is not None])
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
         new = plan_comparison(record, config, request.checked(_runnable(request, device, config)), token)
@@ -100,7 +104,7 @@ def _refuse_device(
     else:
         compared = [name for name in plan.precisions if choice_name(plan.setting, name) in lacking]
         todo = "Compare on a device that does."
-        if len(compared) == len(lacking):
+        if len(compared) == len(lacking) and plan.question != CONFIGURATIONS:
             todo = f"Leave {', '.join(compared)} out of --precisions, or compare on a device that does."
     reasons = " ".join(dict.fromkeys(lacking.values()))
     raise InputError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpo.compare.companion import caught_up, grown
+from hpo.compare.configurations import show_configurations
 from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
+from hpo.config.comparison import CONFIGURATIONS
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
 from hpo.study.reading.row_statistics import read_row_statistics
@@ -26,17 +29,22 @@ def run_looks(
     search: StudyRecord,
     tasks: Sequence[Task],
     run_look: Callable[[StudyConfig], StudyRecord],
+    in_advance: Sequence[str] = (),
 ) -> Result:
     """Run the trials of a comparison up to its next look, judge and store that, until it is decided.
 
-    `search` is the study that is compared; `run_look` trains what the plan names and has no result yet.
+    `search` is the study that is compared; `run_look` trains what the plan names and has no result yet. The
+    sentences `in_advance` are stored with the result.
     Raises RunError where trials of a look that has ended are not there.
     """
     while True:
         companion = caught_up(storage, companion)
         looked = run_look(companion)
         rows = read_row_statistics(storage, companion.name, tasks)
-        result = judge(Runs(looked, companion, tasks, rows))
+        runs = Runs(looked, companion, tasks, rows)
+        is_judged = runs.plan.question != CONFIGURATIONS
+        result = judge(runs) if is_judged else show_configurations(runs, search)
+        result = replace(result, content={**result.content, "in_advance": [*in_advance]})
         storage.store_comparison(search.name, result.plan.question, result.content)
         if result.next_plan is None:
             return result

@@ -1,5 +1,6 @@
 """Chooses what a comparison trains: the best `top` configurations of the study, each under every precision
-with the same seeds. A setting that `when` left out of a configuration has its default.
+with the same seeds. A setting that `when` left out of a configuration has its default. The question
+`configurations` trains each in the precision that its trial really had.
 
 All precisions are compared, each with the same error. A precision that has its verdict gets no more trials.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.comparison import (
+    CONFIGURATIONS,
     REFERENCE,
     SEED,
     SETTINGS,
@@ -59,6 +61,8 @@ class Request:
 
     def checked(self, runnable: Sequence[str]) -> Request:
         """With the canonical names of the precisions, fp32 ahead; left out, those that are `runnable`."""
+        if self.question == CONFIGURATIONS:
+            return self
         try:
             given = [checked_precision(self.setting, name) for name in self.precisions or runnable]
         except ValueError as error:
@@ -75,7 +79,8 @@ def plan_comparison(
     """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
     where no margin is given for a metric that is not in points."""
     setting, ranked = request.setting, by_rank(record)
-    best = [trial for trial in ranked if not _why_not(config, trial, setting)]
+    has_own = request.question == CONFIGURATIONS
+    best = [trial for trial in ranked if has_own or not _why_not(config, trial, setting)]
     if not best and ranked:
         why = _why_not(config, ranked[0], setting)
         raise InputError(f"--over {setting}: no complete trial of `{record.name}` can have another. {why}")
@@ -86,24 +91,33 @@ def plan_comparison(
         raise InputError(nearest_told(record) or none_yet)
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
-    if request.margin is None and unit_of(decides) != "points":
+    if not has_own and request.margin is None and unit_of(decides) != "points":
         raise InputError(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
     asked = {option: DEFAULTS[option] if value is None else value for option, value in given.items()}
-    if {REFERENCE} >= {*(request.precisions or ())}:
+    if not has_own and {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
             "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
             "`amp.allow_emulated: true`, which makes the others count as precisions that work."
         )
+    if has_own:
+        asked["max_seeds"] = asked["seeds"]
     if asked["seeds"] > asked["max_seeds"]:
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
     names = sorted((config.search_space.keys() | {PRECISION}) - {setting, SEED})
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
     own = {name for name, searched in config.search_space.items() if setting in searched.when}
-    configurations = tuple(_compared(best, settings, own, asked["top"]))
-    precisions = request.precisions or ()
+    if has_own:
+        configurations = tuple(
+            ComparedConfiguration(trial=one.number, params=settings[one.number], precision=precision_of(one))
+            for one in best[: asked["top"]]
+        )
+        precisions = tuple(dict.fromkeys(one.precision for one in configurations))
+    else:
+        configurations = tuple(_compared(best, settings, own, asked["top"]))
+        precisions = request.precisions or ()
     return ComparisonConfig(
         study=record.name,
         study_token=token,
@@ -116,11 +130,33 @@ def plan_comparison(
         max_seeds=asked["max_seeds"],
         num_seeds=dict.fromkeys(precisions, asked["seeds"]),
         margin=asked["margin"],
+        test_seen=_test_seen(record) if has_own else "",
     )
 
 
 Settings = Mapping[int, dict[str, Any]]
 """What is searched but what is compared and the seed, by the number of the trial."""
+
+
+def refuse_options(names: Sequence[str]) -> None:
+    """Raise InputError for options that the question `configurations` does not take."""
+    if names:
+        options = " and no ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise InputError(
+            f"--configurations takes no {options}: each configuration is trained in its own precision, on "
+            "`--seeds` new seeds, without a verdict. Leave it out."
+        )
+
+
+def _test_seen(record: StudyRecord) -> str:
+    """How scores on test were seen before now, for a sentence. Empty: they were not."""
+    evaluated = ", ".join(str(trial.number) for trial in record.trials if "test" in trial.detailed)
+    seen = {
+        "the search scored its trials on test": any(t.telemetry.get("test_metrics") for t in record.trials),
+        f"test has a detailed evaluation of trial {evaluated}": evaluated,
+        "`hpo compare` used test": any(one.get("split") == "test" for one in record.comparisons.values()),
+    }
+    return ", and ".join(how for how, is_so in seen.items() if is_so)
 
 
 def _compared(

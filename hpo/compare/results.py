@@ -11,6 +11,7 @@ from hpo.compare.answer import Answer, answer_of, collapsed_runs, verdict_of
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
+from hpo.evaluation.contributions import unit_of
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,8 @@ def judge(runs: Runs) -> Result:
     answers = {precision: answer_of(runs, precision) for precision in plan.precisions[1:]}
     next_plan = _next_plan(plan, answers.values())
     content = {
-        "study": plan.study,
-        "question": plan.question,
-        "num_seeds": plan.num_seeds,
-        "configurations": [
-            {"trial": one.trial, "params": {name: encode(value) for name, value in one.params.items()}}
-            for one in plan.configurations
-        ],
+        **about(runs),
         "has_ended": next_plan is None,
-        "metric": runs.metric,
-        "unit": next(iter(answers.values())).verdict.unit,
-        "split": runs.split,
         "margin": plan.margin,
         "verdicts": [_as_json(runs, answer) for answer in answers.values()],
         "collapsed": [words.collapsed(*one, runs) for one in collapsed_runs(runs, answers)],
@@ -48,6 +40,23 @@ def judge(runs: Runs) -> Result:
         "recommendation": words.recommendation([*answers.values()], runs),
     }
     return Result(plan, content, next_plan)
+
+
+def about(runs: Runs) -> dict[str, Any]:
+    """The facts about a comparison that every question stores."""
+    plan = runs.plan
+    return {
+        "study": plan.study,
+        "question": plan.question,
+        "num_seeds": plan.num_seeds,
+        "configurations": [
+            {"trial": one.trial, "params": {name: encode(value) for name, value in one.params.items()}}
+            for one in plan.configurations
+        ],
+        "metric": runs.metric,
+        "unit": unit_of(runs.metric),
+        "split": runs.split,
+    }
 
 
 def _next_plan(plan: ComparisonConfig, answers: Iterable[Answer]) -> ComparisonConfig | None:

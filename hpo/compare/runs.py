@@ -70,7 +70,7 @@ class Runs:
         self.plan = study.comparison
         self.split = "test" if study.evaluation.test else "validation"
         self.metric = quality_objective(study.objective).metric
-        self._tasks, self._statistics = tasks, statistics
+        self.tasks, self._statistics = tasks, statistics
         # A retry has the parameters of the trial that failed, and a higher number.
         ended = [trial for trial in record.trials if trial.state not in ("RUNNING", "WAITING")]
         self._trials = {_key(trial.params): trial for trial in ended}
@@ -78,7 +78,7 @@ class Runs:
 
     @property
     def task_metrics(self) -> tuple[str, ...]:
-        named = [f"{task.name}/{task.primary_metric}" for task in self._tasks]
+        named = [f"{task.name}/{task.primary_metric}" for task in self.tasks]
         return tuple(name for name in named if name != self.metric) if len(named) > 1 else ()
 
     def trial(self, arm: Arm, index: int) -> TrialRecord | None:

@@ -1,7 +1,8 @@
 """The plan of `hpo compare`: configurations of another study, each under several precisions and seeds.
 
 A comparison is of one `setting`: the precision of training (`fp_precision`), of the weights under an adapter
-(`base_precision`) or of the optimiser's moments (`optimizer_state`).
+(`base_precision`) or of the optimiser's moments (`optimizer_state`). The question `configurations` compares
+no precisions: it trains each configuration in its own `fp_precision` alone.
 
 It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
 its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
@@ -33,11 +34,13 @@ REFERENCE = "fp32"
 SEED = "seed"
 MOST_SEEDS = 200
 """No comparison has more of a configuration."""
-Question = Literal["precisions", "base_precision", "optimizer_state"]
+CONFIGURATIONS: Literal["configurations"] = "configurations"
+Question = Literal["precisions", "base_precision", "optimizer_state", "configurations"]
 SETTINGS: Mapping[Question, str] = {
     "precisions": PRECISION,
     "base_precision": BASE_PRECISION,
     "optimizer_state": OPTIMIZER_STATE,
+    "configurations": PRECISION,
 }
 """What the arms of a comparison differ in."""
 VALUES: Mapping[str, tuple[str, ...]] = {
@@ -70,6 +73,8 @@ class ComparedConfiguration(Section):
     """The number of its trial there."""
     params: dict[str, Any]
     """Settings as that trial had them, but for what is compared and the seed."""
+    precision: str = ""
+    """The only precision that it is trained in. Empty: all that are compared."""
 
 
 class ComparisonConfig(Section):
@@ -80,7 +85,8 @@ class ComparisonConfig(Section):
     study_token: str
     """What tells that study from a later one of its name."""
     question: Question = "precisions"
-    """What the precisions are of: training, the weights under an adapter, or the moments."""
+    """What the precisions are of: training, the weights under an adapter, or the moments. `configurations`:
+    no precision is compared."""
     precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """The compared precisions, fp32 first."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
@@ -96,6 +102,8 @@ class ComparisonConfig(Section):
     """Seeds so far, of each precision."""
     margin: Positive
     """A smaller loss does not count. In points, for `mae` and `rmse` in the units of the labels."""
+    test_seen: str = ""
+    """How scores on test were seen before the configurations were selected. Empty: they were not."""
     device: str = ""
     """What all its trials run on, as `DeviceInfo.kind`: that on which it was begun. Empty: any."""
 
@@ -106,6 +114,7 @@ class ComparisonConfig(Section):
     @property
     def command(self) -> str:
         over = f" --over {self.setting}" if self.setting != PRECISION else ""
+        over = " --configurations" if self.question == CONFIGURATIONS else over
         return f"hpo compare {self.study}{over}"
 
     def named(self, precision: str) -> str:
@@ -165,4 +174,8 @@ class ComparisonConfig(Section):
                 yield arm
 
     def arms(self) -> list[Arm]:
-        return [(place, name) for place in range(len(self.configurations)) for name in self.precisions]
+        return [
+            (place, name)
+            for place, one in enumerate(self.configurations)
+            for name in ((one.precision,) if one.precision else self.precisions)
+        ]

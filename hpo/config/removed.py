@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
-    "hpo compare --configurations": "Its winner was often not the best trial. See `hpo best`.",
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
     "hpo best --overwrite": "Name another folder, or remove the model that is in this one.",
     "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",

@@ -8,9 +8,9 @@ from hpo.config.objective import ObjectiveConfig
 from hpo.data.dataset import DataSet
 from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError
-from hpo.evaluation.contributions import Statistics, perfect_statistics, scored
+from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.intervals import Interval, MetricIntervals, metric_intervals
-from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
+from hpo.evaluation.verdict import Question, Verdict, facts_in_advance, facts_of, judge
 
 
 def question_of(objective: ObjectiveConfig, max_drop: float, form: str, split: str) -> Question:
@@ -22,7 +22,7 @@ def limit(question: Question, data: DataSet, split: str) -> str:
 
     Raises DataError if the split has no labels for the objective.
     """
-    facts = facts_of(perfect_statistics(data.tasks, data.splits[split]), question)
+    facts = facts_in_advance(data.tasks, data.splits[split], question)
     if facts is None:
         raise DataError(
             f"the split must have labels for the objective {question.metric}, but {split} has none."

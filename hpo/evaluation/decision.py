@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import betaincinv
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 Array = NDArray[np.float64]
 VerdictName = Literal["as_good", "worse", "not_shown"]
@@ -72,9 +72,8 @@ def decide(
     """
     mean = float(differences_R.mean())
     low, high = interval(differences_R, rows_N, step)
-    bound = max(row_bound, float(np.abs(rows_N).max(initial=0.0)))
-    low = min(low, mean_bound(rows_N, bound) if math.isfinite(bound) else -math.inf)
-    high = max(high, -mean_bound(-rows_N, bound) if math.isfinite(bound) else math.inf)
+    of_rows = _row_bounds(rows_N, row_bound)
+    low, high = min(low, of_rows[0]), max(high, of_rows[1])
     is_known = math.isfinite(low) and math.isfinite(high)
     verdict: VerdictName = "not_shown"
     if is_known and low > -margin:
@@ -82,6 +81,38 @@ def decide(
     elif is_known and high < -margin:
         verdict = "worse"
     return Decision(mean, low, high, verdict)
+
+
+def mean_interval(values_R: Array, rows_N: Array, *, row_bound: float) -> tuple[float, float, float]:
+    """Return the mean score over runs with its 95 % interval over new runs and new rows.
+
+    There is one look, so the runs have Student's t. The rows add in squares, and the interval reaches to the
+    bounds of their mean as in `decide`.
+
+    Args:
+        values_R: scores of the runs.
+        rows_N: contributions of the rows to the mean score.
+        row_bound: as in `decide`.
+
+    Returns:
+        The mean, its lower and its upper bound; these are infinite with one run, one row or no `row_bound`.
+    """
+    num_runs, num_rows = len(values_R), len(rows_N)
+    mean = float(values_R.mean())
+    if min(num_runs, num_rows) < 2:
+        return mean, -math.inf, math.inf
+    of_runs = float(t.ppf(1 - ALPHA, num_runs - 1) * values_R.std(ddof=1)) / math.sqrt(num_runs)
+    width = math.hypot(of_runs, Z * float(rows_N.std(ddof=1)) / math.sqrt(num_rows))
+    low, high = _row_bounds(rows_N - rows_N.mean(), row_bound)
+    return mean, mean + min(low, -width), mean + max(high, width)
+
+
+def _row_bounds(rows_N: Array, row_bound: float) -> tuple[float, float]:
+    """Bounds of the mean of the rows on both sides; infinite if the effect of a row is unknown."""
+    bound = max(row_bound, float(np.abs(rows_N).max(initial=0.0)))
+    if not math.isfinite(bound):
+        return -math.inf, math.inf
+    return mean_bound(rows_N, bound), -mean_bound(-rows_N, bound)
 
 
 def interval(differences_R: Array, rows_N: Array, step: float = 0.0) -> tuple[float, float]:
@@ -102,8 +133,8 @@ def half_width(values_R: Array, step: float = 0.0) -> float:
     odds = (1 / (2 * ALPHA)) ** (2 / num) * mixed ** (1 / num)
     if odds >= mixed:  # so few values that any mean is possible
         return math.inf
-    t = math.sqrt((num - 1) * (odds - 1) / (1 - odds / mixed))
-    return t * max(float(values_R.std(ddof=1)), step / math.sqrt(12)) / math.sqrt(num)
+    factor = math.sqrt((num - 1) * (odds - 1) / (1 - odds / mixed))
+    return factor * max(float(values_R.std(ddof=1)), step / math.sqrt(12)) / math.sqrt(num)
 
 
 def mean_bound(values_N: Array, largest_loss: float) -> float:

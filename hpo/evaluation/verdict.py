@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
 from hpo.evaluation.contributions import (
     Scored,
     Statistics,
     constant_predictions,
     metrics_by_task,
+    perfect_statistics,
     rare_classes,
     scored,
     shuffled_value,
@@ -82,20 +85,35 @@ class Facts:
         return excludable_loss(self.row_bound, self.num_rows)
 
     def limit(self, question: Question) -> str:
-        """State the losses that the rows cannot exclude, and the number of rows that can."""
+        """State the losses that the rows cannot exclude, and the rows that the margin takes if it is one."""
+        if math.isinf(self.row_bound):
+            return f"By how much one row can change {question.shown} is unknown, so no loss can be excluded."
         rows = ", ".join(f"{num:,} of {task}" for task, num in self.labelled.items())
         of_tasks = f" ({rows})" if len(self.labelled) > 1 else ""
         least = math.ceil(100 * self.excludable) / 100
         told = (
             f"With {self.num_rows:,} labelled {question.rows}{of_tasks}, losses under {least:g} "
-            f"{question.unit} cannot be excluded. A margin of {question.margin:g} takes "
-            f"{rows_needed(self.row_bound, question.margin):,} such rows"
+            f"{question.unit} cannot be excluded"
         )
+        if self.excludable >= question.margin:
+            num = rows_needed(self.row_bound, question.margin)
+            told += f". A margin of {question.margin:g} takes {num:,} such rows"
         if self.rare:
             shown = [f"`{name}` ({num})" for name, num in [*self.rare.items()][:_NAMES_SHOWN]]
             more = f" and {len(self.rare) - _NAMES_SHOWN} more" if len(self.rare) > _NAMES_SHOWN else ""
             told += f". These classes have too few rows, so their loss is unknown: {', '.join(shown)}{more}"
         return f"{told}."
+
+
+def facts_in_advance(tasks: Sequence[Task], examples: Sequence[Example], question: Question) -> Facts | None:
+    """The facts from labels alone, as for right predictions. None: the metric has no value on these rows.
+
+    A row has the least effect on the `rmse` of a poor model, so errors have the bound of the baseline.
+    """
+    facts = facts_of(perfect_statistics(tasks, examples), question)
+    if facts is None or facts.baseline is None or not is_error(question.metric):
+        return facts
+    return replace(facts, row_bound=min(facts.row_bound, facts.baseline.row_bound))
 
 
 def facts_of(statistics: Statistics, question: Question) -> Facts | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import StudyRecord, complete_trials
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.promotion import Promotion, Stage, promotion_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Plan:
     spent_hours: float
     num_workers: int
     budget_hours: float | None
+    limit: str = ""
+    """The losses that no comparison can exclude. Empty: not known, or the objective is in label units."""
 
     @property
     def hours_to_the_end(self) -> float:
@@ -105,26 +107,26 @@ def _spent_seconds(record: StudyRecord) -> float:
 
 def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
     """What whole trials took, by the precision that ran."""
-    of_precision: dict[str, list[Mapping[str, Any]]] = {}
+    of_precision: dict[str, list[TrialRecord]] = {}
     for trial in complete_trials(record):
         telemetry = trial.telemetry
         if not telemetry.get("device", {}).get("shared"):
-            told = {**telemetry, **trial.attributes}
-            of_precision.setdefault(telemetry["precision"]["effective"], []).append(told)
+            of_precision.setdefault(telemetry["precision"]["effective"], []).append(trial)
     return {
         name: TrialCost(
             name,
-            median([one.get("train_examples_per_second") or 0.0 for one in told]) or None,
-            median([_seconds(one) for one in told]),
-            f"{len(told)} complete trial{'s' * (len(told) > 1)}",
+            median([one.attributes.get("train_examples_per_second") or 0.0 for one in trials]) or None,
+            median(map(trial_seconds, trials)),
+            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}",
         )
-        for name, told in of_precision.items()
+        for name, trials in of_precision.items()
     }
 
 
-def _seconds(telemetry: Mapping[str, Any]) -> float:
+def trial_seconds(trial: TrialRecord) -> float:
+    """The seconds that a whole trial took, with its evaluations."""
     parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
-    return sum(telemetry.get(part) or 0.0 for part in parts)
+    return sum({**trial.telemetry, **trial.attributes}.get(part) or 0.0 for part in parts)
 
 
 def measure_cost(

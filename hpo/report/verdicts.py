@@ -98,9 +98,24 @@ def configuration_table(comparison: Comparison) -> pd.DataFrame:
     if len(rows) > 1:
         names = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
     return pd.DataFrame(
-        {"trial": str(row["trial"]), **{name: format_cell(row["params"].get(name)) for name in names}}
+        {
+            "trial": str(row["trial"]),
+            **({"precision": row["precision"]} if "precision" in row else {}),
+            **{name: format_cell(row["params"].get(name)) for name in names},
+            **(_scores(comparison, row) if "mean" in row else {}),
+        }
         for row in rows
     )
+
+
+def _scores(comparison: Comparison, row: Comparison) -> dict[str, str]:
+    """The scores of one configuration in the search and on new seeds."""
+    seen = " (seen before)" if comparison["test_seen"] else ""
+    return {
+        f"{comparison['metric']} in the search": format_number(row["search"]),
+        f"new seeds, {comparison['split']}{seen}": format_interval(row["mean"], row["low"], row["high"]),
+        "runs": f"{row['num_runs']}{f', {failed} without a score' if (failed := row['num_failed']) else ''}",
+    }
 
 
 def forests(tables: StudyTables) -> list[Chart]:

@@ -108,7 +108,7 @@ class StudyRecord:
     spent: Mapping[int, float] = field(default_factory=dict)
     """Of a study that has a budget: seconds of device time, by the trial's number."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
-    """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
+    """The results of `hpo compare`, by its question: `precisions`, `configurations` or another."""
 
 
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:

@@ -1,0 +1,44 @@
+"""Statements before the first trial: the losses that no comparison can exclude, and its largest cost."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from hpo.compare.companion import unlabelled_in_test
+from hpo.evaluation.verdict import Question, facts_in_advance
+from hpo.report.formats import format_seconds
+from hpo.report.plan import trial_seconds
+from hpo.study.reading.study_record import complete_trials
+from hpo.trial.objectives import quality_objective
+
+if TYPE_CHECKING:
+    from hpo.config.comparison import ComparisonConfig
+    from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
+    from hpo.study.reading.study_record import StudyRecord
+
+
+def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
+    """State the losses that the split of a comparison cannot exclude, from its labels alone.
+
+    An infinite margin: nothing is judged by one.
+    """
+    is_test = "test" in data.splits and not unlabelled_in_test(config, data)
+    split = "test" if is_test else "validation"
+    question = Question(quality_objective(config.objective).metric, margin, rows=f"rows of {split}")
+    facts = facts_in_advance(data.tasks, data.splits[split], question)
+    if facts is None:
+        return f"{question.metric} has no value for right predictions of {split}, so no loss can be excluded."
+    told = facts.limit(question)
+    if facts.excludable < margin or math.isinf(margin):
+        return told
+    return f"{told} Judged by the labels alone, no precision can be shown to be as good."
+
+
+def trials_in_advance(search: StudyRecord, plan: ComparisonConfig) -> str:
+    """State the largest number of trials and their time, by the complete trials of the search."""
+    num = len(plan.arms()) * plan.max_seeds
+    seconds = fmean(trial_seconds(trial) for trial in complete_trials(search))
+    return f"At most {num} trials, about {format_seconds(num * seconds)} on one worker."
