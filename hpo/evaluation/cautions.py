@@ -26,7 +26,7 @@ def task_warnings(
         warnings.append("Some predictions are not finite, so there is no metric.")
     if num_rows < FEW_ROWS:
         rows = "Only 1 row is" if num_rows == 1 else f"Only {num_rows} rows are"
-        warnings.append(f"{rows} annotated: the intervals are too narrow, and the figures say little.")
+        warnings.append(f"{rows} annotated: the figures say little.")
     kind = kind_of(task)
     at, item = kind.decided_by(decisions), "class" if kind.has_classes else "span"
     if classes and not any(one.num_predicted for one in classes) and any(one.support for one in classes):
@@ -43,8 +43,7 @@ def task_warnings(
         has = "has" if len(rare) == 1 else "have"
         what = "rows" if kind.is_by_row else "spans"
         few = f"fewer than {FEW_ROWS_OF_A_CLASS} {what}"
-        macro = ", and the interval of f1_macro is too narrow" if "f1_macro" in task.metrics else ""
-        warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance{macro}.")
+        warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance.")
     absent = [one.name for one in classes if not one.support]
     if absent:
         verb = "does" if len(absent) == 1 else "do"
