@@ -105,6 +105,14 @@ class Kind(ABC):
     def __init__(self, task: Task) -> None:
         self.task = task
 
+    def __init_subclass__(cls) -> None:
+        """With row values or scores of its own, a kind does not inherit the parent's bounds and constants."""
+        super().__init_subclass__()
+        if not {"row_values", "scores"}.isdisjoint(vars(cls)):
+            for name in ("proportions", "bounded", "row_bound", "constant_rows"):
+                if name not in vars(cls):
+                    setattr(cls, name, vars(Kind)[name])
+
     @classmethod
     def problems(cls, config: TaskConfig) -> Iterator[tuple[str, str]]:
         """What is wrong with the configuration of a task: keys, and what must hold."""

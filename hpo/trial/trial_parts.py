@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
+from hpo.evaluation.contributions import baselines
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
@@ -36,11 +38,13 @@ from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
+from hpo.tasks.kind import Kind
 from hpo.tasks.registry import kind_of
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
+from hpo.training.metrics import row_statistics
 from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.progress import Budget
 from hpo.trial.objectives import decision_metrics
@@ -63,6 +67,21 @@ class TrialLoader:
         self.tasks = self.dataset.tasks
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
+
+    @cached_property
+    def baseline(self) -> dict[str, float]:
+        """The best constant predictions on validation, see `hpo.evaluation.contributions.baselines`."""
+        rows = self.dataset.splits["validation"]
+        statistics = {}
+        for task in self.tasks:
+            kind = kind_of(task)
+            if type(kind).constant_rows is not Kind.constant_rows:
+                truth = [kind.truth(row) if task.name in row.annotated else None for row in rows]
+                statistics[task.name] = row_statistics(task, truth, rows)
+        found = baselines(statistics)
+        if len(statistics) < len(self.tasks):
+            found.pop("score", None)
+        return found
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of the trial's encoder."""
@@ -220,7 +239,8 @@ def build_trial(
             "splits": {name: len(rows) for name, rows in loader.dataset.splits.items()},
             "num_cut_examples": split.num_cut_examples,
             "num_lost_spans": dict(split.num_lost_spans),
-        }
+        },
+        baseline=loader.baseline,
     )
     return parts
 
