@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpo.evaluation.decision import Array, excludable_loss
 from hpo.tasks.registry import is_error, kind_of
@@ -60,30 +59,20 @@ def scored(statistics: Statistics, metric: str) -> Scored | None:
     values = {task: of.scores().get(names[task]) for task, of in used.items()}
     if any(value is None for value in values.values()):
         return None
-    is_labelled_E, row_bound = row_bounds(statistics, names)
-    deviations_E = np.zeros(len(is_labelled_E))
+    is_labelled_E = np.zeros(next(iter(used.values())).num_examples, bool)
+    for of in used.values():
+        is_labelled_E[of.index_N] = True
+    num_rows = int(is_labelled_E.sum())
+    deviations_E, bounds_E = np.zeros((2, len(is_labelled_E)))
     for task, of in used.items():
-        share = factor * is_labelled_E.sum() / of.num_rows / len(used)
+        share = factor * num_rows / of.num_rows / len(used)
         deviations_E[of.index_N] += share * _deviations(of, names[task], values[task], metric)
+        bounds_E[of.index_N] += abs(share) * kind_of(of.task).row_bound(
+            names[task], of.counts_NC, of.values_N
+        )
     value = factor * float(np.mean([_counted(value, metric) for value in values.values()]))
     rows_N = value + deviations_E[is_labelled_E] - deviations_E[is_labelled_E].mean()
-    return Scored(value, rows_N, abs(factor) * row_bound)
-
-
-def row_bounds(statistics: Statistics, names: Mapping[str, str]) -> tuple[NDArray[np.bool_], float]:
-    """The rows [E] that are labelled for any task, and by how much one of them can change the mean metric.
-
-    `names` has the metric of each task of the mean. The change is the largest one, times the labelled rows;
-    infinite: unknown.
-    """
-    used = {task: _bounded(statistics[task]) for task in names}
-    num_examples = next(iter(used.values())).num_examples
-    is_labelled_E, bounds_E = np.zeros(num_examples, bool), np.zeros(num_examples)
-    for task, of in used.items():
-        is_labelled_E[of.index_N] = True
-        bound = kind_of(of.task).row_bound(names[task], of.counts_NC, of.values_N)
-        bounds_E[of.index_N] += bound / of.num_rows / len(used)
-    return is_labelled_E, float(is_labelled_E.sum() * bounds_E.max())
+    return Scored(value, rows_N, float(bounds_E.max()))
 
 
 def _bounded(of: RowStatistics) -> RowStatistics:

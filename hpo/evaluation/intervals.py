@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.evaluation.contributions import row_bounds
 from hpo.evaluation.decision import Z, excludable_loss
 from hpo.tasks.registry import is_error, kind_of
+from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, primary_mean
 
 NUM_RESAMPLES = 1000
@@ -129,20 +129,27 @@ def _interval(
     lowest: float,
 ) -> Interval:
     """The interval of the mean over tasks of the metrics `names`."""
-    is_labelled_E, row_bound = row_bounds(statistics, names)
-    num_rows = int(is_labelled_E.sum())
-    if len(names) == 1 and all(
-        name in kind_of(statistics[of].task).proportions for of, name in names.items()
-    ):
-        return Interval(value, *_wilson(value, num_rows))
+    task, metric = next(iter(names.items()))
+    if len(names) == 1 and metric in kind_of(statistics[task].task).proportions:
+        return Interval(value, *_wilson(value, statistics[task].num_rows))
     defined = samples_B[np.isfinite(samples_B)]
     ends = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist() if len(defined) else [value]
     low, high = min(*ends, value), max(*ends, value)
-    loss = excludable_loss(row_bound, num_rows)
+    loss = sum(_loss(statistics[task], metric) for task, metric in names.items()) / len(names)
     if math.isfinite(loss):
         highest = math.inf if any(map(is_error, names.values())) else 1.0
         low, high = min(low, max(value - loss, lowest)), max(high, min(value + loss, highest))
     return Interval(value, low, high) if low < high else Interval(value, None, None)
+
+
+def _loss(of: RowStatistics, metric: str) -> float:
+    """The smallest loss of a metric that the rows can exclude, if all of them agree."""
+    kind = kind_of(of.task)
+    loss = excludable_loss(kind.row_bound(metric, of.counts_NC, kind.bounded(of.values_N)), of.num_rows)
+    if metric != "f1_macro" or math.isinf(loss):
+        return loss
+    # Few rows can spoil a rare class, but not more than this class.
+    return min(loss, macro_f1_change(*of.counts_NC.values(), excludable_loss(of.num_rows, of.num_rows)))
 
 
 def _wilson(share: float, num_rows: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from hpo.evaluation import intervals
 from hpo.evaluation.intervals import Interval, metric_intervals
 from hpo.extensions import METRICS, Extension
 from hpo.tasks.registry import KINDS
+from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, row_statistics
 
 LABELS = ("a", "b", "c")
@@ -329,6 +331,30 @@ def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest
     monkeypatch.setitem(METRICS, "own", own)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 9) == (None, None)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 8 + ["b"]) == (0, 1)
+
+
+def test_a_rare_class_widens_the_interval_by_its_share() -> None:
+    """Ten classes, one of a single row: what happens to it is a tenth of the mean."""
+    truth = np.append(np.arange(999) % 9, 9)
+    found = metric_intervals({"t": classified(truth, truth, 10)}).tasks["t"]["f1_macro"]
+    assert found.high == 1
+    assert 0.88 < found.low < 0.9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_predictions_change_f1_macro_by_more_than_the_bound(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    truth = np.append(rng.integers(0, 2, 8), 2)
+    predicted = np.where(rng.random(9) < 0.7, truth, rng.integers(0, 3, 9))
+    given = classified(truth, predicted, 3)
+    bound = macro_f1_change(*given.counts_NC.values(), 2)
+    value, largest = given.scores()["f1_macro"], 0.0
+    for rows in itertools.combinations(range(9), 2):
+        for classes in itertools.product(range(3), repeat=2):
+            other = predicted.copy()
+            other[list(rows)] = classes
+            largest = max(largest, abs(classified(truth, other, 3).scores()["f1_macro"] - value))
+    assert 0 < largest <= bound + 1e-12
 
 
 def test_one_row_excludes_little() -> None:
