@@ -68,26 +68,20 @@ def metric_intervals(
     tasks = [of.task for of in statistics.values()]
     values = {name: of.scores() for name, of in statistics.items()}
     samples = _samples(statistics, values, num_resamples)
-    score, primary = None, {task.name: task.primary_metric for task in tasks}
+    score = None
     if (mean := primary_mean(tasks, values)) is not None:
-        known = {name: metric for name, metric in primary.items() if metric in values[name]}
-        score = _interval(statistics, known, mean, primary_mean(tasks, samples), 0.0)
-    return MetricIntervals(
-        score,
-        {
-            name: {
-                metric: _interval(
-                    statistics,
-                    {name: metric},
-                    value,
-                    samples[name][metric],
-                    -math.inf if metric == "r2" else 0.0,
-                )
-                for metric, value in of_task.items()
-            }
-            for name, of_task in values.items()
-        },
-    )
+        primary = {
+            task.name: task.primary_metric for task in tasks if task.primary_metric in values[task.name]
+        }
+        score = _interval(statistics, primary, mean, primary_mean(tasks, samples), 0.0)
+    by_task: dict[str, dict[str, Interval]] = {name: {} for name in values}
+    for name, of_task in values.items():
+        for metric, value in of_task.items():
+            lowest = -math.inf if metric == "r2" else 0.0
+            by_task[name][metric] = _interval(
+                statistics, {name: metric}, value, samples[name][metric], lowest
+            )
+    return MetricIntervals(score, by_task)
 
 
 def _samples(
