@@ -143,7 +143,7 @@ def _loss(of: RowStatistics, metric: str) -> float:
     if metric != "f1_macro" or math.isinf(loss):
         return loss
     # Few rows can spoil a rare class, but not more than this class.
-    return min(loss, macro_f1_change(*of.counts_NC.values(), excludable_loss(of.num_rows, of.num_rows)))
+    return min(loss, macro_f1_change(excludable_loss(of.num_rows, of.num_rows), *of.counts_NC.values()))
 
 
 def _wilson(share: float, num_rows: int) -> tuple[float, float]:

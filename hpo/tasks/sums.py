@@ -98,7 +98,7 @@ def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
     return float(true_NC.shape[0] * change / (true_C > 0).sum())
 
 
-def macro_f1_change(hits_NC: Any, true_NC: Any, predicted_NC: Any, num_rows: float) -> float:
+def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
     """A bound of the change of `f1_macro` if the predictions of so many rows change.
 
     With f = 2H / (T + P), x items of one class change its F1 by at most x (2 - f) / (T + P - x), and by at
