@@ -37,7 +37,7 @@ from hpo.training.metrics import RowStatistics
 TASKS = (Task("topic", "regression"),)
 TWO_TASKS = (*TASKS, Task("tone", "regression"))
 """The second scores like the first."""
-NUM_ROWS = 2000
+NUM_ROWS = 4000
 DEVICE = "Example CPU"
 HERE = DeviceInfo("cpu", DEVICE, cpu_features=frozenset({"avx512_bf16"}))
 BITS = {"fp32": 32, "int8": 8}

@@ -21,11 +21,12 @@ from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
 from hpo.deploy.timing import BATCH_SIZES
 from hpo.device import limit_threads, probe_device
 from hpo.errors import InputError, Preempted, RunError
+from hpo.evaluation.contributions import unit_of
 from hpo.models.export import new_folder
 from hpo.report.deployment_page import deployment_html
 from hpo.study.reading.study_record import best_trials, nearest_told
 from hpo.trial.best_model import TrialSource, export_checkpoint
-from hpo.trial.objectives import quality_objective, unit_of
+from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig

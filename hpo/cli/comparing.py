@@ -18,7 +18,7 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
     "precisions": option(
         str | None,
         "NAMES",
-        "What is compared with fp32: bf16,fp16.",
+        "Precisions to compare with fp32: bf16,fp16.",
         show_default="all that this device runs",
     ),
     "top": option(int | None, "K", "Configurations.", min=1, max=20, show_default="3"),
@@ -28,7 +28,7 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
     "max_seeds": option(
         int | None,
         "N",
-        "No more are added. It may be raised when they have not decided.",
+        "Most seeds of a configuration. It may be raised later.",
         min=3,
         max=MOST_SEEDS,
         show_default="12",
@@ -36,7 +36,7 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
     "margin": option(
         float | None,
         "POINTS",
-        "A smaller loss is none; in hundredths, of mae and rmse in the labels' units.",
+        "A smaller loss does not count. In hundredths, for mae and rmse in the units of the labels.",
         min=1e-6,
         show_default="0.5",
     ),

@@ -265,8 +265,7 @@ def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
     console = Console(highlight=False)
     title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
     console.print(dataframe_table(quality_table(stored), title))
-    lost = f"{stored['unit']} lost of fp32, with the 95 % interval. Worse/better: texts"
-    console.print(f"Drop: {lost}. Change: the largest of any probability.", style="dim")
+    console.print(f"Drop: {stored['unit']} lost against fp32, with the interval.", style="dim")
     title = f"{threads(stored)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
     console.print(dataframe_table(latency_table(stored), title))
     tasks = task_table(stored)

@@ -1,9 +1,7 @@
 """Chooses what a comparison trains: the best `top` configurations of the study, each under every precision
 with the same seeds. A setting that `when` left out of a configuration has its default.
 
-Precisions are compared in a fixed sequence: a precision gets no trial before the one ahead of it is as good.
-So each question has the whole error, and all `as good` together have it too (Westfall & Krishen, Journal of
-Statistical Planning and Inference 2001).
+All precisions are compared, each with the same error. A precision that has its verdict gets no more trials.
 """
 
 from __future__ import annotations
@@ -30,10 +28,11 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import setting_of
 from hpo.errors import InputError
+from hpo.evaluation.contributions import unit_of
 from hpo.precision.table import BASE_PRECISION, PRECISION, PRECISIONS
 from hpo.study.reading.study_record import choosable_trials, nearest_told
 from hpo.study.sampling.fronts import loss_signs
-from hpo.trial.objectives import quality_objective, unit_of
+from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -115,7 +114,7 @@ def plan_comparison(
         first_seed=_first_seed(config),
         seeds=asked["seeds"],
         max_seeds=asked["max_seeds"],
-        num_seeds=dict.fromkeys(precisions[:2], asked["seeds"]),
+        num_seeds=dict.fromkeys(precisions, asked["seeds"]),
         margin=asked["margin"],
     )
 

@@ -1,107 +1,86 @@
-"""What a comparison says, in sentences: the only place for them. The terminal, the report and the dashboard
-show what is made here and stored.
+"""The sentences of a comparison beside those of its verdicts (`hpo.evaluation.verdict`).
+
+The terminal, the report and the dashboard show what is made here and stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hpo.compare.answer import Answer
-from hpo.compare.decision import collapse_share, next_look
 from hpo.compare.runs import Ratio, Runs
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
+from hpo.evaluation.decision import ALPHA
 from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import TrialRecord, is_number
+from hpo.study.reading.study_record import TrialRecord
 
 
 def verdict(answer: Answer, runs: Runs) -> str:
-    """The verdict on a precision, its numbers, and what they leave open."""
-    name = runs.plan.named(answer.precision)
-    head = {"as_good": f"{name} is as good as {REFERENCE}", "worse": f"{name} is worse than {REFERENCE}"}
-    told = f"{head.get(answer.verdict, f'{name} is not decided')}"
-    if not answer.num_runs:
-        return f"{told}: {answer.reason}."
-    if is_number(answer.difference):
-        told += f": {answer.difference:+.2f} {runs.unit} of {runs.metric}"
-        told += f" [{answer.low:+.2f}, {answer.high:+.2f}]" if is_number(answer.low) else ""
-    told += f", margin {runs.plan.margin:g}; {_evidence(answer, runs)}."
-    if answer.verdict == "as_good":
-        return f"{told} It holds if {conditions(answer, runs)}."
-    told += f" {unseen(answer.num_runs, answer.num_collapsed)}."
-    return f"{told}{_what_would_decide(answer, runs)}" if answer.verdict == "undecided" else told
+    """The verdict on a precision, and the command that may decide it."""
+    if not answer.pairs:
+        return f"{answer.verdict.sentence} {_why_no_pair(answer, runs)}"
+    return f"{answer.verdict.sentence}{_what_would_decide(answer, runs)}"
 
 
-def _evidence(answer: Answer, runs: Runs) -> str:
-    num = len(runs.plan.configurations)
-    of = f"{num} configuration{'s' * (num > 1)}"
-    return f"{answer.num_runs} runs of {of}, {answer.num_rows:,} rows of {runs.split}"
-
-
-def _within(runs: Runs) -> str:
-    return f"{runs.metric} within {runs.plan.margin:g} {runs.unit}"
-
-
-def unseen(num_runs: int, num_collapsed: int) -> str:
-    share = 100 * collapse_share(num_runs, num_collapsed)
-    if num_collapsed:
-        return f"{num_collapsed} of {num_runs} runs collapsed, and up to {share:.0f} % may"
-    return f"A collapse in up to {share:.0f} % of the runs would not have been seen"
-
-
-def conditions(answer: Answer, runs: Runs) -> str:
-    """What `as good` rests on beside the interval."""
-    share = 100 * answer.collapse_share
-    seen = f"{answer.num_collapsed or 'none'} of these {answer.num_runs} did, which shows no more"
-    rows = f"new texts are like the {answer.num_rows:,} of {runs.split}"
-    if runs.unit != "points":
-        rows += ", with none that loses far more than all of these"
-    return f"no more than {share:.0f} % of the runs collapse ({seen}), and {rows}"
+def _why_no_pair(answer: Answer, runs: Runs) -> str:
+    either = f"{runs.plan.named(answer.precision)} or {runs.plan.named(REFERENCE)}"
+    return f"No pair of runs tells anything: a run of {either} failed, or ran in another precision."
 
 
 def _what_would_decide(answer: Answer, runs: Runs) -> str:
-    if answer.reason:
-        return f" Not decided, since {answer.reason}."
     plan = runs.plan
-    if plan.num_seeds[answer.precision] < plan.max_seeds or plan.max_seeds == MOST_SEEDS:
+    is_open = answer.name == "not_shown" and not answer.verdict.reason
+    if not is_open or plan.num_seeds[answer.precision] < plan.max_seeds or plan.max_seeds == MOST_SEEDS:
         return ""
     more = min(next_look(plan.max_seeds), MOST_SEEDS)
     return f" More seeds may decide: {plan.command} --max-seeds {more}"
 
 
-def collapsed(trial: TrialRecord, configuration: int, difference: float | None, runs: Runs) -> str:
+def next_look(num: int) -> int:
+    """Return the number of seeds of the next look. Any number would do, but each look costs a little."""
+    return max(num + 1, num * 3 // 2)
+
+
+def error(answers: Collection[Answer], runs: Runs) -> str:
+    """The stated errors of the verdicts, and what they refer to."""
+    num, configurations = len(answers), len(runs.plan.configurations)
+    each = f"Each verdict `as good` is wrong in at most {100 * ALPHA:g} % of comparisons, and so is `worse`"
+    several = f"; with {num} precisions, any `as good` in at most {100 * ALPHA * num:g} %" if num > 1 else ""
+    what = "this configuration" if configurations == 1 else f"these {configurations} configurations"
+    return f"{each}{several}. The verdicts are about {what} on new seeds and new rows of this kind."
+
+
+def collapsed(trial: TrialRecord, configuration: int, score: float | None, runs: Runs) -> str:
+    """A run that collapsed, with its seed."""
     precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
     run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
-    if difference is not None:
-        return f"{run}: {-difference:.2f} {runs.unit} below its twin."
+    if score is not None:
+        return f"{run}: {runs.metric} {score:.2f}, nearer to the baseline than to {REFERENCE}."
     return f"{run}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
 
 
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
-    """The precision to use: as good as fp32, and the fastest, or of what is stored the smallest."""
+    """The precision to use: as good as fp32, and the fastest, or the one that stores the fewest bytes."""
     plan, fp32 = runs.plan, runs.plan.named(REFERENCE)
     gain = FASTER if plan.setting == PRECISION else SMALLER
-    good = [answer for answer in answers if answer.verdict == "as_good"]
+    good = [answer for answer in answers if answer.name == "as_good"]
     where = f" on {plan.device}" if plan.device else ""
+    within = f"{runs.metric} within {plan.margin:g} {answers[0].verdict.unit}"
     if best := gain.best(good):
         answer, ratio = best
         return (
-            f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} "
-            f"runs) if {conditions(answer, runs)}; {gain.text.format(ratio.ratio)} ({ratio.low:.2f} to "
-            f"{ratio.high:.2f}){where}."
+            f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({within}), and "
+            f"{gain.text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}){where}."
         )
     if good:
         names = " and ".join(plan.named(answer.precision) for answer in good)
-        return f"Use {fp32}: as good ({_within(runs)}), but not shown to be {gain.more}{where}: {names}."
-    first, name = answers[0], plan.named(answers[0].precision)
-    if not first.num_runs:
-        return f"{name} is not decided: {first.reason}."
-    if first.verdict == "worse":
-        return f"Use {fp32}: {name} is worse ({_within(runs)})."
-    return (
-        f"Use {fp32}: {first.num_runs} runs do not tell whether {name} is as good "
-        f"({_within(runs)}).{_what_would_decide(first, runs)}"
-    )
+        return f"Use {fp32}: {names} as good ({within}), but not shown to be {gain.more}{where}."
+    worse = [plan.named(answer.precision) for answer in answers if answer.name == "worse"]
+    if len(worse) == len(answers):
+        return f"Use {fp32}: {' and '.join(worse)} {'is' if len(worse) == 1 else 'are'} worse ({within})."
+    rest = " or ".join(plan.named(answer.precision) for answer in answers if answer.name == "not_shown")
+    return f"Use {fp32}: it is not shown whether {rest} is as good ({within}); see the reasons."
 
 
 @dataclass(frozen=True)

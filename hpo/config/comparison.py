@@ -6,7 +6,7 @@ A comparison is of one `setting`: the precision of training (`fp_precision`), of
 It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
 its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
 search, so that the luck of its winners does not count. The points are a function of this section alone. `hpo
-compare` raises `num_seeds` of what is not decided yet.
+compare` raises `num_seeds` of the precisions that have no verdict yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     BASE_PRECISION: get_args(TrialSettings.model_fields[BASE_PRECISION].annotation),
     OPTIMIZER_STATE: get_args(TrialSettings.model_fields[OPTIMIZER_STATE].annotation),
 }
-"""The values of each, in the order in which they are asked about."""
+"""The values of each setting."""
 Arm = tuple[int, str]
 """A configuration, by its place in the list, and a precision."""
 
@@ -82,7 +82,7 @@ class ComparisonConfig(Section):
     question: Question = "precisions"
     """What the precisions are of: training, the weights under an adapter, or the moments."""
     precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """What is compared, fp32 first, then in the order in which they are asked about."""
+    """The compared precisions, fp32 first."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
     top: Count
     """How many configurations were asked for; there may be fewer."""
@@ -95,7 +95,7 @@ class ComparisonConfig(Section):
     num_seeds: dict[str, Count]
     """Seeds so far, of each precision."""
     margin: Positive
-    """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
+    """A smaller loss does not count. In points, for `mae` and `rmse` in the units of the labels."""
     device: str = ""
     """What all its trials run on, as `DeviceInfo.kind`: that on which it was begun. Empty: any."""
 

@@ -19,14 +19,16 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
 from hpo.deploy.artifacts import NAMES, REFERENCE, artifacts_of
-from hpo.deploy.drops import NOT_FINITE, Scale, Statistics
+from hpo.deploy.judging import judge_form, limit, question_of
 from hpo.deploy.making import Workshop, weight_bytes
-from hpo.deploy.net_loss import ALPHA
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged
 from hpo.deploy.scoring import depends_on_batch, split_statistics
 from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, Preempted, RunError
+from hpo.evaluation.contributions import Statistics
+from hpo.evaluation.decision import ALPHA
+from hpo.evaluation.verdict import Question
 from hpo.inference.model import TrainedModel
 from hpo.models.export import read_metadata
 from hpo.trial.objectives import quality_objective
@@ -99,7 +101,10 @@ class _Run:
     ) -> None:
         self._study, self._data, self._request, self._place = study, data, request, place
         self._trial, self._exported = candidate.trial, candidate.exported
-        self._scale = Scale.of(quality_objective(study.objective), request.max_drop)
+        self._objective = quality_objective(study.objective)
+        self._limit = limit(self._question("a form", CHOSEN_BY), data, CHOSEN_BY)
+        if self._limit:
+            _logger.warning("No form can be shown to be as good. %s", self._limit)
         self._workshop = Workshop(
             candidate.exported,
             place.folder,
@@ -112,6 +117,9 @@ class _Run:
         self._forms: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
         self._num_rounds = 0
+
+    def _question(self, form: str, split: str) -> Question:
+        return question_of(self._objective, self._request.max_drop, form, split)
 
     def score_all(self) -> None:
         for artifact in self._artifacts:
@@ -153,7 +161,9 @@ class _Run:
     def _judged(self, name: str, split: str) -> Judged:
         reference = self._reference(split)
         found = reference if name == REFERENCE.name else self._statistics(name, split)
-        return NOT_FINITE if found is None else self._scale.judge(found, reference)
+        if found is None:
+            return Judged("worse", f"{name} is worse than fp32: its logits are not finite.")
+        return judge_form(self._question(name, split), found, reference)
 
     def time_all(self) -> None:
         """Time all forms in turn, the not finite ones left out. One that fails there is left out, too."""
@@ -191,7 +201,8 @@ class _Run:
 
     def result(self) -> Deployment:
         """The forms, and the fastest of those that are as good."""
-        request, scale, device = self._request, self._scale, self._place.device
+        request, device = self._request, self._place.device
+        question = self._question("", CHOSEN_BY)
         allowed = [name for name, form in self._forms.items() if form.judged.verdict == "as_good"]
         fastest = min(allowed, key=self._latency, default=REFERENCE.name)
         chosen, test, notes = fastest, None, self._notes()
@@ -204,8 +215,8 @@ class _Run:
             study=self._study.name,
             trial=self._trial,
             num_examples=len(self._data.splits[CHOSEN_BY]),
-            objective=scale.metric,
-            unit=scale.unit,
+            objective=question.metric,
+            unit=question.unit,
             max_drop=request.max_drop,
             batch_size=request.batch_size,
             num_threads=torch.get_num_threads(),
@@ -228,15 +239,14 @@ class _Run:
         return Confirmation(len(rows), fp32_score, self._judged(name, CONFIRMED_BY))
 
     def _notes(self) -> list[str]:
-        scale, notes = self._scale, []
-        if scale.unit == "points":
-            others = len(self._forms) - 1
-            chance = min(100.0, 100 * ALPHA * others)
-            notes.append(
-                f"A form that makes more than {scale.max_drop:g} % of all texts worse, net, is called as "
-                f"good with a probability of at most {100 * ALPHA:g} % on a split; that validation does so "
-                f"with any of {others}, at most {chance:.3g} %."
-            )
+        others = len(self._forms) - 1
+        chance = min(100.0, 100 * ALPHA * others)
+        asked = self._question("", CHOSEN_BY)
+        error = (
+            f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
+            f"probability of at most {100 * ALPHA:g} %, and any of {others} with at most {chance:.3g} %."
+        )
+        notes = [f"No form can be shown to be as good. {self._limit}", error] if self._limit else [error]
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpo.deploy.net_loss import TextChanges
 from hpo.deploy.timing import Timing
+from hpo.evaluation.decision import VerdictName
 from hpo.evaluation.intervals import Interval
 from hpo.json_safe import json_safe
-from hpo.non_inferiority import VerdictName
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class Judged:
     """The objective; None: its logits are not finite."""
     drop: Interval | None = None
     """What it has lost of fp32's, in `Deployment.unit`; below 0 it has gained."""
-    changes: TextChanges | None = None
-    """Against fp32; None where the objective is of a regression."""
     tasks: Mapping[str, TaskDrop] = field(default_factory=dict)
 
 

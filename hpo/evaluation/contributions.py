@@ -11,15 +11,17 @@ that higher is better. Errors of a regression count as the range of the labels w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
 from hpo.evaluation.decision import Array, excludable_loss
 from hpo.tasks.registry import is_error, kind_of
-from hpo.training.metrics import RowStatistics, primary_mean
+from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
 
 Statistics = Mapping[str, RowStatistics]
 """One run on one split, by task."""
@@ -51,9 +53,22 @@ def metrics_by_task(statistics: Statistics, metric: str) -> dict[str, str]:
     return {task: name} if task else {name: of.task.primary_metric for name, of in statistics.items()}
 
 
+def perfect_statistics(tasks: Sequence[Task], examples: Sequence[Example]) -> Statistics:
+    """The statistics of predictions that are all right, to know what a split allows in advance."""
+    kinds = {task.name: kind_of(task) for task in tasks}
+    return {
+        task.name: row_statistics(
+            task,
+            [kinds[task.name].truth(one) if task.name in one.annotated else None for one in examples],
+            examples,
+        )
+        for task in tasks
+    }
+
+
 def scored(statistics: Statistics, metric: str) -> Scored | None:
     """Score a run. None: a task of the metric has no labelled row, or the metric is undefined."""
-    factor = -1.0 if is_error(metric) else 100.0 if unit_of(metric) == "points" else 1.0
+    factor = -1.0 if is_error(metric) else 100.0
     names = metrics_by_task(statistics, metric)
     used = {task: _bounded(statistics[task]) for task in names}
     values = {task: of.scores().get(names[task]) for task, of in used.items()}

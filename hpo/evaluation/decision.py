@@ -123,7 +123,7 @@ def mean_bound(values_N: Array, largest_loss: float) -> float:
     def excess(mean: float) -> float:
         return _probability_below(mean, scaled, counts) - ALPHA
 
-    return float(values[0]) + width * float(brentq(excess, 1e-9, 1 - 1e-9, xtol=1e-7))
+    return float(values[0]) + width * float(brentq(excess, 1e-9, 1 - 1e-9, xtol=1e-6))
 
 
 def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> float:
@@ -137,7 +137,7 @@ def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> 
     def slope(s: float) -> float:
         return float((counts * shifted / (1 - s * shifted)).sum())
 
-    s = brentq(slope, (1 - 1e-12) / shifted[0], (1 - 1e-12) / shifted[-1], xtol=1e-14, rtol=1e-12)
+    s = brentq(slope, (1 - 1e-12) / shifted[0], (1 - 1e-12) / shifted[-1], rtol=1e-10)
     scale = math.sqrt(float((counts * (shifted / (1 - s * shifted)) ** 2).sum()))
     if abs(s) * scale < 1e-4:  # at the mean of the distribution, where the formula is 0 / 0
         return 0.5 + float((counts * shifted**3).sum()) / (3 * math.sqrt(2 * math.pi) * scale**3)
@@ -150,6 +150,11 @@ def excludable_loss(row_bound: float, num_rows: int) -> float:
     if not (num_rows and math.isfinite(row_bound)):
         return math.inf
     return row_bound * -math.expm1(math.log(ALPHA) / num_rows)
+
+
+def rows_needed(row_bound: float, margin: float) -> int:
+    """The number of rows that can exclude a loss of the margin, if all of them agree."""
+    return math.ceil(math.log(ALPHA) / math.log1p(-margin / row_bound)) if margin < row_bound else 1
 
 
 def collapse_share(num_runs: int, num_collapsed: int = 0) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hpo.config.data_config import TaskConfig
-from hpo.config.study_file import show
+from hpo.config.study_file import one_of, show
 from hpo.data.examples import Example
 from hpo.data.tasks import Task, make_tasks, read_task_configs
 from hpo.errors import InputError
@@ -17,12 +17,20 @@ from hpo.tasks.kind import Kind
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import row_statistics
 
+
+class _Spaces(str):
+    """A text without words, of any length: the spans are known, and their texts are not."""
+
+    def __getitem__(self, index: Any) -> str:
+        return " "
+
+
 Run = Sequence[Any] | None
 """A prediction for each row. None: the run has none, for example since it ended in NaN."""
 
 _NAME = "predictions"
 _OF_SPANS = ("span_f1", "f1_macro")
-"""Metrics of spans that need no text."""
+"""The metrics of spans that need no text."""
 
 
 def compare_predictions(
@@ -90,24 +98,21 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
             values = [value for value in truths if value is not None]
             classes = {one for value in values for one in (value if kind.is_list else [value])}
             config = config.model_copy(update={"classes": tuple(sorted(classes))})
-        task = _evidence(config) if config.evidence_for else make_tasks({_NAME: config}, "task")[0]
+        primary, plain = config.primary_metric, config.model_copy(update={"primary_metric": None})
+        if config.evidence_for:  # which names another task
+            task = Task(_NAME, config.kind, config.span_names or config.classes or ())
+        else:
+            task = make_tasks({_NAME: plain}, "task")[0]
     except (InputError, TypeError) as error:
         raise InputError(str(error)) from None
-    if kind.in_spans and task.primary_metric not in _OF_SPANS:
-        raise InputError(
-            f"task: primary_metric must be {' or '.join(_OF_SPANS)}, which need no text, but got "
-            f"{task.primary_metric}."
-        )
-    return task
-
-
-def _evidence(config: TaskConfig) -> Task:
-    names = config.span_names or config.classes or ()
-    return Task(_NAME, config.kind, names, config.evidence_for, primary=config.primary_metric)
+    known = [name for name in task.metrics if not kind.in_spans or name in _OF_SPANS]
+    if primary is not None and primary not in known:
+        raise InputError(f"task: primary_metric: {one_of(known, primary)}")
+    return replace(task, primary=primary)
 
 
 def _example(kind: Kind, row: int, truth: Any) -> Example:
-    where, text = f"truths[{row}]", ""
+    where = f"truths[{row}]"
     labels: dict[str, Any] = {}
     spans: dict[str, Any] = {}
     if truth is not None and kind.in_spans:
@@ -116,7 +121,7 @@ def _example(kind: Kind, row: int, truth: Any) -> Example:
     elif truth is not None:
         labels = {_NAME: _label(kind, truth, where)}
     annotated = frozenset([_NAME] if truth is not None else [])
-    return Example(str(row), text, labels, spans, annotated=annotated)
+    return Example(str(row), _Spaces(), labels, spans, annotated=annotated)
 
 
 def _label(kind: Kind, value: Any, where: str) -> Any:

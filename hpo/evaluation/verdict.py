@@ -22,7 +22,14 @@ from hpo.evaluation.contributions import (
     shuffled_value,
     unit_of,
 )
-from hpo.evaluation.decision import Decision, VerdictName, collapse_share, decide, excludable_loss
+from hpo.evaluation.decision import (
+    Decision,
+    VerdictName,
+    collapse_share,
+    decide,
+    excludable_loss,
+    rows_needed,
+)
 from hpo.tasks.registry import is_error
 
 _NAMES_SHOWN = 5
@@ -74,12 +81,16 @@ class Facts:
         """The smallest loss that the rows can exclude, if all of them agree."""
         return excludable_loss(self.row_bound, self.num_rows)
 
-    def limit(self, unit: str) -> str:
-        """State the losses that the rows cannot exclude."""
+    def limit(self, question: Question) -> str:
+        """State the losses that the rows cannot exclude, and the number of rows that can."""
         rows = ", ".join(f"{num:,} of {task}" for task, num in self.labelled.items())
         of_tasks = f" ({rows})" if len(self.labelled) > 1 else ""
         least = math.ceil(100 * self.excludable) / 100
-        told = f"With {self.num_rows:,} labelled rows{of_tasks}, losses under {least:g} {unit} cannot be excluded"
+        told = (
+            f"With {self.num_rows:,} labelled {question.rows}{of_tasks}, losses under {least:g} "
+            f"{question.unit} cannot be excluded. A margin of {question.margin:g} takes "
+            f"{rows_needed(self.row_bound, question.margin):,} such rows"
+        )
         if self.rare:
             shown = [f"`{name}` ({num})" for name, num in [*self.rare.items()][:_NAMES_SHOWN]]
             more = f" and {len(self.rare) - _NAMES_SHOWN} more" if len(self.rare) > _NAMES_SHOWN else ""
@@ -187,9 +198,9 @@ def judge(
         collapses=collapses,
     )
     if facts is None or not other:
-        return _worded(question, replace(found, reason="no run has a score"))
+        return _worded(question, replace(found, reason="No run has a score"))
     if len(full) < len(pairs):
-        return _worded(question, replace(found, reason="a run has no score, and the metric has no baseline"))
+        return _worded(question, replace(found, reason="A run has no score, and the metric has no baseline"))
     decision, bound = _decide(full, question.margin)
     found = replace(
         found, difference=decision.difference, interval=(decision.low, decision.high), row_bound=bound
@@ -213,28 +224,29 @@ def _reason(
 ) -> str:
     """Why nothing is shown with any number of runs; empty: the interval decides."""
     if math.isinf(found.row_bound):
-        return f"by how much one row can change {question.shown} is unknown"
+        return f"By how much one row can change {question.shown} is unknown"
     runs = [run for run in reference if run is not None]
     if not runs:
-        return f"no run of {question.reference} has a score"
+        return f"No run of {question.reference} has a score"
     constant = found.baseline if facts.baseline else -math.inf
     level = max(constant, facts.chance)
     if found.reference_median - 1.96 * np.median([run.standard_error for run in runs]) <= level:
         what = "the best constant prediction" if level == constant else "its predictions in random order"
         return (
-            f"{question.reference} is not shown to have learned anything. It has {found.reference_median:.2f} "
-            f"{question.unit}, and {what} {level:.2f}"
+            f"It is not shown that {question.reference} has learned anything: it has "
+            f"{found.reference_median:.2f} {question.unit}, and {what} {level:.2f}"
         )
     if decision.verdict != "worse" and excludable_loss(found.row_bound, facts.num_rows) >= question.margin:
-        return replace(facts, row_bound=found.row_bound).limit(question.unit).removesuffix(".")
+        return replace(facts, row_bound=found.row_bound).limit(question).removesuffix(".")
     return ""
 
 
 def _worded(question: Question, found: Verdict) -> Verdict:
     reference, other = question.reference, question.other
+    capitalized = other[0].upper() + other[1:] if other.startswith("the ") else other
     heads = {
-        "as_good": f"{other} is as good as {reference}",
-        "worse": f"{other} is worse than {reference}",
+        "as_good": f"{capitalized} is as good as {reference}",
+        "worse": f"{capitalized} is worse than {reference}",
         "not_shown": f"It is not shown whether {other} is as good as {reference}",
     }
     told = heads[found.verdict]
@@ -243,18 +255,20 @@ def _worded(question: Question, found: Verdict) -> Verdict:
         if math.isfinite(found.interval[0] + found.interval[1]):
             told += f" [{found.interval[0]:+.2f}, {found.interval[1]:+.2f}]"
         runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
-        told += f" {found.unit}, margin {question.margin:g}; {runs}, {found.labelled_rows:,} labelled {question.rows}"
+        rows = f"{found.labelled_rows:,} labelled {question.rows}"
+        few = "" if math.isfinite(found.interval[0]) or found.reason else " (too few runs for an interval)"
+        told += f" {found.unit}{few}, margin {question.margin:g}; {runs}, {rows}"
     told += "."
     if found.reason:
-        told += f" {found.reason[0].upper()}{found.reason[1:]}."
+        told += f" {found.reason}."
     elif found.verdict == "as_good" and is_error(question.metric):
         told += " An error counts as the range of the labels where it is larger."
-    if (collapses := found.collapses) and not found.reason:
-        told += f" {collapse_sentence(collapses, found)}"
-    return replace(found, sentence=told)
+    if found.collapses and not found.reason:
+        told += f" {_collapse_sentence(found.collapses, found)}"
+    return replace(found, sentence=told.rstrip())
 
 
-def collapse_sentence(collapses: Collapses, found: Verdict) -> str:
+def _collapse_sentence(collapses: Collapses, found: Verdict) -> str:
     """The collapses that the runs do not exclude, and the condition of `as_good`."""
     runs, share = collapses.num_runs, 100 * collapses.possible_share
     seen = f"{collapses.num_collapsed} of {runs} runs collapsed" if collapses.num_collapsed else ""

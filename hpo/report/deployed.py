@@ -15,7 +15,7 @@ Stored = Mapping[str, Any]
 
 
 def quality_table(stored: Stored) -> pd.DataFrame:
-    """A row for each form: the objective on validation, what it lost of fp32, and the verdict, as text."""
+    """A row for each form: the objective on validation, the drop from fp32, and the verdict, as text."""
     rows = []
     for index, row in enumerate(stored["artifacts"]):
         is_reference, judged = row["artifact"] == "fp32", row["judged"]
@@ -24,7 +24,6 @@ def quality_table(stored: Stored) -> pd.DataFrame:
                 **_named(row),
                 stored["objective"]: _interval(judged["score"], digits=4),
                 "drop": "" if is_reference else _interval(judged["drop"], sign="+"),
-                "worse/better": _changes(judged["changes"]),
                 "verdict": "chosen" if index == stored["chosen"] else _verdict(judged),
             }
         )
@@ -69,7 +68,7 @@ def sentences(stored: Stored) -> list[str]:
         each = "it computes" if len(cast) == 1 else "they compute"
         said.append(f"{' and '.join(cast)}: the weights are stored in fp32, which {each} from.")
     reasons = {row["artifact"]: row["judged"]["reason"] for row in stored["artifacts"]}
-    said += [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    said += [reason for reason in reasons.values() if reason]
     said += [f"{name} is left out: {reason}" for name, reason in stored["left_out"].items()]
     return [*said, *stored["notes"]]
 
@@ -102,7 +101,7 @@ def _confirmed(stored: Stored) -> str:
     said = f"On the {rows:,} rows of test, which chose nothing, it drops by {drop} {stored['unit']}"
     if judged["verdict"] == "as_good":
         return f"{said}: as good there too."
-    return f"{said}, and is not known to be as good: {judged['reason']}"
+    return f"{said}. {judged['reason']}"
 
 
 def loading(stored: Stored, model: str) -> str:
@@ -118,10 +117,6 @@ def threads(stored: Stored) -> str:
 
 def _verdict(judged: Stored) -> str:
     return "not finite" if judged["score"] is None else str(judged["verdict"].replace("_", " "))
-
-
-def _changes(changes: Stored | None) -> str:
-    return "" if changes is None else f"{changes['worse']}/{changes['better']}"
 
 
 def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:

@@ -8,13 +8,25 @@ from typing import Any
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
-from hpo.report.formats import format_cell, format_interval
+from hpo.report.formats import format_cell, format_interval, format_number
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord, is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory", "stored"]
+_COLUMNS = [
+    "precision",
+    "metric",
+    "fp32",
+    "baseline",
+    "difference",
+    "verdict",
+    "runs",
+    "collapsed",
+    "speed",
+    "memory",
+    "stored",
+]
 
 Comparison = Mapping[str, Any]
 """The result of a comparison, as it is stored."""
@@ -30,7 +42,8 @@ def sentences(tables: StudyTables) -> list[str]:
 def details(comparison: Comparison) -> list[str]:
     """The verdict on each precision with its evidence, then the collapsed runs."""
     verdicts = [row["sentence"] for row in comparison.get("verdicts", ())]
-    return verdicts + [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
+    collapsed = [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
+    return [*verdicts, comparison["error"], *collapsed]
 
 
 def chosen_on_test(record: StudyRecord) -> list[str]:
@@ -63,6 +76,8 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
                 {
                     "precision": _name(row),
                     "metric": metric,
+                    "fp32": format_number(of_metric["fp32"]),
+                    "baseline": format_number(of_metric["baseline"]),
                     "difference": format_interval(*_bounds(of_metric), sign="+"),
                     "verdict": row["verdict"].replace("_", " ") if decides else "",
                     "runs": str(row["num_runs"]) if decides else "",
@@ -126,8 +141,8 @@ def forest(question: str, comparison: Comparison) -> Chart:
         series=series,
         y_ticks=[_name(row) for row in rows],
         caption=(
-            "Each end of an interval, over new runs and new texts, errs with 2.5 % at whichever look the "
-            f"comparison stopped. As good: right of the margin of {margin:g}; worse: left of it."
+            "Each end of an interval errs in at most 2.5 % of comparisons, at whichever look they stop. As "
+            f"good: right of the margin of {margin:g}; worse: left of it."
         ),
         height=170 + 34 * len(rows),
     )
@@ -146,6 +161,6 @@ def _ratio(row: Comparison, name: str) -> str:
 
 
 def _collapsed(row: Comparison) -> str:
-    if not row["num_runs"]:
+    if row["num_collapsed"] is None:
         return "–"
     return f"{row['num_collapsed']} (≤ {100 * row['collapse_share']:.0f} %)"

@@ -106,9 +106,9 @@ class Kind(ABC):
         self.task = task
 
     def __init_subclass__(cls) -> None:
-        """With row values or scores of its own, a kind does not inherit the parent's bounds and constants."""
+        """A kind with scores of its own does not inherit the bounds and constants of its parent."""
         super().__init_subclass__()
-        if not {"row_values", "scores"}.isdisjoint(vars(cls)):
+        if "scores" in vars(cls):
             for name in ("proportions", "bounded", "row_bound", "constant_rows"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Kind)[name])

@@ -84,10 +84,7 @@ class _Labels(Kind):
         return counts_NC, {"right": is_right_N.astype(np.float64)}
 
     def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
-        index = self._index
-        if not self.is_list:
-            return counted([[index[label] for label in labels] for labels in of_rows], len(index))
-        rows = [sorted({index[label] for label in labels}) for labels in of_rows]
+        rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
         return counted(rows, len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
@@ -163,6 +160,29 @@ class SingleLabel(_Labels, Multiclass):
         labels: list[Any] = [example.labels.get(self.task.name) for example in examples]
         classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
         return np.fromiter(classes, dtype=np.int32, count=len(examples))
+
+    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
+        truth = [example.labels[self.task.name] for example in examples]
+        true_N, predicted_N = (
+            np.fromiter((self._index[label] for label in labels), np.int32, len(truth))
+            for labels in (truth, predicted)
+        )
+        right_N = true_N == predicted_N
+        hits = self._ones(true_N[right_N], right_N)
+        all_N = np.ones(len(truth), bool)
+        counts = {
+            "hits": hits,
+            "true": self._ones(true_N, all_N),
+            "predicted": self._ones(predicted_N, all_N),
+        }
+        return counts, {"right": right_N.astype(np.float64)}
+
+    def _ones(self, columns: NDArray[np.int32], has_N: NDArray[np.bool_]) -> Any:
+        """1 in a column of each row that has one: sparse [N, C]."""
+        from scipy.sparse import csr_array
+
+        ends = np.concatenate([[0], np.cumsum(has_N)])
+        return csr_array((np.ones(len(columns)), columns, ends), shape=(len(has_N), len(self._index)))
 
     def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
         """Proportional to the geometric mean over the windows, summing to 1."""

@@ -18,13 +18,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, Nonfinite, did_you_mean
 from hpo.extensions import METRICS
-from hpo.tasks.registry import is_error
 from hpo.training.metrics import primary_mean
-
-
-def unit_of(metric: str) -> str:
-    """Of differences in a metric: `points`, hundredths, or `label units`."""
-    return "label units" if is_error(metric) else "points"
 
 
 def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:

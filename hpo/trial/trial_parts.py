@@ -27,7 +27,7 @@ from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
-from hpo.evaluation.contributions import baselines
+from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
@@ -44,7 +44,6 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs, TrainingData
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
-from hpo.training.metrics import row_statistics
 from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.progress import Budget
 from hpo.trial.objectives import decision_metrics
@@ -71,15 +70,9 @@ class TrialLoader:
     @cached_property
     def baseline(self) -> dict[str, float]:
         """The best constant predictions on validation, see `hpo.evaluation.contributions.baselines`."""
-        rows = self.dataset.splits["validation"]
-        statistics = {}
-        for task in self.tasks:
-            kind = kind_of(task)
-            if type(kind).constant_rows is not Kind.constant_rows:
-                truth = [kind.truth(row) if task.name in row.annotated else None for row in rows]
-                statistics[task.name] = row_statistics(task, truth, rows)
-        found = baselines(statistics)
-        if len(statistics) < len(self.tasks):
+        known = [task for task in self.tasks if type(kind_of(task)).constant_rows is not Kind.constant_rows]
+        found = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
+        if len(known) < len(self.tasks):
             found.pop("score", None)
         return found
 

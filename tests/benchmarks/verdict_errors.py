@@ -3,7 +3,7 @@
     python tests/benchmarks/verdict_errors.py [--studies 2000] [--seed 0] [--cell NAME ...] [--processes 2]
 
 Each study draws truths and predictions of a reference and of another model, and plants a loss in the other
-one. `hpo.compare_predictions` judges the first 3, 4, 6, 9 and 12 runs in turn, as `hpo compare` does, and a
+one. `hpo.compare_predictions` judges the first 3, 6 and 12 runs in turn, as `hpo compare` does, and a
 study counts as `as good` or `worse` if it says so at any of these looks. The planted losses share no code
 with the product. Prints a Markdown table with the share of each verdict and its 95 % interval.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,15 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 import hpo
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
+from hpo.evaluation.contributions import scored
+from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
+from hpo.training.metrics import row_statistics
 
-LOOKS = (3, 4, 6, 9, 12)
+LOOKS = (3, 6, 12)
 ERROR = 0.025
+RIGHT = 0.85
 Run = list[Any] | None
 
 
@@ -49,14 +55,64 @@ class Cell:
     """True loss in points."""
     looks: Sequence[int] = LOOKS
     margin: float = 0.5
-    is_exempt: bool = field(default=False)
+    is_exempt: bool = False
     """Whether the sentence states the condition under which the verdict holds."""
+    has_learned: bool = True
+    """Whether any verdict can be right."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
         """The verdicts that are errors."""
+        if not self.has_learned:
+            return ("as_good", "worse")
         as_good = ("as_good",) if self.loss >= self.margin else ()
         return as_good + (("worse",) if self.loss <= self.margin else ())
+
+    def judge(self, study: Study, num: int) -> Verdict:
+        sides = study.reference[:num], study.other[:num]
+        return hpo.compare_predictions(self.task, study.truths, *sides, margin=self.margin)
+
+
+@dataclass(frozen=True)
+class ScoreCell(Cell):
+    """A cell of the mean over two tasks, whose rows are pairs: what `hpo deploy` judges."""
+
+    def judge(self, study: Study, num: int) -> Verdict:  # noqa: ARG002
+        tasks = [Task(name, "single_label", tuple(classes(4)), primary="accuracy") for name in ("t", "u")]
+        examples = []
+        for n, pair in enumerate(study.truths):
+            labels_ = {name: truth for name, truth in zip("tu", pair, strict=True) if truth is not None}
+            examples.append(Example(str(n), "", labels_, {}, annotated=frozenset(labels_)))
+        asked = Question("score", self.margin)
+        statistics = [
+            {
+                task.name: row_statistics(task, [pair[place] for pair in run], examples)
+                for place, task in enumerate(tasks)
+            }
+            for run in (study.reference[0] or [], study.other[0] or [])
+        ]
+        runs = [scored(one, "score") for one in statistics]
+        return judge(asked, runs[:1], runs[1:], facts_of(statistics[0], asked))
+
+
+@dataclass(frozen=True)
+class TwoTasks:
+    """Two tasks of one model each. The first is labelled in 50 of 1,000 rows and loses a share of them."""
+
+    lost: float
+
+    def __call__(self, rng: Generator, num_runs: int) -> Study:  # noqa: ARG002
+        few = Accuracy(labelled=50, rows=self.lost, flips=0.0, spread=0.0)(rng, 1)
+        many = Accuracy(flips=0.0, spread=0.0)(rng, 1)
+        pairs = [
+            list(zip(*both, strict=True))
+            for both in (
+                (few.truths, many.truths),
+                (few.reference[0] or [], many.reference[0] or []),
+                (few.other[0] or [], many.reference[0] or []),
+            )
+        ]
+        return Study(pairs[0], [pairs[1]], [pairs[2]])
 
 
 def classes(num: int) -> list[str]:
@@ -76,11 +132,12 @@ def wrong_class(truth_N: NDArray[Any], num: int, rng: Generator) -> NDArray[Any]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Classes with a common error rate, flips of each run, and a loss in the other model.
+    """Classes that the reference gets right in 85 % of the rows.
 
-    `flips` is the share of rows whose correctness a run changes. `loss` is lost at random in each run, `rows`
-    is the share of the population that is lost in all runs, `collapses` the share of runs that lose 20
-    points, `nan` the share of runs without predictions on either side.
+    A run of the other model flips `flips` of the rows, half of them for the better, and moves by its seed
+    (`spread`, standard deviation in points). `loss` points are lost in rows that each run draws anew, `rows`
+    is the share of all rows that is lost in all runs, `collapses` the share of runs that lose 20 points,
+    `nan` the share of runs without predictions on either side.
     """
 
     num_rows: int = 1000
@@ -97,32 +154,35 @@ class Accuracy:
     def __call__(self, rng: Generator, num_runs: int) -> Study:
         num, K = self.labelled or self.num_rows, self.num_classes
         truth_N = rng.integers(0, K, num)
-        base_N = rng.random(num) < 0.85
-        lost_N = rng.random(num) < self.rows
-        tends_N = rng.random(num) < 2 * self.flips
-        sides: dict[str, list[Run]] = {"reference": [], "other": []}
+        base_N = rng.random(num) < RIGHT
+        always_N = base_N & (rng.random(num) < self.rows / RIGHT)
+        tends_N = self.flipped(base_N, 2 * self.flips, 0.0, rng)
+        reference: list[Run] = []
+        other: list[Run] = []
         for _ in range(num_runs):
-            for side, runs in sides.items():
-                if self.same_rows:
-                    flipped_N = tends_N & (rng.random(num) < 0.5)
-                else:
-                    flipped_N = rng.random(num) < self.flips
-                right_N = base_N ^ flipped_N
-                share = abs(rng.normal(0, self.spread)) / 100 if self.spread else 0.0
-                right_N &= rng.random(num) >= share
-                if side == "other":
-                    drop = 0.2 if rng.random() < self.collapses else self.loss / 100
-                    # a share of all rows, whether or not they were right
-                    right_N &= rng.random(num) >= drop / 0.85
-                    right_N &= ~lost_N
-                predicted_N = np.where(right_N, truth_N, wrong_class(truth_N, K, rng))
-                is_nan = rng.random() < self.nan
-                rest = [None] * (self.num_rows - num)
-                runs.append(
-                    None if is_nan else [*map("c{}".format, predicted_N.tolist()), *["c0"] * len(rest)]
-                )
+            shift = rng.normal(0, self.spread) / 100
+            if self.same_rows:
+                flipped_N = (tends_N & (rng.random(num) < 0.5)) ^ self.flipped(base_N, 0.0, shift, rng)
+            else:
+                flipped_N = self.flipped(base_N, self.flips, shift, rng)
+            drop = self.loss / 100 + 0.2 * (rng.random() < self.collapses)
+            lost_N = always_N | (base_N & (rng.random(num) < drop / RIGHT))
+            reference.append(self.run(truth_N, base_N, rng))
+            other.append(self.run(truth_N, (base_N ^ flipped_N) & ~lost_N, rng))
         truths = [*map("c{}".format, truth_N.tolist()), *[None] * (self.num_rows - num)]
-        return Study(truths, sides["reference"], sides["other"])
+        return Study(truths, reference, other)
+
+    @staticmethod
+    def flipped(base_N: NDArray[Any], share: float, shift: float, rng: Generator) -> NDArray[Any]:
+        """Rows that change: `share` of all, half of them for the better, and `shift` more for the better."""
+        better, worse = share / 2 + max(shift, 0.0), share / 2 + max(-shift, 0.0)
+        return rng.random(len(base_N)) < np.where(base_N, worse / RIGHT, better / (1 - RIGHT))
+
+    def run(self, truth_N: NDArray[Any], right_N: NDArray[Any], rng: Generator) -> Run:
+        if rng.random() < self.nan:
+            return None
+        predicted_N = np.where(right_N, truth_N, wrong_class(truth_N, self.num_classes, rng))
+        return [*map("c{}".format, predicted_N.tolist()), *["c0"] * (self.num_rows - len(truth_N))]
 
 
 @dataclass(frozen=True)
@@ -184,15 +244,22 @@ class Spans:
         return {"a": [[0, 3]] if right else [[0, 2]]} if has else {}
 
 
-def learned_nothing(rng: Generator, num_runs: int) -> Study:
-    """Predictions that do not depend on the text, nearly the same in all runs; 50 rows are labelled."""
-    truth_N, guess_N = rng.integers(0, 3, (2, 50))
-    runs: list[list[Run]] = [[], []]
-    for _ in range(num_runs):
-        for side in runs:
-            guess = np.where(rng.random(50) < 0.01, rng.integers(0, 3, 50), guess_N)
-            side.append([*map("c{}".format, guess.tolist()), *["c0"] * 950])
-    return Study([*map("c{}".format, truth_N.tolist()), *[None] * 950], *runs)
+@dataclass(frozen=True)
+class LearnedNothing:
+    """Predictions that do not depend on the text, nearly the same in all runs."""
+
+    labelled: int
+    num_rows: int
+
+    def __call__(self, rng: Generator, num_runs: int) -> Study:
+        num = self.labelled
+        truth_N, guess_N = rng.integers(0, 3, (2, num))
+        runs: list[list[Run]] = [[], []]
+        for _ in range(num_runs):
+            for side in runs:
+                guess = np.where(rng.random(num) < 0.01, rng.integers(0, 3, num), guess_N)
+                side.append([*map("c{}".format, guess.tolist()), *["c0"] * (self.num_rows - num)])
+        return Study([*map("c{}".format, truth_N.tolist()), *[None] * (self.num_rows - num)], *runs)
 
 
 @dataclass(frozen=True)
@@ -225,19 +292,39 @@ def cells() -> list[Cell]:
             one,
         ),
     }
-    made = [
+    return [
         Cell("no difference, 1,000 rows", accuracy, Accuracy(), 0.0),
         Cell("no difference, 3,000 rows", accuracy, Accuracy(3000), 0.0),
         Cell("no difference, macro F1, 3,000 rows", macro, Accuracy(3000), 0.0),
         Cell("no difference, the same rows flip, 3,000 rows", accuracy, Accuracy(3000, same_rows=True), 0.0),
         Cell("loss of 0.5 in all runs and rows, 1,000 rows", accuracy, Accuracy(loss=0.5), 0.5),
         Cell("loss of 0.5 in all runs and rows, 3,000 rows", accuracy, Accuracy(3000, loss=0.5), 0.5),
-        Cell("loss of 0.5, the same rows flip, 3,000 rows", accuracy, Accuracy(3000, loss=0.5, same_rows=True), 0.5),
-        Cell("loss of 0.6 % of the rows, 1,000 rows", accuracy, Accuracy(rows=0.005 / 0.85), 0.5),
-        Cell("loss of 0.6 % of the rows, 3,000 rows", accuracy, Accuracy(3000, rows=0.005 / 0.85), 0.5),
-        Cell("loss of 0.6 % of the rows, no flips, 3,000 rows", accuracy, Accuracy(3000, rows=0.005 / 0.85, flips=0.0, spread=0.0), 0.5),
-        Cell("50 of 1,000 rows labelled, 1 % lost", accuracy, Accuracy(labelled=50, rows=0.01 / 0.85, flips=0.002), 1.0),
-        Cell("50 of 1,000 rows labelled, 2 % lost", accuracy, Accuracy(labelled=50, rows=0.02 / 0.85, flips=0.002), 2.0),
+        Cell(
+            "loss of 0.5, the same rows flip, 3,000 rows",
+            accuracy,
+            Accuracy(3000, loss=0.5, same_rows=True),
+            0.5,
+        ),
+        Cell("loss of 0.5 % of the rows, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
+        Cell("loss of 0.5 % of the rows, 3,000 rows", accuracy, Accuracy(3000, rows=0.005), 0.5),
+        Cell(
+            "loss of 0.5 % of the rows, no flips, 3,000 rows",
+            accuracy,
+            Accuracy(3000, rows=0.005, flips=0.0, spread=0.0),
+            0.5,
+        ),
+        Cell(
+            "50 of 1,000 rows labelled, 1 % lost",
+            accuracy,
+            Accuracy(labelled=50, rows=0.01, flips=0.002),
+            1.0,
+        ),
+        Cell(
+            "50 of 1,000 rows labelled, 2 % lost",
+            accuracy,
+            Accuracy(labelled=50, rows=0.02, flips=0.002),
+            2.0,
+        ),
         *(
             Cell(name, labels(num, "f1_macro"), draw, Exact(draw).loss("f1_macro"), looks)
             for name, (num, draw, looks) in rare.items()
@@ -245,24 +332,51 @@ def cells() -> list[Cell]:
         Cell("span F1, spans in 50 of 1,000 texts, 2 % missed", SPANS, Spans(50, 0.02), 1.9),
         Cell("span F1, spans in 100 of 1,000 texts, 2 % missed", SPANS, Spans(100, 0.02), 1.9),
         Cell("one run in twenty loses 20 points", accuracy, Accuracy(collapses=0.05), 1.0, is_exempt=True),
-        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.1), 0.0, looks=(9, 13, 19, 28, 42, 50)),
-        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.2), 0.0, looks=(9, 13, 19, 28, 42, 50)),
-        Cell("learned nothing, 50 of 1,000 rows labelled", labels(3, "f1_macro"), learned_nothing, 0.0, is_exempt=True),
-        Cell("one model each: loss of 0.6 % of the rows, 3,000 rows", accuracy, Accuracy(3000, rows=0.005 / 0.85, spread=0.0), 0.5, looks=one),
-        Cell("one model each: no difference, 10,000 rows", accuracy, Accuracy(10000, flips=0.005, spread=0.0), 0.0, looks=one),
-    ]  # fmt: skip
-    return made
+        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.1), 0.0, looks=(9, 19, 50)),
+        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.2), 0.0, looks=(9, 19, 50)),
+        *(
+            Cell(
+                f"learned nothing, {num:,} of {num_rows:,} rows labelled",
+                labels(3, "f1_macro"),
+                LearnedNothing(num, num_rows),
+                0.0,
+                has_learned=False,
+            )
+            for num, num_rows in ((50, 1000), (3000, 3000))
+        ),
+        ScoreCell(
+            "one model each: mean of two tasks, one labelled in 50 rows loses 2 %",
+            {},
+            TwoTasks(0.02),
+            1.0,
+            looks=one,
+        ),
+        Cell(
+            "one model each: loss of 0.5 % of the rows, 3,000 rows",
+            accuracy,
+            Accuracy(3000, rows=0.005, spread=0.0),
+            0.5,
+            looks=one,
+        ),
+        Cell(
+            "one model each: no difference, 10,000 rows",
+            accuracy,
+            Accuracy(10000, flips=0.005, spread=0.0),
+            0.0,
+            looks=one,
+        ),
+    ]
 
 
 def verdict_of(cell: Cell, seed: Sequence[int]) -> str:
     """The first verdict that a study is given."""
     study = cell.draw(np.random.default_rng(seed), max(cell.looks))
     for num in cell.looks:
-        found = hpo.compare_predictions(
-            cell.task, study.truths, study.reference[:num], study.other[:num], margin=cell.margin
-        )
+        found = cell.judge(study, num)
         if found.verdict != "not_shown":
             return found.verdict
+        if found.reason:  # more runs do not help
+            break
     return "not_shown"
 
 

@@ -39,7 +39,7 @@ def test_precisions(tmp_path: Path) -> None:
     assert all(row.keys() >= KEYS for row in found["verdicts"])
     (row,) = found["verdicts"]
     assert (row["precision"], row["num_seeds"]) == ("bf16", 3)
-    assert row["verdict"] in ("as_good", "worse", "undecided")
+    assert row["verdict"] in ("as_good", "worse", "not_shown")
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         trials = read_study(storage, "tiny-compare").trials
     assert all(trial.telemetry["test_metrics"] for trial in trials)

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from hpo.cli import display
 from hpo.deploy.artifacts import ARTIFACTS
-from hpo.deploy.net_loss import TextChanges
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
 from hpo.evaluation.intervals import Interval
@@ -30,7 +29,7 @@ def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
         artifacts.append(
             DeployedArtifact(
                 artifact=artifact.name,
-                judged=Judged("as_good", "", interval, drop, TextChanges(3, 2, 1234), tasks),
+                judged=Judged("as_good", "", interval, drop, tasks),
                 weight_bytes=91_012_345 if place < 4 else 22_800_000,
                 timings={1: timing, 32: timing},
             )
@@ -88,7 +87,7 @@ def test_the_sentence_says_what_test_has_found() -> None:
         "drops by +0.20 [-0.10, +0.60] points: as good there too."
     )
     content = found()
-    content["test"]["judged"] |= {"verdict": "undecided", "reason": "the drop may be beyond."}
-    assert verdict(content).endswith("points, and is not known to be as good: the drop may be beyond.")
+    content["test"]["judged"] |= {"verdict": "not_shown", "reason": "the drop may be beyond."}
+    assert verdict(content).endswith("points. the drop may be beyond.")
     assert verdict(found(test=None)).endswith("points; no rows that did not choose it were scored.")
     assert verdict(found("fp32")).endswith("(median). Nothing faster is known to be as good.")

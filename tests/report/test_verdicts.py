@@ -42,14 +42,13 @@ FOUND, TABLES = compared(Request(precisions=PRECISIONS, top=2))
 def test_a_row_for_each_precision_with_what_it_rests_on() -> None:
     table = verdict_table(FOUND)
     assert list(table["precision"]) == ["bf16", "fp16", "bf16-true"]
-    assert list(table["verdict"]) == ["as good", "worse", "undecided"]
-    assert list(table["runs"]) == ["6", "6", "0"]
-    assert list(table["collapsed"]) == ["0 (≤ 39 %)", "0 (≤ 39 %)", "–"]
+    assert list(table["verdict"]) == ["as good", "worse", "as good"]
+    assert list(table["runs"]) == ["6", "6", "6"]
+    assert list(table["collapsed"]) == ["0 (≤ 39 %)", "0 (≤ 39 %)", "0 (≤ 39 %)"]
     assert table["speed"][0] == "2.00\u00a0[2.00,\u00a02.00]"
     chart = forest("precisions", FOUND)
     assert chart.y_ticks == ["bf16-true", "fp16", "bf16"], "the first is drawn on top"
-    (text,) = (series for series in chart.series if series.draw == "text")
-    assert text.name == "not asked: fp16 comes first, and is not as good"
+    assert set(table["baseline"]) == {"0"}
     (margin,) = (series for series in chart.series if series.name == "margin")
     assert [*margin.x] == [-0.5, -0.5]
 
@@ -68,13 +67,13 @@ def test_page_and_dashboard_begin_with_the_verdict() -> None:
     first = [
         sentence,
         '<div id="verdicts"',
-        "It holds if no more than 39 %",
+        "This holds only if fewer than",
         "<h2>Best",
     ]
     places = [page.index(text) for text in first]
     assert places == sorted(places), "the page opens with the verdict and its charts"
     for told_here in (page, note):
-        assert "A collapse in up to 39 % of the runs would not have been seen" in told_here
+        assert "these 6 runs do not exclude 39 %" in told_here
     assert note.index("Use bf16: as good as fp32") < note.index("## Best")
     going = dataclasses.replace(TABLES.record, comparisons={"precisions": {**FOUND, "has_ended": False}})
     assert sentences(StudyTables(going)) == [f"{sentence} (the comparison goes on)"]
@@ -83,7 +82,7 @@ def test_page_and_dashboard_begin_with_the_verdict() -> None:
 def test_the_test_split_that_was_chosen_on_is_named() -> None:
     (text,) = chosen_on_test(TABLES.record)
     assert text.startswith(
-        "The test split has been used to choose between fp32 and bf16, fp16 (`hpo compare`)"
+        "The test split has been used to choose between fp32 and bf16, fp16, bf16-true (`hpo compare`)"
     )
     assert text in {notice.text for notice in caveats(TABLES)}
     assert chosen_on_test(fake_record()) == []

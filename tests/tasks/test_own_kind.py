@@ -20,7 +20,7 @@ import hpo
 from hpo.data.examples import Example
 from hpo.data.tasks import Task, parse_tasks
 from hpo.errors import DataError, StudyFileError
-from hpo.evaluation.contributions import scored
+from hpo.evaluation.contributions import scored, unit_of
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.inference.rows import predicted_row
 from hpo.report.data_check import check_data
@@ -30,7 +30,6 @@ from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
-from hpo.trial.objectives import unit_of
 
 
 class Count(Regression):

@@ -1,0 +1,112 @@
+"""`hpo.compare_predictions`: forms of input, what is refused, and sentences. Rates: tests/benchmarks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpo
+from hpo.errors import InputError
+
+CLASSES = ["a", "b", "c"]
+TASK = {"kind": "single_label", "classes": CLASSES, "primary_metric": "accuracy"}
+
+
+def classes(num: int, errors: float, seed: int) -> tuple[list[str], list[str]]:
+    rng = np.random.default_rng(seed)
+    truth = rng.choice(CLASSES, num)
+    wrong = rng.random(num) < errors
+    return truth.tolist(), np.where(wrong, rng.choice(CLASSES, num), truth).tolist()
+
+
+def test_equal_predictions_of_enough_rows_are_as_good() -> None:
+    truths, predicted = classes(1000, 0.1, 0)
+    found = hpo.compare_predictions(TASK, truths, [predicted], [predicted], margin=0.5)
+    assert (found.verdict, found.labelled_rows, found.row_bound) == ("as_good", 1000, 100.0)
+    assert found.interval == (pytest.approx(-0.368, abs=0.002), pytest.approx(0.368, abs=0.002))
+    assert found.sentence.startswith(
+        "The other model is as good as the reference: accuracy +0.00 [-0.37, +0.37]"
+    )
+
+
+def test_rows_without_a_label_do_not_count() -> None:
+    truths, predicted = classes(1000, 0.1, 0)
+    half = [truth if row < 50 else None for row, truth in enumerate(truths)]
+    found = hpo.compare_predictions(TASK, half, [predicted], [predicted], margin=0.5)
+    assert (found.verdict, found.labelled_rows) == ("not_shown", 50)
+    assert found.reason == (
+        "With 50 labelled rows, losses under 7.12 points cannot be excluded. A margin of 0.5 takes 736 such rows"
+    )
+
+
+def test_a_large_loss_is_worse_with_few_rows() -> None:
+    truths, predicted = classes(200, 0.0, 0)
+    wrong = [CLASSES[(CLASSES.index(one) + 1) % 3] if row < 120 else one for row, one in enumerate(predicted)]
+    found = hpo.compare_predictions(TASK, truths, [predicted], [wrong], margin=0.5)
+    assert (found.verdict, found.difference) == ("worse", pytest.approx(-60))
+
+
+def test_rare_classes_are_named() -> None:
+    truths = ["a"] * 600 + ["b"] * 395 + ["c"] * 5
+    task = {"kind": "single_label", "primary_metric": "f1_macro"}
+    found = hpo.compare_predictions(task, truths, [truths], [truths], margin=0.5)
+    assert found.verdict == "not_shown"
+    assert "These classes have too few rows, so their loss is unknown: `c` (5)." in found.sentence
+
+
+FORMS: list[tuple[dict[str, Any], Any, Any]] = [
+    ({"kind": "multi_label", "classes": ["x", "y"], "primary_metric": "f1_micro"}, [["x"], ["x", "y"], ["y"]], ["x"]),
+    ({"kind": "regression", "primary_metric": "mae"}, [0.0, 1.0, 2], 0.5),
+    ({"kind": "token_classification", "span_names": ["p"]}, [{"p": [[0, 2]]}, {"p": [[3, 5]]}], {}),
+    ({"kind": "span_per_label", "span_names": ["p"], "evidence_for": "labels"}, [{"p": [[0, 2]]}], {"p": [[0, 1]]}),
+    ({"kind": "span_extraction", "span_names": ["answer"]}, [{"answer": [[0, 2]]}, {"answer": [[1, 2]]}], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "some", "worse"), FORMS, ids=[str(form[0]["kind"]) for form in FORMS])
+def test_every_kind_of_task(task: dict[str, Any], some: list[Any], worse: Any) -> None:
+    truths = some * 3000
+    lost = [worse if row % 4 == 0 else truth for row, truth in enumerate(truths)]
+    equal = hpo.compare_predictions(task, truths, [truths] * 6, [truths] * 6, margin=1.5)
+    assert equal.verdict == "as_good", equal.sentence
+    margin = 0.01 if task["kind"] == "regression" else 1.5
+    assert hpo.compare_predictions(task, truths, [truths] * 6, [lost] * 6, margin=margin).verdict == "worse"
+
+
+@pytest.mark.parametrize("value", [None, [math.nan] * 1000], ids=["None", "NaN"])
+def test_a_run_without_a_score_counts_as_the_baseline(value: Any) -> None:
+    truths = np.random.default_rng(0).normal(0, 1, 1000).tolist()
+    task = {"kind": "regression", "primary_metric": "mae"}
+    runs: list[Any] = [truths, value, truths, truths]
+    both = hpo.compare_predictions(task, truths, runs, runs, margin=0.1)
+    assert both.difference == 0
+    lost = hpo.compare_predictions(task, truths, [truths] * 4, runs, margin=0.1)
+    assert lost.difference == pytest.approx(both.baseline / 4)
+    assert (lost.collapses.num_collapsed, lost.verdict) == (1, "not_shown")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"task": {"kind": "singel_label"}}, "kind"),
+    ({"task": {**TASK, "primary_metric": "r2"}}, "primary_metric"),
+    ({"task": {"kind": "token_classification", "span_names": ["p"], "primary_metric": "span_overlap_f1"}}, "must be one of span_f1, f1_macro"),
+    ({"truths": ["a", "z"]}, r"truths\[1\]: unknown class `z`"),
+    ({"truths": [None, None]}, "at least one row must be labelled, but got none"),
+    ({"truths": ["a", 1]}, r"truths\[1\] must be one class as a string, but got 1"),
+    ({"other": [["a"]]}, r"other\[0\]: must have 2 predictions, one per row, but got 1"),
+    ({"other": [["a", "z"]]}, r"other\[0\]\[1\]: unknown class `z`"),
+    ({"other": []}, "the same number of runs, at least one, but got 1 and 0"),
+    ({"margin": 0}, "margin: must be a positive number, but got `0`"),
+    ({"margin": math.nan}, "margin: must be a positive number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "task": TASK, "truths": ["a", "b"], "reference": [["a", "b"]], "other": [["a", "b"]], "margin": 0.5, **changes
+    }  # fmt: skip
+    with pytest.raises(InputError, match=message):
+        hpo.compare_predictions(**given)
