@@ -53,13 +53,14 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
 
 def document(tasks: Mapping[str, Any], split: str = "test", **parts: Any) -> dict[str, Any]:
     return {
-        "version": 1,
+        "version": 2,
         "split": split,
         "num_examples": 500,
         "decided_on": "validation",
         "num_resamples": 1000,
         "level": 0.95,
         "score": interval(0.712),
+        "baseline": {"score": 0.25, "tags/f1_macro": 0.31, "topic/f1_macro": 0.125, "stars/r2": 0.0},
         "tasks": dict(tasks),
         **parts,
     }

@@ -173,13 +173,15 @@ def best(
 
 
 def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, Any]) -> None:
-    """The best trials, the evaluation of `evaluated` or the first one, and where files are."""
-    from hpo.cli.display import print_best, print_detailed, print_warning
+    """The best trials, the metrics of the first on validation and on `evaluated`, and where files are."""
+    from hpo.cli.display import print_best, print_detailed, print_metrics, print_warning
     from hpo.report.detailed_tables import evaluations_of
     from hpo.study.reading.study_record import best_trials
 
     print_best(record)
     trials = best_trials(record)
+    if trials and "validation" not in trials[0].detailed:
+        print_metrics(trials[0])
     if trials and (evaluations := evaluations_of(trials[0])):
         print_detailed(next((one for one in evaluations if one.split == evaluated), evaluations[0]))
     for text in _warnings(record):
@@ -190,10 +192,15 @@ def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, A
 
 def _warnings(record: StudyRecord) -> list[str]:
     """What to know of the models of a study."""
+    from hpo.report.limits import no_better_than_constant
     from hpo.report.verdicts import chosen_on_test
     from hpo.study.reading.study_record import lost_weights
 
-    return [*chosen_on_test(record), *map(" ".join, lost_weights(record))]
+    return [
+        *no_better_than_constant(record),
+        *chosen_on_test(record),
+        *map(" ".join, lost_weights(record)),
+    ]
 
 
 def _described(record: StudyRecord) -> dict[str, Any]:
@@ -209,6 +216,7 @@ def _described(record: StudyRecord) -> dict[str, Any]:
                 "params": trial.params,
                 "precision": trial.telemetry.get("precision"),
                 "metrics": trial.telemetry.get("metrics"),
+                "baseline": trial.telemetry.get("baseline"),
                 "detailed": trial.detailed,
             }
             for trial in best_trials(record)

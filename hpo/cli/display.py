@@ -36,7 +36,7 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.tables import StudyTables, brief_summary
+from hpo.report.tables import StudyTables, brief_summary, task_metrics_text
 from hpo.report.verdicts import comparison_tables, details
 from hpo.study.reading.study_record import (
     best_trials,
@@ -48,7 +48,7 @@ from hpo.study.reading.study_record import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.trial.compat import Compatibility
     from hpo.trial.verify import PrecisionCheck
 
@@ -92,8 +92,16 @@ def print_best(record: StudyRecord) -> None:
         )
 
 
+def print_metrics(trial: TrialRecord) -> None:
+    """The metrics of a trial on validation, as the search measured them."""
+    if trial.telemetry.get("metrics"):
+        console = Console(highlight=False)
+        console.print(Text(f"Trial {trial.number} on validation, as the search measured it", style="bold"))
+        console.print(dataframe_table(task_metrics_text(trial.telemetry)))
+
+
 def print_detailed(one: Detailed) -> None:
-    """A detailed evaluation: metrics with intervals and warnings; what else it tells is on the page."""
+    """The metrics of a detailed evaluation with intervals and warnings; the page has the rest."""
     console = Console(highlight=False)
     said = f"Trial {one.trial_number} on {one.split}: {num_rows(one)}"
     print_indented(console, Text("; ".join(filter(None, (said, decided_text(one)))), style="bold"), 0)
@@ -123,13 +131,8 @@ def one_line(text: str) -> str:
 def print_trial(record: Mapping[str, Any]) -> None:
     """What `hpo train` shows of the record of one trial."""
     console = Console(highlight=False)
-    if metrics := record["telemetry"].get("metrics"):
-        rows = [
-            {"task": task, "metric": metric, "value": format_metric(metric, value)}
-            for task, values in metrics.items()
-            for metric, value in values.items()
-        ]
-        console.print(dataframe_table(pd.DataFrame(rows), "Best evaluation"))
+    if record["telemetry"].get("metrics"):
+        console.print(dataframe_table(task_metrics_text(record["telemetry"]), "Best evaluation"))
     reason = f": {record['outcome_reason']}" if record["outcome_reason"] else ""
     outcome = (record["outcome"], OUTCOME_STYLES.get(record["outcome"], ""))
     console.print(Text.assemble(outcome, reason))

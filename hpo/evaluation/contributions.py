@@ -21,7 +21,7 @@ from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.decision import Array, excludable_loss
 from hpo.tasks.registry import is_error, kind_of
-from hpo.training.metrics import RowStatistics, row_statistics
+from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
 
 Statistics = Mapping[str, RowStatistics]
 """One run on one split, by task."""
@@ -120,6 +120,23 @@ def constant_predictions(statistics: Statistics, metric: str) -> Statistics | No
             return None
         constant[task] = replace(of, counts_NC=rows[0], values_N=rows[1], rows=((), ()))
     return constant
+
+
+def baselines(statistics: Statistics) -> dict[str, float]:
+    """The value of each metric for its best constant prediction, by `<task>/<metric>`, and of `score`.
+
+    Left out are metrics without a constant prediction, and `score` if the primary metric of a task has none.
+    """
+    by_task: dict[str, dict[str, float]] = {name: {} for name, of in statistics.items() if of.num_rows}
+    for name, values in by_task.items():
+        for metric in statistics[name].task.metrics:
+            constant = constant_predictions(statistics, f"{name}/{metric}")
+            known = constant[name].scores() if constant else {}
+            values |= {metric: known[metric]} if metric in known else {}
+    found = {f"{name}/{metric}": value for name, of in by_task.items() for metric, value in of.items()}
+    tasks = [statistics[name].task for name in by_task]
+    is_whole = tasks and all(task.primary_metric in by_task[task.name] for task in tasks)
+    return found | ({"score": float(primary_mean(tasks, by_task))} if is_whole else {})
 
 
 def shuffled_value(statistics: Statistics, metric: str) -> float:

@@ -15,6 +15,7 @@ from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures, confusion
+from hpo.evaluation.contributions import baselines
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
@@ -69,6 +70,7 @@ def evaluate_predictions(
     """All that the record holds, with intervals of `num_resamples` resamples of the examples."""
     statistics = predicted.statistics
     intervals = metric_intervals(statistics, num_resamples=num_resamples)
+    baseline = baselines(statistics)
     return DetailedEvaluation(
         VERSION,
         split_name,
@@ -77,15 +79,21 @@ def evaluate_predictions(
         num_resamples,
         LEVEL,
         intervals.score,
+        baseline,
         {
-            task.name: _task_evaluation(predicted, statistics[task.name], intervals.tasks[task.name])
+            task.name: _task_evaluation(
+                predicted, statistics[task.name], intervals.tasks[task.name], baseline
+            )
             for task in predicted.tasks
         },
     )
 
 
 def _task_evaluation(
-    predicted: SplitPredictions, statistics: RowStatistics, metrics: Mapping[str, Interval]
+    predicted: SplitPredictions,
+    statistics: RowStatistics,
+    metrics: Mapping[str, Interval],
+    baseline: Mapping[str, float],
 ) -> TaskEvaluation:
     task, index_N = statistics.task, statistics.index_N
     examples = [predicted.examples[e] for e in index_N]
@@ -105,5 +113,5 @@ def _task_evaluation(
         classes,
         confusion(statistics),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
-        task_warnings(statistics, classes, decisions),
+        task_warnings(statistics, classes, decisions, baseline),
     )

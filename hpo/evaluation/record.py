@@ -16,7 +16,7 @@ from hpo.evaluation.mistakes import Mistake
 from hpo.json_safe import json_safe
 from hpo.tasks.kind import DecodingThresholds
 
-VERSION = 1
+VERSION = 2
 """Of the form of the record."""
 DECIDED_ON = "validation"
 """The split on which a trial chooses its thresholds."""
@@ -54,6 +54,8 @@ class DetailedEvaluation:
     """Of the intervals; see `hpo.evaluation.intervals`."""
     score: Interval | None
     """The mean of the tasks' primary metrics."""
+    baseline: Mapping[str, float]
+    """`hpo.evaluation.contributions.baselines`: the best constant predictions on this split."""
     tasks: Mapping[str, TaskEvaluation]
 
     def as_json(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.outcome import Outcome
+from hpo.report.limits import no_better_than_constant
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
 from hpo.study.reading.study_record import (
@@ -38,6 +39,10 @@ def caveats(tables: StudyTables) -> list[Notice]:
         *(
             Notice(text, "Texts that nothing was chosen on would tell.")
             for text in chosen_on_test(tables.record)
+        ),
+        *(
+            Notice(text, "Nothing shows that the model learned from the texts.")
+            for text in no_better_than_constant(tables.record)
         ),
         *_not_run(tables.undrawn),
         *_speed_caveats(tables),

@@ -48,9 +48,10 @@ def _about(one: Detailed) -> str:
     lines = []
     if is_number(document["num_resamples"]) and is_number(document["level"]):
         lines.append(
-            f"Intervals of {document['level']:.0%}: percentile bootstrap over the rows, "
-            f"{format_number(document['num_resamples'])} resamples. They say how far chance in the choice of "
-            "rows goes, and nothing of other seeds."
+            f"Intervals of {document['level']:.0%}: Wilson's for shares of right rows, else a percentile "
+            f"bootstrap over the rows with {format_number(document['num_resamples'])} resamples, extended to "
+            "what so many rows cannot exclude. They show the chance in the choice of rows. They say nothing "
+            "about other seeds. `best constant`: the value for the best constant prediction."
         )
     if decided := decided_text(one):
         lines.append(f"{decided[0].upper()}{decided[1:]}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.report.formats import format_metric_interval, format_number
+from hpo.report.formats import BASELINE, format_metric_interval, format_number, with_baseline
 from hpo.report.tables import task_metrics_table
 from hpo.study.reading.study_record import is_number
 
@@ -62,12 +62,14 @@ def evaluations_of(trial: TrialRecord) -> list[Detailed]:
 
 
 def intervals(one: Detailed) -> list[dict[str, Any]]:
-    """The score and every metric of every task: `task`, `metric`, `value`, `low`, `high`; the score's task is
-    empty."""
-    score = one.document["score"]
-    rows = [{"task": "", "metric": "score", **score}] if score else []
+    """The score and every metric of every task: `task`, `metric`, `value`, `low`, `high`, `baseline`.
+
+    The task of the score is empty.
+    """
+    score, baseline = one.document["score"], one.document["baseline"]
+    rows = [{"task": "", "metric": "score", **score, "baseline": baseline.get("score")}] if score else []
     return rows + [
-        {"task": task, "metric": metric, **interval}
+        {"task": task, "metric": metric, **interval, "baseline": baseline.get(f"{task}/{metric}")}
         for task, of_task in one.tasks.items()
         for metric, interval in of_task["metrics"].items()
     ]
@@ -82,7 +84,10 @@ def headline(one: Detailed) -> str:
     rows = intervals(one)
     shown = [row for row in rows if not row["task"]]
     shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
-    values = ", ".join(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip() for row in shown)
+    values = ", ".join(
+        with_baseline(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip(), row["baseline"])
+        for row in shown
+    )
     return f"{one.split}, {num_rows(one)}: {values}"
 
 
@@ -101,11 +106,14 @@ def num_rows(one: Detailed) -> str:
 
 
 def metrics_text(one: Detailed) -> pd.DataFrame:
-    """`intervals` for people: task, metric, value with its interval."""
+    """`intervals` for people: task, metric, value with its interval, best constant prediction."""
     level = one.document["level"]
     interval = f"value [{level:.0%}]" if is_number(level) else "value [interval]"
-    rows = [(row["task"] or "all tasks", row["metric"], interval_text(row)) for row in intervals(one)]
-    return pd.DataFrame(rows, columns=["task", "metric", interval])
+    rows = [
+        (row["task"] or "all tasks", row["metric"], interval_text(row), format_number(row["baseline"]))
+        for row in intervals(one)
+    ]
+    return pd.DataFrame(rows, columns=["task", "metric", interval, BASELINE])
 
 
 def sorted_classes(of_task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -197,12 +205,12 @@ def _metrics(tables: StudyTables, every: Sequence[Detailed]) -> pd.DataFrame:
     """Every metric of the best trials on each split that they were evaluated on; the search's own have no
     intervals.
     """
-    columns = ["task", "metric", "value", "low", "high", "split", "number"]
+    columns = ["task", "metric", "value", "low", "high", "baseline", "split", "number"]
     rows = [row | {"split": one.split, "number": one.trial_number} for one in every for row in intervals(one)]
     searched = [
         row | {"split": "validation", "number": trial.number}
         for trial in tables.best
         if "validation" not in trial.detailed
-        for row in task_metrics_table(trial).to_dict("records")
+        for row in task_metrics_table(trial.telemetry).to_dict("records")
     ]
     return pd.DataFrame([*searched, *rows], columns=columns)

@@ -13,14 +13,26 @@ if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 
+BASELINE = "best constant"
+"""The column of the best constant predictions."""
+
+
 def format_metric(metric: str, value: Any) -> str:
     """An objective's value: bytes with their unit, everything else as a number."""
     return format_bytes(value) if metric.endswith("_bytes") else format_number(value)
 
 
 def objective_values(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
+    """The values of the objectives, each with its best constant prediction if it is known."""
+    baseline = trial.telemetry.get("baseline") or {}
     pairs = zip(record.metric_names, trial.values or (), strict=True)
-    return {metric: format_metric(metric, value) for metric, value in pairs}
+    return {
+        metric: with_baseline(format_metric(metric, value), baseline.get(metric)) for metric, value in pairs
+    }
+
+
+def with_baseline(value: str, baseline: Any) -> str:
+    return f"{value} (best constant prediction {format_number(baseline)})" if is_number(baseline) else value
 
 
 def format_number(value: Any) -> str:

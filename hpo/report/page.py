@@ -29,6 +29,7 @@ from hpo.report.formats import (
     format_value,
     objective_values,
     precision_facts,
+    with_baseline,
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
@@ -38,7 +39,7 @@ from hpo.report.tables import (
     brief_summary,
     objective_column,
     searched_parameters,
-    task_metrics_table,
+    task_metrics_text,
 )
 from hpo.report.templates import fill
 from hpo.report.verdicts import comparison_tables, details, sentences
@@ -145,9 +146,10 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     precision = trial.telemetry.get("precision") or {}
     cards = objective_values(record, trial)
     for one in evaluations_of(trial)[:1]:  # the split that says most
-        scores = [interval_text(row) for row in intervals(one) if not row["task"]]
-        # The interval may stand in a line of its own.
-        cards |= {f"score on {one.split}": score.replace("\u00a0", " ", 1) for score in scores}
+        scores = [row for row in intervals(one) if not row["task"]]
+        # The interval may be on its own line.
+        texts = [with_baseline(interval_text(row), row["baseline"]) for row in scores]
+        cards |= {f"score on {one.split}": text.replace("\u00a0", " ", 1) for text in texts}
     cards["trial"] = str(trial.number)
     if best_or_nearest(trial) == "nearest":
         cards["limits"] = "not met: it is the nearest"
@@ -173,14 +175,13 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
         if value is not None and name not in trial.params
     }
     arguments = [f"--param {shlex.quote(f'{name}={value}')}" for name, value in searched.items()]
-    metrics = task_metrics_table(trial)
     return {
         "number": trial.number,
         "precision": precision_facts(trial),
         "searched": pd.DataFrame(searched.items(), columns=["searched", "value"]),
         "fixed": pd.DataFrame(fixed.items(), columns=["fixed", "value"]),
         "command": [f"hpo train {shlex.quote(study_file or 'STUDY.yaml')}", *arguments],
-        "metrics": metrics.assign(value=metrics["value"].map(format_number)),
+        "metrics": task_metrics_text(trial.telemetry),
     }
 
 

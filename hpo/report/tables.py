@@ -20,7 +20,7 @@ from hpo.config.limits import violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
-from hpo.report.formats import format_bytes, format_metric, format_number
+from hpo.report.formats import BASELINE, format_bytes, format_metric, format_number
 from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
 from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
@@ -289,10 +289,22 @@ def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     return "" if runs else supported.reason
 
 
-def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
-    metrics = trial.telemetry.get("metrics") or {}
-    rows = [(task, metric, value) for task, values in metrics.items() for metric, value in values.items()]
-    return pd.DataFrame(rows, columns=["task", "metric", "value"])
+def task_metrics_table(telemetry: Mapping[str, Any]) -> pd.DataFrame:
+    """The metrics of a trial on validation, and the best constant predictions."""
+    metrics, baseline = telemetry.get("metrics") or {}, telemetry.get("baseline") or {}
+    rows = [
+        (task, metric, value, baseline.get(f"{task}/{metric}"))
+        for task, values in metrics.items()
+        for metric, value in values.items()
+    ]
+    return pd.DataFrame(rows, columns=["task", "metric", "value", "baseline"])
+
+
+def task_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
+    """`task_metrics_table` for people."""
+    table = task_metrics_table(telemetry)
+    numbers = {name: table[name].map(format_number) for name in ("value", "baseline")}
+    return table.assign(**numbers).rename(columns={"baseline": BASELINE})
 
 
 def group_order(label: str) -> tuple[tuple[int, str], str]:

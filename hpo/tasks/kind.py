@@ -95,6 +95,8 @@ class Kind(ABC):
     """What it marks at the first token of a window, which must be a special one."""
     target_type: ClassVar[str] = "int64"
     """NumPy's name of the type of a batch's targets."""
+    proportions: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are the share of rows that are right."""
     errors: ClassVar[tuple[str, ...]] = ()
     """Metrics of which less is better, in the units of the labels."""
     options: ClassVar[type[Section]] = Section
@@ -102,6 +104,14 @@ class Kind(ABC):
 
     def __init__(self, task: Task) -> None:
         self.task = task
+
+    def __init_subclass__(cls) -> None:
+        """A kind with scores of its own does not inherit the bounds and constants of its parent."""
+        super().__init_subclass__()
+        if "scores" in vars(cls):
+            for name in ("proportions", "bounded", "row_bound", "constant_rows"):
+                if name not in vars(cls):
+                    setattr(cls, name, vars(Kind)[name])
 
     @classmethod
     def problems(cls, config: TaskConfig) -> Iterator[tuple[str, str]]:
@@ -231,7 +241,7 @@ class Kind(ABC):
     def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
         """The largest change of a metric that one row can cause, times the number of rows; infinite where it
         is unknown. The values are those of `bounded`."""
-        return math.inf
+        return 1.0 if metric in self.proportions else math.inf
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
         """The row values of the constant prediction with the best value of a metric, given the row values of

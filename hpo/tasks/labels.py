@@ -96,11 +96,11 @@ class _Labels(Kind):
         return dict(zip(self.metrics, values, strict=True))
 
     def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
-        if metric in ("accuracy", "exact_match") or (metric == "f1_micro" and not self.is_list):
-            return 1.0
-        if metric == "f1_micro":
+        if metric == "f1_macro":
+            return macro_f1_bound(*counts_NC.values())
+        if metric == "f1_micro" and self.is_list:
             return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in counts_NC.values()))
-        return macro_f1_bound(*counts_NC.values()) if metric == "f1_macro" else math.inf
+        return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
         """The most frequent class in every row. Lists have the classes that fit the metric best: every class
@@ -122,7 +122,7 @@ class _Labels(Kind):
         order = np.argsort(-true_C, kind="stable")
         if not self.is_list:
             return [int(order[0])]
-        if metric == "f1_macro":
+        if metric == "f1_macro" or not true_C.any():
             return [int(column) for column in np.flatnonzero(true_C)]
         if metric == "f1_micro":
             num_K = np.arange(1, len(order) + 1)
@@ -151,6 +151,7 @@ class SingleLabel(_Labels, Multiclass):
 
     name = "single_label"
     metrics = ("f1_macro", "f1_micro", "accuracy")
+    proportions = ("f1_micro", "accuracy")
     min_labels = 2
 
     @classmethod
@@ -202,6 +203,7 @@ class MultiLabel(_Labels, Binary):
 
     name = "multi_label"
     metrics = ("f1_macro", "f1_micro", "exact_match")
+    proportions = ("exact_match",)
     is_list = True
     min_labels = 1
 

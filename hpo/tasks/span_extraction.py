@@ -34,6 +34,7 @@ class SpanExtraction(SpanKind):
 
     name = "span_extraction"
     metrics = ("span_f1", "span_overlap_f1", "exact_match")
+    proportions = ("exact_match",)
     # Not focal: its classes are positions, and the imbalance that focal is for does not exist between them.
     losses = ("cross_entropy",)
     is_by_row = True
@@ -201,8 +202,8 @@ class SpanExtraction(SpanKind):
         return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "exact_match": exact_B}
 
     def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
-        is_mean = metric in ("exact_match", "span_overlap_f1")
-        return 1.0 if is_mean else super().row_bound(metric, counts_NC, values_N)
+        # It is a mean over rows here.
+        return 1.0 if metric == "span_overlap_f1" else super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
         """No answer in any row."""

@@ -5,7 +5,6 @@ Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,10 +68,10 @@ class SpanKind(Kind):
             return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in counts_NC.values()))
         if metric == "f1_macro":
             return macro_f1_bound(*counts_NC.values())
-        # `words` has the words of both sides of a row, of which all may be true.
-        words_N = values_N.get("words", np.zeros(0))
-        is_overlap = metric == "span_overlap_f1"
-        return micro_f1_bound(values_N["shared_words"], words_N, 0 * words_N) if is_overlap else math.inf
+        if metric == "span_overlap_f1":
+            # `words` has the words of both sides of a row, of which all may be true.
+            return micro_f1_bound(values_N["shared_words"], values_N["words"], 0 * values_N["words"])
+        return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
         """No span in any row. `words` has a word for each true span."""

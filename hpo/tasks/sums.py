@@ -98,6 +98,27 @@ def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
     return float(true_NC.shape[0] * change / (true_C > 0).sum())
 
 
+def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
+    """A bound of the change of `f1_macro` if the predictions of so many rows change.
+
+    With f = 2H / (T + P), x items of one class change its F1 by at most x (2 - f) / (T + P - x), and by at
+    most 1. The bound takes the items of the classes with the largest rates.
+    """
+    hits_C, true_C, predicted_C = (np.asarray(one.sum(axis=0)) for one in (hits_NC, true_NC, predicted_NC))
+    is_true_C = true_C > 0
+    if not is_true_C.any():
+        return math.inf
+    num_items = num_rows * sum(float(one.sum(axis=1).max()) for one in (true_NC, predicted_NC))
+    total_C = true_C + predicted_C
+    rate_C = (2 - 2 * hits_C / np.maximum(total_C, 1)) / np.maximum(
+        np.maximum(total_C - num_items, true_C), 1
+    )
+    rate_C = np.sort(rate_C[is_true_C])[::-1]
+    items_C = 1 / np.maximum(rate_C, 1e-12)  # they change the F1 of the class by 1
+    left_C = num_items - (items_C.cumsum() - items_C)
+    return float((rate_C * np.clip(left_C, 0, items_C)).mean())
+
+
 def counted(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
     """How often each row names each column, sparse: [N, C]."""
     from scipy.sparse import csr_array

@@ -87,9 +87,9 @@ class RowStatistics:
         return values | {name: float(value_B[0]) for name, value_B in own.items() if np.isfinite(value_B[0])}
 
     def _own_scores(self, samples: Iterable[Sequence[int]]) -> dict[str, FloatArray]:
-        """Each metric of the study's own code [B] of samples of the rows."""
+        """Each metric of the study's own code for samples of the rows, [B]; none if the rows are not kept."""
         metrics = metrics_of(self.task.kind)
-        if not metrics:
+        if not metrics or not self.rows[0]:
             return {}
         values: dict[str, list[float]] = {name: [] for name in metrics}
         for sample in samples:

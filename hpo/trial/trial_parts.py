@@ -28,6 +28,7 @@ from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
+from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
@@ -39,6 +40,7 @@ from hpo.precision.environment import environment_overrides
 from hpo.precision.frozen import store_frozen
 from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
+from hpo.tasks.kind import Kind
 from hpo.tasks.registry import kind_of
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
@@ -77,6 +79,15 @@ class TrialLoader:
             with errors_of_code():
                 metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
         return metrics
+
+    @cached_property
+    def baseline(self) -> dict[str, float]:
+        """The best constant predictions on validation, see `hpo.evaluation.contributions.baselines`."""
+        known = [task for task in self.tasks if type(kind_of(task)).constant_rows is not Kind.constant_rows]
+        found = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
+        if len(known) < len(self.tasks):
+            found.pop("score", None)
+        return found
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of the trial's encoder."""
@@ -246,7 +257,8 @@ def build_trial(
             "splits": {name: len(rows) for name, rows in loader.dataset.splits.items()},
             "num_cut_examples": split.num_cut_examples,
             "num_lost_spans": dict(split.num_lost_spans),
-        }
+        },
+        baseline=loader.baseline,
     )
     return parts
 

@@ -32,7 +32,10 @@ def test_the_run_has_evaluated_the_best_trial_in_detail(ran: Path) -> None:
     assert document["decided_on"] == "validation"
     text = ok(hpo_command(ran, "best", "tiny.yaml")).out
     for part in (
-        r"^ +test, 24 rows: score -?\d\.\d",
+        r"^ +test, 24 rows: score -?\d\.\d.* \(best constant prediction 0\.\d",
+        r"^best trial \d: score \S+ \(best constant prediction 0\.\d",
+        r"^Trial \d on validation, as the search measured it",
+        r"^ +task +metric +value +best constant",
         r"^Trial \d on test: 24 rows",
         r"^ +criteria +f1_macro +0\.\d+",
     ):
@@ -50,9 +53,13 @@ def test_best_stores_what_it_evaluates(folder: Path) -> None:
     assert evaluation["split"] == "validation"
     assert metrics_of(evaluation["detailed"]) == evaluation["metrics"] == best["metrics"]
     assert best["detailed"] == before | {"validation": evaluation["detailed"]}
+    assert best["baseline"] == evaluation["detailed"]["baseline"]
+    assert {"score", "criteria/f1_macro", "severity/accuracy", "burden/r2"} <= best["baseline"].keys()
+    assert before["test"]["baseline"].keys() == best["baseline"].keys()
     again = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "test")).json
     assert again["evaluation"]["detailed"] == before["test"], "as the run has evaluated it"
     text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "validation")).out
+    assert "as the search measured it" not in text
     assert "on validation: 24 rows; thresholds were chosen on validation, so the scores here are" in text
 
 

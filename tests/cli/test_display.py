@@ -187,7 +187,8 @@ def test_a_detailed_evaluation_fits_the_terminal(width: int, monkeypatch: pytest
     flat = " ".join(screen.text.split())
     assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
     assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
-    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,\s0\.742\]", flat)
+    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,", flat)
+    assert {"constant", "0.742]", "0.25", "0.125"} <= {*flat.split()}
 
 
 def test_what_others_wrote_is_neither_markup_nor_an_order_to_the_terminal(screen: Screen) -> None:

@@ -1,27 +1,38 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures
+from hpo.evaluation.contributions import baselines
 from hpo.tasks.kind import DecodingThresholds
-from hpo.training.metrics import row_statistics
+from hpo.training.metrics import RowStatistics, row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))
 MULTI = Task("t", "multi_label", ("a", "b", "c"))
+NUMBER = Task("t", "regression")
+SPANS = Task("t", "token_classification", ("a",))
 
 
 def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float | None = None) -> list[str]:
-    """Spans are given as one span a row, or none."""
+    """The warnings without that about the baseline. Spans are given as one span a row, or none."""
+    statistics = statistics_of(task, truth, predicted)
+    decisions = DecodingThresholds(threshold or 0.5)
+    return list(task_warnings(statistics, class_figures(statistics), decisions, {}))
+
+
+def statistics_of(task: Task, truth: list[Any], predicted: list[Any]) -> RowStatistics:
     rows = []
     for label in truth:
         is_label = task.kind in ("single_label", "multi_label", "regression")
         spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
         rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
-    statistics = row_statistics(task, predicted, rows)
-    return list(task_warnings(statistics, class_figures(statistics), DecodingThresholds(threshold or 0.5)))
+    return row_statistics(task, predicted, rows)
 
 
 def test_an_ordinary_evaluation_has_none() -> None:
@@ -64,9 +75,9 @@ def test_classes_that_are_never_predicted_or_always() -> None:
 
 
 def test_few_rows_and_classes_that_are_missing() -> None:
-    few = "figures of so few are mostly chance, and the interval of f1_macro is too narrow"
+    few = "figures of so few are mostly chance"
     assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
-        "Only 10 rows are annotated: the intervals are too narrow, and the figures say little.",
+        "Only 10 rows are annotated: the figures say little.",
         f"`a`, `b` have fewer than 10 rows: {few}.",
         "`c` does not occur in this split; f1_macro is of the others.",
     ]
@@ -78,6 +89,27 @@ def test_few_rows_and_classes_that_are_missing() -> None:
     assert warned(many, ["a"] * 30, ["a"] * 30) == [
         "`b`, `c`, `d`, `e`, `f` and 2 more do not occur in this split; f1_macro is of the others."
     ]
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "predicted", "comparison"),
+    [
+        (SINGLE, ["a", "b", "c"] * 10, ["a"] * 30, "f1_macro is not above {} (0.1667)"),
+        (SINGLE, ["a", "b", "c"] * 10, ["b", "c", "a"] * 10, "f1_macro is not above {} (0.1667)"),
+        (MULTI, [["a"], []] * 20, [["b", "c"]] * 40, "f1_macro is not above {} (0.6667)"),
+        (NUMBER, [1.0, 5.0] * 20, [5.0, 1.0] * 20, "r2 is not above {} (0)"),
+        (replace(NUMBER, primary="mae"), [1.0, 5.0] * 20, [5.0, 1.0] * 20, "mae is not below {} (2)"),
+        (SPANS, [[("a", 0, 1)]] * 40, [[("a", 2, 3)]] * 40, "span_f1 is not above {} (0)"),
+    ],
+)
+def test_a_score_is_not_better_than_a_constant(
+    task: Task, truth: list[Any], predicted: list[Any], comparison: str
+) -> None:
+    warning = f"{comparison.format('that of the best constant prediction')}."
+    for given, expected in ((predicted, [warning]), (truth, [])):
+        statistics = statistics_of(task, truth, given)
+        told = task_warnings(statistics, (), DecodingThresholds(), baselines({"t": statistics}))
+        assert list(told) == expected
 
 
 def test_a_prediction_that_is_not_finite() -> None:

@@ -14,6 +14,7 @@ from tiny_tokenizers import tiny_tokenizer, tokenize_split
 from hpo.data.examples import Example, RowChecker
 from hpo.data.tasks import parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
+from hpo.evaluation.contributions import baselines
 from hpo.evaluation.detailed import evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
 from hpo.tasks.kind import DecodingThresholds
@@ -81,6 +82,12 @@ def test_the_metrics_are_those_of_score(split: TokenizedSplit, evaluation: Detai
     assert evaluation.score is not None
     assert evaluation.score.value == primary_mean(TASKS, expected)
     assert evaluation.score.low < evaluation.score.value < evaluation.score.high
+    predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
+    assert evaluation.baseline == baselines(predicted.statistics)
+    assert set(evaluation.baseline) == {
+        "score",
+        *(f"{name}/{metric}" for name, of in expected.items() for metric in of),
+    }
     assert (evaluation.split, evaluation.decided_on) == ("test", "validation")
     assert (evaluation.num_examples, evaluation.num_resamples, evaluation.level) == (60, 200, 0.95)
 

@@ -17,6 +17,8 @@ def without(key: str) -> dict[str, Any]:
     ("document", "message"),
     [
         (without("version"), f"must have the version {VERSION}, but this one has none."),
+        ({**every_kind(), "version": 1}, f"must have the version {VERSION}, but this one has 1."),
+        (without("baseline"), "this is no whole detailed evaluation: baseline: Field required."),
         ({**every_kind(), "version": 99}, f"must have the version {VERSION}, but this one has 99."),
         (["a list"], f"must have the version {VERSION}, but this one has none."),
         (without("tasks"), "this is no whole detailed evaluation: tasks: Field required."),

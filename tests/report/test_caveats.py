@@ -5,9 +5,10 @@ import re
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_tables, fake_trial, tables_of
+from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.report.caveats import Notice, caveats
+from hpo.report.limits import no_better_than_constant
 from hpo.study.reading.study_record import TrialRecord
 
 
@@ -118,3 +119,26 @@ def test_one_seed_is_a_caveat_until_configurations_are_compared_on_new_ones() ->
     assert "with one seed only" not in texts(trials, comparisons={"precisions": {}})
     again = dataclasses.replace(trials[0], number=2, params={**trials[0].params, "seed": 7})
     assert "one seed" not in texts([trials[0], again])
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "baseline", "told"),
+    [
+        ("score", 0.4, {"score": 0.4}, "score is not above {} (0.4)."),
+        ("score", 0.41, {"score": 0.4}, None),
+        ("stars/mae", 2.0, {"stars/mae": 1.5}, "stars/mae is not below {} (1.5)."),
+        ("stars/mae", 1.0, {"stars/mae": 1.5}, None),
+        ("train_examples_per_second", 2.0, {"score": 4.0}, None),
+        ("score", 0.4, None, None),
+    ],
+)
+def test_the_best_trial_is_no_better_than_a_constant(
+    metric: str, value: float, baseline: Any, told: str | None
+) -> None:
+    trial = with_values(3, (value,))
+    trial.telemetry["baseline"] = baseline
+    tables = tables_of([trial], metric_names=(metric,))
+    told = told and told.format("that of the best constant prediction")
+    expected = [f"Trial 3 on validation: {told}"] if told else []
+    assert no_better_than_constant(tables.record) == expected
+    assert [one.text for one in caveats(tables) if "constant" in one.text] == expected

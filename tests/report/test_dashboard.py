@@ -76,7 +76,9 @@ def test_note_names_the_best_and_what_limits_it() -> None:
 def test_note_has_the_headline_and_the_warnings_of_detailed_evaluations() -> None:
     trial = dataclasses.replace(fake_trial(6, "fp32"), detailed={"test": every_kind()})
     note = study_note(tables_of([trial])).replace("\u00a0", " ")
-    assert "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\]." in note
+    assert (
+        "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\] (best constant prediction 0.25)." in note
+    )
     assert "In full: `hpo report fake`." in note
     assert "  - tags: The class `rude` is true in 12 rows of test and never predicted." in note
     assert "What the best model" not in study_note(fake_tables())

@@ -51,7 +51,8 @@ def hostile() -> dict[str, Any]:
 
 def test_the_first_screen_has_the_score_with_its_interval(tmp_path: Path) -> None:
     text = write(tmp_path, every_kind(), document({}, "validation")).read_text()
-    card = "<dt>score on test</dt><dd>0.712 [0.682,\u00a00.742]</dd>"
+    value = "0.712 [0.682,\u00a00.742] (best constant prediction 0.25)"
+    card = f"<dt>score on test</dt><dd>{value}</dd>"
     assert card in text.partition(HEADING)[0]
     assert text.count("<dt>score on") == 1
     places = [text.index(f"<h2>{title}") for title in ("Best", HEADING, "Before you draw conclusions")]

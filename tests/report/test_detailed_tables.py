@@ -58,6 +58,9 @@ def test_csv_tables_hold_the_document() -> None:
     mae = metrics[metrics["metric"].eq("mae")].iloc[0]
     assert (mae["task"], mae["split"], mae["number"]) == ("stars", "test", 6)
     assert (mae["value"], mae["low"], mae["high"]) == pytest.approx((0.83, 0.8, 0.86))
+    assert pd.isna(mae["baseline"])
+    baseline = metrics.set_index(["task", "metric"])["baseline"]
+    assert (baseline["", "score"], baseline["topic", "f1_macro"]) == (0.25, 0.125)
     searched = metrics[metrics["split"].eq("validation")]
     assert set(searched["task"]) == {"criteria", "evidence"}
     assert searched["low"].isna().all()
@@ -89,10 +92,13 @@ def test_classes_for_people_begin_with_the_most_frequent() -> None:
 def test_the_headline_is_the_score_or_the_first_metric_of_each_task() -> None:
     tasks = every_kind()["tasks"]
     told = headline(Detailed(6, "test", document(tasks))).replace("\u00a0", " ")
-    assert told == "test, 500 rows: score 0.712 [0.682, 0.742]"
+    assert told == "test, 500 rows: score 0.712 [0.682, 0.742] (best constant prediction 0.25)"
     two = {name: tasks[name] for name in ("tags", "stars")}
     told = headline(Detailed(6, "test", document(two, score=None, num_examples=1))).replace("\u00a0", " ")
-    assert told == "test, 1 row: tags f1_macro 0.520 [0.490, 0.550], stars r2 0.410 [0.380, 0.440]"
+    assert told == (
+        "test, 1 row: tags f1_macro 0.520 [0.490, 0.550] (best constant prediction 0.31), "
+        "stars r2 0.410 [0.380, 0.440] (best constant prediction 0)"
+    )
 
 
 def test_a_value_without_known_bounds() -> None:
@@ -100,4 +106,5 @@ def test_a_value_without_known_bounds() -> None:
     one = Detailed(
         6, "test", document({"stars": task_document("regression", {}) | {"metrics": {"r2": unknown}}})
     )
-    assert metrics_text(one).to_numpy().tolist()[-1] == ["stars", "r2", "0.410\u00a0[unknown]"]
+    assert metrics_text(one).to_numpy().tolist()[-1] == ["stars", "r2", "0.410\u00a0[unknown]", "0"]
+    assert list(metrics_text(one)) == ["task", "metric", "value [95%]", "best constant"]

@@ -28,6 +28,7 @@ from hpo.report.tables import (
     StudyTables,
     brief_summary,
     task_metrics_table,
+    task_metrics_text,
 )
 from hpo.study.reading.study_record import TrialRecord, best_trials
 from hpo.study.sampling.fronts import pareto_front
@@ -189,9 +190,12 @@ def test_evaluations_and_task_metrics() -> None:
     first = record.trials[0].evaluations[0]
     assert table.loc[0, "score"] == first.metrics["score"]
     assert table.loc[0, "evidence/span_f1"] == first.metrics["evidence"]["span_f1"]
-    metrics = task_metrics_table(record.trials[0])
+    telemetry = {**record.trials[0].telemetry, "baseline": {"score": 0.5, "evidence/span_f1": 0.25}}
+    metrics = task_metrics_table(telemetry)
     assert list(metrics["task"]) == ["criteria", "criteria", "evidence", "evidence"]
     assert list(metrics["metric"]) == ["f1_macro", "f1_micro", "span_f1", "span_overlap_f1"]
+    assert metrics["baseline"].isna().tolist() == [True, True, False, True]
+    assert list(task_metrics_text(telemetry)["best constant"]) == ["–", "–", "0.25", "–"]
 
 
 @pytest.mark.parametrize(

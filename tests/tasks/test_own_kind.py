@@ -20,7 +20,7 @@ import hpo
 from hpo.data.examples import Example
 from hpo.data.tasks import Task, parse_tasks
 from hpo.errors import DataError, StudyFileError
-from hpo.evaluation.contributions import unit_of
+from hpo.evaluation.contributions import scored, unit_of
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.inference.rows import predicted_row
 from hpo.report.data_check import check_data
@@ -117,6 +117,9 @@ def test_a_study_of_an_own_kind_trains_is_evaluated_and_predicts(tmp_path: Path)
         "times"
     ]
     assert detailed["metrics"].keys() == {"d2", "deviance"}
+    # Its parent's constant prediction and bounds fit other row values.
+    assert {name.partition("/")[0] for name in result.telemetry["baseline"]} == {"tone"}
+    assert scored(predicted.statistics, "times/d2").row_bound == np.inf
     assert detailed["worst"][0]["loss"] == max(abs(a - b) for a, b in zip(truth, rates, strict=True))
 
     source = TrialSource(0, params, result.telemetry)
