@@ -332,8 +332,8 @@ def cells() -> list[Cell]:
         Cell("span F1, spans in 50 of 1,000 texts, 2 % missed", SPANS, Spans(50, 0.02), 1.9),
         Cell("span F1, spans in 100 of 1,000 texts, 2 % missed", SPANS, Spans(100, 0.02), 1.9),
         Cell("one run in twenty loses 20 points", accuracy, Accuracy(collapses=0.05), 1.0, is_exempt=True),
-        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.1), 0.0, looks=(9, 19, 50)),
-        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(nan=0.2), 0.0, looks=(9, 19, 50)),
+        Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(200, nan=0.1), 0.0, looks=(9, 19, 50)),
+        Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(200, nan=0.2), 0.0, looks=(9, 19, 50)),
         *(
             Cell(
                 f"learned nothing, {num:,} of {num_rows:,} rows labelled",
