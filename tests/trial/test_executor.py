@@ -75,7 +75,6 @@ def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
         TASKS, 1.0
     )
     assert [right[task.name].keys() - {*task.metrics} for task in executor.tasks] == [set()] * len(TASKS)
-    assert executor.loader.scored_tasks == executor.tasks
 
 
 def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:

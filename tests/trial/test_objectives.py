@@ -32,7 +32,7 @@ def test_score_is_the_mean_of_the_primary_metrics_of_all_tasks() -> None:
 
 def test_no_task_drops_out_of_the_score() -> None:
     assert primary_mean(TASKS, METRICS | {"size": {}}) is None
-    with pytest.raises(InputError, match=r"score has no value: .* too few labels for size/r2\."):
+    with pytest.raises(InputError, match=r"score has no value on the validation split"):
         objective_value("score", METRICS | {"size": {}}, TASKS, {})
 
 
