@@ -287,8 +287,6 @@ calls = []
 
 @hpo.metric("rank", ["single_label"])
 def rank(truths, predictions):
-    if predictions == truths:
-        return 1.0
     calls.append(predictions)
     return float("nan") if len(calls) in UNDEFINED_CALLS else 0.5
 """
