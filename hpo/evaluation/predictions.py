@@ -25,6 +25,7 @@ class _Spaces(str):
         return " "
 
 
+_SPACES = _Spaces()
 Run = Sequence[Any] | None
 """A prediction for each row. None: the run has none, for example since it ended in NaN."""
 
@@ -75,7 +76,13 @@ def compare_predictions(
             f"{len(reference)} and {len(other)}."
         )
     kind = kind_of(made)
-    examples = [_example(kind, row, truth) for row, truth in enumerate(truths)]
+    labelled = frozenset([_NAME])
+    examples = [
+        Example(str(row), _SPACES, *_truth(kind, truth, f"truths[{row}]"), annotated=labelled)
+        if truth is not None
+        else Example(str(row), _SPACES, {}, {})
+        for row, truth in enumerate(truths)
+    ]
     if not any(example.annotated for example in examples):
         raise InputError("truths: at least one row must be labelled, but got none.")
     sides = {"reference": reference, "other": other}
@@ -111,17 +118,14 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
     return replace(task, primary=primary)
 
 
-def _example(kind: Kind, row: int, truth: Any) -> Example:
-    where = f"truths[{row}]"
-    labels: dict[str, Any] = {}
+def _truth(kind: Kind, truth: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The labels and spans of a row."""
+    if not kind.in_spans:
+        return {_NAME: _label(kind, truth, where)}, {}
     spans: dict[str, Any] = {}
-    if truth is not None and kind.in_spans:
-        for name, start, end in _spans(kind.task, truth, where):
-            spans.setdefault(name, []).append((start, end))
-    elif truth is not None:
-        labels = {_NAME: _label(kind, truth, where)}
-    annotated = frozenset([_NAME] if truth is not None else [])
-    return Example(str(row), _Spaces(), labels, spans, annotated=annotated)
+    for name, start, end in _spans(kind.task, truth, where):
+        spans.setdefault(name, []).append((start, end))
+    return {}, spans
 
 
 def _label(kind: Kind, value: Any, where: str) -> Any:
@@ -150,18 +154,18 @@ def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -
         return None
     if len(run) != len(examples):
         raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
-    known: dict[str, Any] = {}
-    predictions = []
-    for row, (value, example) in enumerate(zip(run, examples, strict=True)):
-        if not example.annotated:
-            predictions.append(value)
-        elif isinstance(value, str):  # a class, of which there are few
-            if value not in known:
-                known[value] = _prediction(kind, value, f"{where}[{row}]")
-            predictions.append(known[value])
-        else:
-            predictions.append(_prediction(kind, value, f"{where}[{row}]"))
-    return {_NAME: row_statistics(kind.task, predictions, examples)}
+    if not _are_known(kind, run):
+        run = [
+            _prediction(kind, value, f"{where}[{row}]") if example.annotated else value
+            for row, (value, example) in enumerate(zip(run, examples, strict=True))
+        ]
+    return {_NAME: row_statistics(kind.task, run, examples)}
+
+
+def _are_known(kind: Kind, values: Sequence[Any]) -> bool:
+    """Whether all values are classes of a task with one class per row."""
+    is_class = kind.has_classes and not kind.is_list
+    return is_class and all(type(value) is str for value in values) and set(values) <= {*kind.task.labels}
 
 
 def _prediction(kind: Kind, value: Any, where: str) -> Any:
