@@ -43,10 +43,7 @@ def all_charts(tables: StudyTables) -> list[Chart]:
         shown = metrics[:2] if index < 2 else metrics[index : index + 1]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
             charts += metric_throughput(tables, index)
-    charts.append(importances(tables))
-    for index in range(len(metrics)):
-        charts.append(learning_curves(tables, index))
-    charts.append(timeline(tables))
+    charts += [learning_curves(tables, index) for index in range(len(metrics))] + [timeline(tables)]
     return [chart for chart in charts if not chart.absent]
 
 
@@ -149,42 +146,6 @@ def objectives(tables: StudyTables) -> Chart:
         y_label=f"{_label(metrics[1])}, {directions[1]}",
         series=series,
         caption=_front_caption(rows, front),
-    )
-
-
-def importances(tables: StudyTables) -> Chart:
-    """PED-ANOVA importance of each searched parameter, one bar per metric."""
-    key, title, computed = "importances", "Importance of the parameters", tables.importances
-    if computed.why_none:
-        return Chart(key, title, absent=computed.why_none)
-    table, metrics = computed.table[::-1], tables.record.metric_names
-    colors = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-    bar_width = 0.66 / len(metrics)
-    series = [
-        Series(
-            metric,
-            colors[index % len(colors)],
-            list(table[metric].astype(float)),
-            [position - bar_width * (index - (len(metrics) - 1) / 2) for position in range(len(table))],
-            "bars",
-            in_legend=len(metrics) > 1,
-            hover=[f"{name}: {share:.1%}" for name, share in table[["parameter", metric]].to_numpy()],
-        )
-        for index, metric in enumerate(metrics)
-    ]
-    caption = (
-        f"PED-ANOVA: what sets the best {computed.num_best} of {computed.num_trials} complete trials apart."
-        + (" With so few trials the order is rough." if computed.num_trials < 50 else "")
-    )
-    return Chart(
-        key,
-        title,
-        x_label="share of importance",
-        series=series,
-        y_ticks=list(table["parameter"]),
-        caption=caption,
-        bar_width=bar_width,
-        height=110 + 34 * len(table),
     )
 
 

@@ -67,7 +67,7 @@ class Series:
     y: Sequence[float]
     draw: Literal["points", "line", "steps_after", "steps_before", "bars", "cells", "text"] = "points"
     x_start: Sequence[float] = ()
-    """Where bars begin, if not at 0."""
+    """Where bars begin."""
     shades: Sequence[float] = ()
     """How dark each cell is, 0 to 1; `x` and `y` are its whole-numbered column and row."""
     texts: Sequence[str] = ()
@@ -104,8 +104,6 @@ class Chart:
     x_log: bool = False
     x_whole: bool = False
     """Whether x is a whole number."""
-    bar_width: float = 0.72
-    """In steps of the axis of categories."""
     height: int = 420
     """Pixels, of the interactive chart."""
 
@@ -117,7 +115,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     """
     import plotly.graph_objects as go
 
-    figure = go.Figure([_plotly_trace(series, chart.bar_width) for series in chart.series])
+    figure = go.Figure([_plotly_trace(series) for series in chart.series])
     axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": AXIS_COLOR}
     place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
     own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
@@ -144,7 +142,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     return figure
 
 
-def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
+def _plotly_trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "name": html.escape(textwrap.fill(series.name, LEGEND_WIDTH)).replace("\n", "<br>"),
@@ -156,7 +154,7 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
         "hoverinfo": "text" if series.hover else "name+y",
     }
     if series.draw == "bars":
-        bars = {"type": "bar", "orientation": "h", "base": list(series.x_start) or None, "width": bar_width}
+        bars = {"type": "bar", "orientation": "h", "base": list(series.x_start), "width": 0.72}
         return trace | bars | {"marker": {"color": series.color}}
     if series.draw == "cells":
         return {"type": "heatmap", "name": trace["name"], **_plotly_cells(series)}
