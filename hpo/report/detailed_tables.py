@@ -37,10 +37,6 @@ class Detailed:
     document: Mapping[str, Any]
 
     @property
-    def name(self) -> str:
-        return f"{self.split}_trial_{self.trial_number}"
-
-    @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
         of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
         return of_task

@@ -48,14 +48,12 @@ TICK_WIDTH = 22
 LEGEND_WIDTH = 40
 """Likewise of the legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
-CELL_COLOR = "#EEF3F7"
-"""Of a cell whose shade is 0."""
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase, horizontal bars, cells of a matrix, or the name as a text at each point.
+    """Points, a line, a staircase, horizontal bars, or the name as a text at each point.
 
     Series of one name share a legend entry.
     """
@@ -65,13 +63,9 @@ class Series:
     x: Sequence[float]
     """The lengths of bars."""
     y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "cells", "text"] = "points"
+    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "text"] = "points"
     x_start: Sequence[float] = ()
     """Where bars begin."""
-    shades: Sequence[float] = ()
-    """How dark each cell is, 0 to 1; `x` and `y` are its whole-numbered column and row."""
-    texts: Sequence[str] = ()
-    """What stands in each cell."""
     markers: str = "circle"
     """plotly's symbol."""
     hover: Sequence[str] = ()
@@ -156,8 +150,6 @@ def _plotly_trace(series: Series) -> dict[str, Any]:
     if series.draw == "bars":
         bars = {"type": "bar", "orientation": "h", "base": list(series.x_start), "width": 0.72}
         return trace | bars | {"marker": {"color": series.color}}
-    if series.draw == "cells":
-        return {"type": "heatmap", "name": trace["name"], **_plotly_cells(series)}
     if series.draw == "text":
         return trace | {
             "mode": "text",
@@ -177,23 +169,6 @@ def _plotly_trace(series: Series) -> dict[str, Any]:
         "marker": marker,
         "line": line,
     }
-
-
-def _plotly_cells(series: Series) -> dict[str, Any]:
-    """Cells that are not named stay empty."""
-    columns, rows = int(max(series.x)) + 1, int(max(series.y)) + 1
-    grids: dict[str, list[list[Any]]] = {
-        "z": [[None] * columns for _ in range(rows)],
-        "text": [[""] * columns for _ in range(rows)],
-        "hovertext": [[""] * columns for _ in range(rows)],
-    }
-    for at, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-        grids["z"][int(y)][int(x)] = series.shades[at]
-        grids["text"][int(y)][int(x)] = html.escape(series.texts[at])
-        grids["hovertext"][int(y)][int(x)] = html.escape(series.hover[at]).replace("\n", "<br>")
-    look = {"colorscale": [[0, CELL_COLOR], [1, series.color]], "zmin": 0, "zmax": 1, "showscale": False}
-    gaps = {"xgap": 1, "ygap": 1, "hoverongaps": False, "hoverinfo": "text", "texttemplate": "%{text}"}
-    return grids | look | gaps
 
 
 def _category_axis(names: Sequence[str]) -> dict[str, Any]:
