@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 
 from hpo.outcome import Outcome
-from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
 from hpo.report.tables import (
     ON,
-    OUTCOMES,
     StudyTables,
     differing_settings,
     group_order,
@@ -43,7 +42,7 @@ def all_charts(tables: StudyTables) -> list[Chart]:
         shown = metrics[:2] if index < 2 else metrics[index : index + 1]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
             charts += metric_throughput(tables, index)
-    charts += [learning_curves(tables, index) for index in range(len(metrics))] + [timeline(tables)]
+    charts += [learning_curves(tables, index) for index in range(len(metrics))]
     return [chart for chart in charts if not chart.absent]
 
 
@@ -184,43 +183,6 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
     return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
-
-
-def timeline(tables: StudyTables) -> Chart:
-    """When each trial ran, coloured by outcome, with a row for each worker."""
-    key, title = "timeline", "Trials over time"
-    rows = tables.trials.dropna(subset=["start_seconds"])
-    if rows.empty:
-        return Chart(key, title, absent="No trial has started.")
-    now = rows[["start_seconds", "end_seconds"]].max(axis=None)
-    units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
-    scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
-    starts, ends = rows["start_seconds"] / scale, rows["end_seconds"].fillna(now) / scale
-    workers = sorted(rows["worker"].unique())
-    labels = [worker or "worker not known" for worker in workers]
-    positions = len(workers) - 1 - rows["worker"].map(workers.index)
-    series = [
-        Series(
-            outcome,
-            OUTCOME_COLORS[outcome],
-            list((ends - starts)[bars.index]),
-            list(positions[bars.index].astype(float)),
-            "bars",
-            x_start=list(starts[bars.index]),
-            hover=_hover(bars),
-        )
-        for outcome in OUTCOMES
-        if len(bars := rows[rows["outcome"].eq(outcome)])
-    ]
-    return Chart(
-        key,
-        title,
-        x_label=f"{unit} since the first trial began",
-        series=series,
-        y_ticks=labels[::-1],
-        caption="One row per worker. Gaps are time without a trial.",
-        height=170 + 19 * len(labels),
-    )
 
 
 def _label(metric: str) -> str:

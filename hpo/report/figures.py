@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpo.outcome import Outcome
-
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -28,21 +26,6 @@ PRECISION_STYLES = {
 
 OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 
-OUTCOME_COLORS = {
-    Outcome.COMPLETE: "#009E73",
-    Outcome.PRUNED: "#B8B8B8",
-    Outcome.NONFINITE: "#D55E00",
-    Outcome.INCOMPATIBLE: "#CC79A7",
-    Outcome.INVALID: "#7F5539",
-    Outcome.UNSUPPORTED: "#56B4E9",
-    Outcome.OOM: "#E69F00",
-    Outcome.CRASHED: "#882255",
-    Outcome.FAILED: "#000000",
-    Outcome.PREEMPTED: "#0072B2",
-    "running": "#F0E442",
-    "waiting": "#F0E442",
-}
-
 TICK_WIDTH = 22
 """Characters of a line where the y axis holds names; that of a device may be long."""
 LEGEND_WIDTH = 40
@@ -53,7 +36,7 @@ PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase, horizontal bars, or the name as a text at each point.
+    """Points, a line, a staircase, or the name as a text at each point.
 
     Series of one name share a legend entry.
     """
@@ -61,11 +44,8 @@ class Series:
     name: str
     color: str
     x: Sequence[float]
-    """The lengths of bars."""
     y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "text"] = "points"
-    x_start: Sequence[float] = ()
-    """Where bars begin."""
+    draw: Literal["points", "line", "steps_after", "steps_before", "text"] = "points"
     markers: str = "circle"
     """plotly's symbol."""
     hover: Sequence[str] = ()
@@ -115,7 +95,6 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
     figure.update_layout(
         template="none",
-        barmode="overlay",
         font={"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR},
         hoverlabel={"align": "left"},
         xaxis={**axis, "title": {"text": html.escape(chart.x_label) or None}},
@@ -147,9 +126,6 @@ def _plotly_trace(series: Series) -> dict[str, Any]:
         "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
         "hoverinfo": "text" if series.hover else "name+y",
     }
-    if series.draw == "bars":
-        bars = {"type": "bar", "orientation": "h", "base": list(series.x_start), "width": 0.72}
-        return trace | bars | {"marker": {"color": series.color}}
     if series.draw == "text":
         return trace | {
             "mode": "text",
