@@ -29,7 +29,7 @@ MAX_CURVES = 24
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
-    """Every chart of the report, in its order; those that cannot be drawn are left out.
+    """The charts of the report that have something to show, in its order.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
@@ -43,7 +43,7 @@ def all_charts(tables: StudyTables) -> list[Chart]:
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
             charts += metric_throughput(tables, index)
     charts += [learning_curves(tables, index) for index in range(len(metrics))]
-    return [chart for chart in charts if not chart.absent]
+    return [chart for chart in charts if chart.series]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
@@ -51,7 +51,7 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
     key, title = _key("history", index), f"{metric} by trial"
     rows = tables.complete
     if rows.empty:
-        return Chart(key, title, absent="No trial is complete yet.")
+        return Chart(key, title)
     values = _objective(rows, metric)
     met = values[rows["meets_limits"].eq(True)]
     best = met.cummax() if direction == "maximize" else met.cummin()
@@ -74,7 +74,7 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     key, title = _key("precision_metric", index), f"{metric} by precision"
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
-        return Chart(key, title, absent="No complete trial ran the precision that it requested.")
+        return Chart(key, title)
     groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     for position, (_, group) in enumerate(groups):
@@ -109,7 +109,7 @@ def _metric_throughput(
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     rows = complete[complete["counts_for_speed"]]
     if rows.empty:
-        return Chart(key, title, absent="No complete trial has a throughput that may be compared.")
+        return Chart(key, title)
     speed, values = rows["train_examples_per_second"], _objective(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
     caption = _front_caption(rows, front)
@@ -132,7 +132,7 @@ def objectives(tables: StudyTables) -> Chart:
     key, title = "objectives", f"{metrics[1]} against {metrics[0]}"
     rows = tables.complete
     if rows.empty:
-        return Chart(key, title, absent="No trial is complete yet.")
+        return Chart(key, title)
     x, y = _objective(rows, metrics[0]), _objective(rows, metrics[1])
     front = rows[rows["number"].isin([trial.number for trial in tables.best])]
     series = _points(rows, x, y)
@@ -154,7 +154,7 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     if metric in evaluations:
         evaluations = evaluations.dropna(subset=[metric, "epoch"])
     if metric not in evaluations or evaluations.empty:
-        return Chart(key, title, absent=f"No evaluation with `{metric}` is stored.")
+        return Chart(key, title)
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
     outcomes = tables.trials.set_index("number")["outcome"]

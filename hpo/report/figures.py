@@ -63,7 +63,7 @@ def interval_line(name: str, color: str, x: Sequence[float], y: Sequence[float])
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; `absent` says why it cannot be drawn, and then `series` is empty."""
+    """One chart. Without series it is not shown."""
 
     key: str
     title: str
@@ -71,7 +71,6 @@ class Chart:
     y_label: str = ""
     series: Sequence[Series] = ()
     caption: str = ""
-    absent: str = ""
     x_ticks: Sequence[str] = ()
     """Names of the positions 0, 1, 2 ... where an axis holds categories."""
     y_ticks: Sequence[str] = ()
@@ -111,7 +110,8 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         # Slanted to the left where they do not fit: to the right, plotly hides the last one.
         figure.update_xaxes(**_category_axis(chart.x_ticks), autotickangles=[0, -45, -90])
     if chart.y_ticks:
-        figure.update_yaxes(**_category_axis(_wrapped(chart.y_ticks)), tickfont_size=11)
+        names = [textwrap.fill(name, TICK_WIDTH) for name in chart.y_ticks]
+        figure.update_yaxes(**_category_axis(names), tickfont_size=11)
     return figure
 
 
@@ -155,7 +155,3 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
         "range": [-0.6, len(names) - 0.4],
         "showgrid": False,
     }
-
-
-def _wrapped(names: Sequence[str]) -> list[str]:
-    return [textwrap.fill(name, TICK_WIDTH) for name in names]
