@@ -19,7 +19,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
 from hpo.deploy.artifacts import NAMES, REFERENCE, artifacts_of
-from hpo.deploy.judging import judge_form, limit, question_of
+from hpo.deploy.judging import judge_form, limit
 from hpo.deploy.making import Workshop, weight_bytes
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged
 from hpo.deploy.scoring import depends_on_batch, split_statistics
@@ -101,7 +101,7 @@ class _Run:
     ) -> None:
         self._study, self._data, self._request, self._place = study, data, request, place
         self._trial, self._exported = candidate.trial, candidate.exported
-        self._objective = quality_objective(study.objective)
+        self._metric = quality_objective(study.objective).metric
         self._limit = limit(self._question("a form", CHOSEN_BY), data, CHOSEN_BY)
         if self._limit:
             _logger.warning("No form can be shown to be as good. %s", self._limit)
@@ -119,7 +119,7 @@ class _Run:
         self._num_rounds = 0
 
     def _question(self, form: str, split: str) -> Question:
-        return question_of(self._objective, self._request.max_drop, form, split)
+        return Question(self._metric, self._request.max_drop, "fp32", form, f"rows of {split}")
 
     def score_all(self) -> None:
         for artifact in self._artifacts:
