@@ -102,8 +102,9 @@ class _Run:
         self._study, self._data, self._request, self._place = study, data, request, place
         self._trial, self._exported = candidate.trial, candidate.exported
         self._metric = quality_objective(study.objective).metric
+        self._artifacts, self._left_out = artifacts_of(place.device, request.names)
         self._limit = limit(self._question("a form", CHOSEN_BY), data, CHOSEN_BY)
-        if self._limit:
+        if self._limit and len(self._artifacts) > 1:
             _logger.warning("No form can be shown to be as good. %s", self._limit)
         self._workshop = Workshop(
             candidate.exported,
@@ -112,7 +113,6 @@ class _Run:
             place.device.torch_device,
             trusted=study.model.trust_remote_code,
         )
-        self._artifacts, self._left_out = artifacts_of(place.device, request.names)
         self._references: dict[str, Statistics] = {}
         self._forms: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
@@ -246,7 +246,8 @@ class _Run:
             f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
             f"probability of at most {100 * ALPHA:g} %, and any of {others} with at most {chance:.3g} %."
         )
-        notes = [f"No form can be shown to be as good. {self._limit}", error] if self._limit else [error]
+        limits = [f"No form can be shown to be as good. {self._limit}"] if self._limit else []
+        notes = [*limits, error] if others else []
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")

@@ -281,7 +281,7 @@ def test_a_fallback_is_no_value_of_the_precision_that_it_replaced() -> None:
     assert "No pair of runs tells anything: a run of bf16 or fp32 failed, or ran" in row["sentence"]
 
 
-@pytest.mark.parametrize(("lost", "verdict"), [("nonfinite", "worse"), ("invalid", "undecided")])
+@pytest.mark.parametrize(("lost", "verdict"), [("nonfinite", "worse"), ("invalid", "not_shown")])
 def test_an_invalid_run_is_no_evidence_against_its_precision(lost: str, verdict: str) -> None:
     score = planted(0.0)
     found = told(
