@@ -70,7 +70,8 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
         )
     if good:
         names = " and ".join(plan.named(answer.precision) for answer in good)
-        return f"Use {fp32}: {names} as good ({within}), but not shown to be {more}{where}."
+        are = "is" if len(good) == 1 else "are"
+        return f"Use {fp32}: {names} {are} as good ({within}), but not shown to be {more}{where}."
     worse = [plan.named(answer.precision) for answer in answers if answer.name == "worse"]
     if len(worse) == len(answers):
         return f"Use {fp32}: {' and '.join(worse)} {'is' if len(worse) == 1 else 'are'} worse ({within})."
