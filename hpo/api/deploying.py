@@ -23,7 +23,6 @@ from hpo.device import limit_threads, probe_device
 from hpo.errors import InputError, Preempted, RunError
 from hpo.evaluation.contributions import unit_of
 from hpo.models.export import new_folder
-from hpo.report.deployment_page import deployment_html
 from hpo.study.reading.study_record import best_trials, nearest_told
 from hpo.trial.best_model import TrialSource, export_checkpoint
 from hpo.trial.objectives import quality_objective
@@ -64,7 +63,7 @@ def deploy_best(
     stop: Stop,
     folder: Path,
 ) -> dict[str, Any]:
-    """Find the form of the best model and write it to `folder`, with deploy.json and deploy.html.
+    """Find the form of the best model and write it to `folder`, with deploy.json.
 
     Returns the content of deploy.json. Raises RunError if no trial is complete or has weights.
     """
@@ -72,7 +71,7 @@ def deploy_best(
     study = config_of(record), database
     with new_folder(folder, "deploy.json") as staging:
         stored = _deploy(study, trial, options, stop, staging).as_json()
-        _finish(stored, staging, folder)
+        _finish(stored, staging)
     return stored
 
 
@@ -138,11 +137,10 @@ def _deploy(
         raise RunError(f"fp32 was {error} Give it longer.") from None
 
 
-def _finish(stored: Mapping[str, Any], staging: Path, folder: Path) -> None:
-    """Write the numbers and the page; keep the chosen form."""
+def _finish(stored: Mapping[str, Any], staging: Path) -> None:
+    """Write the numbers and keep the chosen form."""
     shutil.rmtree(staging / EXPORT)
     chosen = staging / ARTIFACTS / stored["artifacts"][stored["chosen"]]["artifact"]
     chosen.rename(staging / MODEL)
     shutil.rmtree(staging / ARTIFACTS)
     (staging / "deploy.json").write_text(json.dumps(stored, indent=2) + "\n")
-    (staging / "deploy.html").write_text(deployment_html(stored, str(folder / MODEL)), encoding="utf-8")

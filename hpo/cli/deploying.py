@@ -54,8 +54,8 @@ def deploy(
 ) -> None:
     """Find the fastest form of the best model that is as good as fp32: bf16, fp16, ONNX, int8.
 
-    Chosen on validation, reported on test. Writes it to DIR/model with deploy.json and deploy.html. Ctrl-C
-    ends the search with the forms that are scored by then; a second one leaves nothing.
+    Chosen on validation, reported on test. Writes it to DIR/model, and the numbers to DIR/deploy.json.
+    Ctrl-C ends the search with the forms that are scored by then; a second one leaves nothing.
     """
     from hpo.api.deploying import DeploymentStopped
     from hpo.cli.display import print_deployment

@@ -271,7 +271,8 @@ def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
     console = Console(highlight=False)
     title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
     console.print(dataframe_table(quality_table(stored), title))
-    console.print(f"Drop: {stored['unit']} lost against fp32, with the interval.", style="dim")
+    told = f"Drop: {stored['unit']} lost against fp32. As good: its interval is below {stored['max_drop']:g}."
+    console.print(told, style="dim")
     title = f"{threads(stored)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
     console.print(dataframe_table(latency_table(stored), title))
     tasks = task_table(stored)
@@ -280,5 +281,5 @@ def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
     for sentence in sentences(stored):
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(verdict(stored), style="bold", markup=False, soft_wrap=True)
-    told = f"To use it: {loading(stored, f'{folder}/model')}. More: {folder}/deploy.html"
+    told = f"To use it: {loading(stored, f'{folder}/model')}. More: {folder}/deploy.json"
     console.print(told, markup=False, soft_wrap=True)

@@ -32,6 +32,11 @@ class Answer:
     def name(self) -> str:
         return self.verdict.verdict
 
+    @property
+    def is_open(self) -> bool:
+        """Whether more seeds may bring a verdict."""
+        return self.name == "not_shown" and not self.verdict.reason
+
 
 def answer_of(runs: Runs, precision: str) -> Answer:
     ratios = {name: runs.ratio(precision, attribute) for name, attribute in RATIOS.items()}
@@ -40,14 +45,8 @@ def answer_of(runs: Runs, precision: str) -> Answer:
 
 def verdict_of(runs: Runs, precision: str, metric: str) -> Verdict:
     """Judge the pairs of a precision in one metric."""
-    pairs = [*runs.pairs(precision)]
-    asked = Question(
-        metric,
-        runs.plan.margin,
-        runs.plan.named(REFERENCE),
-        runs.plan.named(precision),
-        f"rows of {runs.split}",
-    )
+    pairs, named = [*runs.pairs(precision)], runs.plan.named
+    asked = Question(metric, runs.plan.margin, named(REFERENCE), named(precision), f"rows of {runs.split}")
     theirs = [runs.scored(pair.theirs, metric) for pair in pairs]
     ours = [runs.scored(pair.ours, metric) for pair in pairs]
     return judge(asked, theirs, ours, runs.facts(asked))

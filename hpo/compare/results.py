@@ -12,6 +12,7 @@ from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.evaluation.contributions import unit_of
+from hpo.evaluation.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ def _next_plan(plan: ComparisonConfig, answers: Iterable[Answer]) -> ComparisonC
     more = {
         one.precision: min(words.next_look(plan.num_seeds[one.precision]), plan.max_seeds)
         for one in answers
-        if one.verdict.verdict == "not_shown"
-        and not one.verdict.reason
-        and plan.num_seeds[one.precision] < plan.max_seeds
+        if one.is_open and plan.num_seeds[one.precision] < plan.max_seeds
     }
     if not more:
         return None
@@ -83,22 +82,20 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "metric": runs.metric,
         "unit": found.unit,
         "verdict": found.verdict,
-        "difference": found.difference,
-        "low": found.interval[0],
-        "high": found.interval[1],
+        **_numbers(found),
         "num_runs": found.num_runs,
         "num_seeds": runs.plan.num_seeds.get(answer.precision, 0),
-        "num_rows": found.labelled_rows,
         "row_bound": found.row_bound,
-        "baseline": found.baseline,
-        "fp32": found.reference_median,
         "num_collapsed": collapses.num_collapsed if collapses else None,
         "collapse_share": collapses.possible_share if collapses else None,
         "allowed_collapse_share": collapses.allowed_share if collapses else None,
         "reason": found.reason,
         "sentence": words.verdict(answer, runs),
         **_ratios_json(answer),
-        "tasks": {metric: _task_json(runs, answer.precision, metric) for metric in runs.task_metrics},
+        # The metric of a single task describes, and decides nothing.
+        "tasks": {
+            metric: _numbers(verdict_of(runs, answer.precision, metric)) for metric in runs.task_metrics
+        },
     }
 
 
@@ -110,9 +107,7 @@ def _ratios_json(answer: Answer) -> dict[str, float | None]:
     return cells
 
 
-def _task_json(runs: Runs, precision: str, metric: str) -> dict[str, float]:
-    """The metric of a single task. It describes, and decides nothing."""
-    found = verdict_of(runs, precision, metric)
+def _numbers(found: Verdict) -> dict[str, float]:
     return {
         "difference": found.difference,
         "low": found.interval[0],

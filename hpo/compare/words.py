@@ -6,7 +6,6 @@ The terminal, the report and the dashboard show what is made here and stored.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from hpo.compare.answer import Answer
 from hpo.compare.runs import Ratio, Runs
@@ -18,23 +17,17 @@ from hpo.study.reading.study_record import TrialRecord
 
 def verdict(answer: Answer, runs: Runs) -> str:
     """The verdict on a precision, and the command that may decide it."""
+    plan, told = runs.plan, answer.verdict.sentence
     if not answer.pairs:
-        return f"{answer.verdict.sentence} {_why_no_pair(answer, runs)}"
-    return f"{answer.verdict.sentence}{_what_would_decide(answer, runs)}"
-
-
-def _why_no_pair(answer: Answer, runs: Runs) -> str:
-    either = f"{runs.plan.named(answer.precision)} or {runs.plan.named(REFERENCE)}"
-    return f"No pair of runs tells anything: a run of {either} failed, or ran in another precision."
-
-
-def _what_would_decide(answer: Answer, runs: Runs) -> str:
-    plan = runs.plan
-    is_open = answer.name == "not_shown" and not answer.verdict.reason
-    if not is_open or plan.num_seeds[answer.precision] < plan.max_seeds or plan.max_seeds == MOST_SEEDS:
-        return ""
+        either = f"{plan.named(answer.precision)} or {plan.named(REFERENCE)}"
+        return (
+            f"{told} No pair of runs tells anything: a run of {either} failed, or ran in another precision."
+        )
+    has_seeds_left = plan.num_seeds[answer.precision] < plan.max_seeds
+    if not answer.is_open or has_seeds_left or plan.max_seeds == MOST_SEEDS:
+        return told
     more = min(next_look(plan.max_seeds), MOST_SEEDS)
-    return f" More seeds may decide: {plan.command} --max-seeds {more}"
+    return f"{told} More seeds may decide: {plan.command} --max-seeds {more}"
 
 
 def next_look(num: int) -> int:
@@ -63,19 +56,22 @@ def collapsed(trial: TrialRecord, configuration: int, score: float | None, runs:
 def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
     """The precision to use: as good as fp32, and the fastest, or the one that stores the fewest bytes."""
     plan, fp32 = runs.plan, runs.plan.named(REFERENCE)
-    gain = FASTER if plan.setting == PRECISION else SMALLER
+    name, text, more, sign = _GAINS[plan.setting == PRECISION]
     good = [answer for answer in answers if answer.name == "as_good"]
     where = f" on {plan.device}" if plan.device else ""
     within = f"{runs.metric} within {plan.margin:g} {answers[0].verdict.unit}"
-    if best := gain.best(good):
-        answer, ratio = best
+    ratios = [(answer, ratio) for answer in good if (ratio := answer.ratios[name])]
+    gaining = [one for one in ratios if _is_gain(one[1], sign)]
+    if gaining:
+        answer, ratio = max(gaining, key=lambda one: sign * one[1].ratio)
         return (
             f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({within}), and "
-            f"{gain.text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}){where}."
+            f"{text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}){where}."
         )
     if good:
         names = " and ".join(plan.named(answer.precision) for answer in good)
-        return f"Use {fp32}: {names} as good ({within}), but not shown to be {gain.more}{where}."
+        are = "is" if len(good) == 1 else "are"
+        return f"Use {fp32}: {names} {are} as good ({within}), but not shown to be {more}{where}."
     worse = [plan.named(answer.precision) for answer in answers if answer.name == "worse"]
     if len(worse) == len(answers):
         return f"Use {fp32}: {' and '.join(worse)} {'is' if len(worse) == 1 else 'are'} worse ({within})."
@@ -83,27 +79,14 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
     return f"Use {fp32}: it is not shown whether {rest} is as good ({within}); see the reasons."
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The advantage for which one of several precisions is chosen that are as good."""
-
-    ratio: str
-    """Of `RATIOS`."""
-    text: str
-    more: str
-    sign: int
-    """+1: a ratio above 1 gains."""
-
-    def best(self, good: Sequence[Answer]) -> tuple[Answer, Ratio] | None:
-        """The precision that gains most, of those whose whole interval shows a gain."""
-        ratios = [(answer, ratio) for answer in good if (ratio := answer.ratios[self.ratio])]
-        gaining = [one for one in ratios if self._is_gain(one[1])]
-        return max(gaining, key=lambda one: self.sign * one[1].ratio, default=None)
-
-    def _is_gain(self, ratio: Ratio) -> bool:
-        ends = (ratio.low, ratio.high)
-        return all(end is not None and self.sign * (end - 1) > 0 for end in ends)
+_GAINS = {
+    True: ("speed_ratio", "{:.2f} times as fast", "faster", 1),
+    False: ("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1),
+}
+"""The gain that decides between precisions that are as good, by whether they are those of computing: the
+ratio, how it is told, and 1 if a ratio above 1 gains."""
 
 
-FASTER = Gain("speed_ratio", "{:.2f} times as fast", "faster", 1)
-SMALLER = Gain("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1)
+def _is_gain(ratio: Ratio, sign: int) -> bool:
+    """Whether the whole interval shows a gain."""
+    return all(end is not None and sign * (end - 1) > 0 for end in (ratio.low, ratio.high))

@@ -19,7 +19,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
 from hpo.deploy.artifacts import NAMES, REFERENCE, artifacts_of
-from hpo.deploy.judging import judge_form, limit, question_of
+from hpo.deploy.judging import judge_form, limit
 from hpo.deploy.making import Workshop, weight_bytes
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged
 from hpo.deploy.scoring import depends_on_batch, split_statistics
@@ -101,9 +101,10 @@ class _Run:
     ) -> None:
         self._study, self._data, self._request, self._place = study, data, request, place
         self._trial, self._exported = candidate.trial, candidate.exported
-        self._objective = quality_objective(study.objective)
+        self._metric = quality_objective(study.objective).metric
+        self._artifacts, self._left_out = artifacts_of(place.device, request.names)
         self._limit = limit(self._question("a form", CHOSEN_BY), data, CHOSEN_BY)
-        if self._limit:
+        if self._limit and len(self._artifacts) > 1:
             _logger.warning("No form can be shown to be as good. %s", self._limit)
         self._workshop = Workshop(
             candidate.exported,
@@ -112,14 +113,13 @@ class _Run:
             place.device.torch_device,
             trusted=study.model.trust_remote_code,
         )
-        self._artifacts, self._left_out = artifacts_of(place.device, request.names)
         self._references: dict[str, Statistics] = {}
         self._forms: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
         self._num_rounds = 0
 
     def _question(self, form: str, split: str) -> Question:
-        return question_of(self._objective, self._request.max_drop, form, split)
+        return Question(self._metric, self._request.max_drop, "fp32", form, f"rows of {split}")
 
     def score_all(self) -> None:
         for artifact in self._artifacts:
@@ -246,7 +246,8 @@ class _Run:
             f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
             f"probability of at most {100 * ALPHA:g} %, and any of {others} with at most {chance:.3g} %."
         )
-        notes = [f"No form can be shown to be as good. {self._limit}", error] if self._limit else [error]
+        limits = [f"No form can be shown to be as good. {self._limit}"] if self._limit else []
+        notes = [*limits, error] if others else []
         if self._num_rounds < self._request.effort.rounds:
             notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")

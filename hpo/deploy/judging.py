@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from hpo.config.objective import ObjectiveConfig
 from hpo.data.dataset import DataSet
 from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.intervals import Interval, MetricIntervals, metric_intervals
 from hpo.evaluation.verdict import Question, Verdict, facts_in_advance, facts_of, judge
-
-
-def question_of(objective: ObjectiveConfig, max_drop: float, form: str, split: str) -> Question:
-    return Question(objective.metric, max_drop, "fp32", form, f"rows of {split}")
 
 
 def limit(question: Question, data: DataSet, split: str) -> str:
@@ -47,7 +43,7 @@ def judge_form(question: Question, statistics: Statistics, reference: Statistics
 
 
 def _judged(question: Question, statistics: Statistics, reference: Statistics, metric: str) -> Verdict:
-    asked = Question(metric, question.margin, question.reference, question.other, question.rows)
+    asked = replace(question, metric=metric)
     sides = [scored(reference, metric)], [scored(statistics, metric)]
     return judge(asked, *sides, facts_of(reference, asked))
 

@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 
 from hpo.outcome import Outcome
-from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
 from hpo.report.tables import (
     ON,
-    OUTCOMES,
     StudyTables,
     differing_settings,
     group_order,
@@ -30,7 +29,7 @@ MAX_CURVES = 24
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
-    """Every chart of the report, in its order; those that cannot be drawn are left out.
+    """The charts of the report that have something to show, in its order.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
@@ -43,11 +42,8 @@ def all_charts(tables: StudyTables) -> list[Chart]:
         shown = metrics[:2] if index < 2 else metrics[index : index + 1]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
             charts += metric_throughput(tables, index)
-    charts.append(importances(tables))
-    for index in range(len(metrics)):
-        charts.append(learning_curves(tables, index))
-    charts.append(timeline(tables))
-    return [chart for chart in charts if not chart.absent]
+    charts += [learning_curves(tables, index) for index in range(len(metrics))]
+    return [chart for chart in charts if chart.series]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
@@ -55,7 +51,7 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
     key, title = _key("history", index), f"{metric} by trial"
     rows = tables.complete
     if rows.empty:
-        return Chart(key, title, absent="No trial is complete yet.")
+        return Chart(key, title)
     values = _objective(rows, metric)
     met = values[rows["meets_limits"].eq(True)]
     best = met.cummax() if direction == "maximize" else met.cummin()
@@ -78,7 +74,7 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     key, title = _key("precision_metric", index), f"{metric} by precision"
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
-        return Chart(key, title, absent="No complete trial ran the precision that it requested.")
+        return Chart(key, title)
     groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     for position, (_, group) in enumerate(groups):
@@ -113,7 +109,7 @@ def _metric_throughput(
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     rows = complete[complete["counts_for_speed"]]
     if rows.empty:
-        return Chart(key, title, absent="No complete trial has a throughput that may be compared.")
+        return Chart(key, title)
     speed, values = rows["train_examples_per_second"], _objective(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
     caption = _front_caption(rows, front)
@@ -136,7 +132,7 @@ def objectives(tables: StudyTables) -> Chart:
     key, title = "objectives", f"{metrics[1]} against {metrics[0]}"
     rows = tables.complete
     if rows.empty:
-        return Chart(key, title, absent="No trial is complete yet.")
+        return Chart(key, title)
     x, y = _objective(rows, metrics[0]), _objective(rows, metrics[1])
     front = rows[rows["number"].isin([trial.number for trial in tables.best])]
     series = _points(rows, x, y)
@@ -152,49 +148,13 @@ def objectives(tables: StudyTables) -> Chart:
     )
 
 
-def importances(tables: StudyTables) -> Chart:
-    """PED-ANOVA importance of each searched parameter, one bar per metric."""
-    key, title, computed = "importances", "Importance of the parameters", tables.importances
-    if computed.why_none:
-        return Chart(key, title, absent=computed.why_none)
-    table, metrics = computed.table[::-1], tables.record.metric_names
-    colors = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-    bar_width = 0.66 / len(metrics)
-    series = [
-        Series(
-            metric,
-            colors[index % len(colors)],
-            list(table[metric].astype(float)),
-            [position - bar_width * (index - (len(metrics) - 1) / 2) for position in range(len(table))],
-            "bars",
-            in_legend=len(metrics) > 1,
-            hover=[f"{name}: {share:.1%}" for name, share in table[["parameter", metric]].to_numpy()],
-        )
-        for index, metric in enumerate(metrics)
-    ]
-    caption = (
-        f"PED-ANOVA: what sets the best {computed.num_best} of {computed.num_trials} complete trials apart."
-        + (" With so few trials the order is rough." if computed.num_trials < 50 else "")
-    )
-    return Chart(
-        key,
-        title,
-        x_label="share of importance",
-        series=series,
-        y_ticks=list(table["parameter"]),
-        caption=caption,
-        bar_width=bar_width,
-        height=110 + 34 * len(table),
-    )
-
-
 def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     key, title, evaluations = _key("learning_curves", index), f"{metric} while training", tables.evaluations
     if metric in evaluations:
         evaluations = evaluations.dropna(subset=[metric, "epoch"])
     if metric not in evaluations or evaluations.empty:
-        return Chart(key, title, absent=f"No evaluation with `{metric}` is stored.")
+        return Chart(key, title)
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
     outcomes = tables.trials.set_index("number")["outcome"]
@@ -223,43 +183,6 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
     return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
-
-
-def timeline(tables: StudyTables) -> Chart:
-    """When each trial ran, coloured by outcome, with a row for each worker."""
-    key, title = "timeline", "Trials over time"
-    rows = tables.trials.dropna(subset=["start_seconds"])
-    if rows.empty:
-        return Chart(key, title, absent="No trial has started.")
-    now = rows[["start_seconds", "end_seconds"]].max(axis=None)
-    units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
-    scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
-    starts, ends = rows["start_seconds"] / scale, rows["end_seconds"].fillna(now) / scale
-    workers = sorted(rows["worker"].unique())
-    labels = [worker or "worker not known" for worker in workers]
-    positions = len(workers) - 1 - rows["worker"].map(workers.index)
-    series = [
-        Series(
-            outcome,
-            OUTCOME_COLORS[outcome],
-            list((ends - starts)[bars.index]),
-            list(positions[bars.index].astype(float)),
-            "bars",
-            x_start=list(starts[bars.index]),
-            hover=_hover(bars),
-        )
-        for outcome in OUTCOMES
-        if len(bars := rows[rows["outcome"].eq(outcome)])
-    ]
-    return Chart(
-        key,
-        title,
-        x_label=f"{unit} since the first trial began",
-        series=series,
-        y_ticks=labels[::-1],
-        caption="One row per worker. Gaps are time without a trial.",
-        height=170 + 19 * len(labels),
-    )
 
 
 def _label(metric: str) -> str:

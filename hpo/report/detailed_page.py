@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from markupsafe import Markup
-
-from hpo.report.detailed_charts import MAX_CLASSES, confusion_chart
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
@@ -17,7 +14,6 @@ from hpo.report.detailed_tables import (
     num_rows,
     outside_text,
 )
-from hpo.report.figures import Chart
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
 from hpo.study.reading.study_record import is_number
@@ -25,21 +21,15 @@ from hpo.tasks.registry import known_kind
 
 HEADING = "What the best model gets right and wrong"
 
-Drawn = tuple[Chart, Markup]
 
-
-def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
-    """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
-    tasks = []
-    for number, (task, of_task) in enumerate(one.tasks.items(), 1):
-        chart = confusion_chart(of_task, f"confusion_{one.name}_task_{number}", task)
-        tasks.append(_task(task, of_task, [draw(chart)] if chart else []))
+def evaluation(one: Detailed) -> dict[str, Any]:
+    """A detailed evaluation as the template shows it."""
     return {
         "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
         "about": _about(one),
         "warnings": one.warnings,
         "metrics": metrics_text(one),
-        "tasks": tasks,
+        "tasks": [_task(task, of_task) for task, of_task in one.tasks.items()],
     }
 
 
@@ -58,7 +48,7 @@ def _about(one: Detailed) -> str:
     return " ".join(lines)
 
 
-def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[str, Any]:
+def _task(name: str, of_task: Mapping[str, Any]) -> dict[str, Any]:
     threshold = of_task["threshold"]
     facts = [f"{format_number(of_task['num_rows'])} rows have the truth."]
     facts += [f"Threshold {format_number(threshold)}."] if is_number(threshold) else []
@@ -66,6 +56,7 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
     facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
     worst = of_task["worst"] or ()
     kind = known_kind(of_task["kind"])
+    pairs = "classes true and predicted in the same rows" if kind.is_list else "most frequent confusions"
     legend = [(look, sign, MEANINGS[look]) for look, sign in LOOKS.items()]
     if kind.in_spans:
         legend.append(("mixed", "− +", "several spans, each with its sign"))
@@ -74,8 +65,8 @@ def _task(name: str, of_task: Mapping[str, Any], charts: list[Drawn]) -> dict[st
         "title": f"{name} ({of_task['kind']})",
         "about": " ".join(facts),
         "classes": classes_text(of_task),
-        "charts": charts,
-        "confusions": confusions_text(of_task) if num > MAX_CLASSES else None,
+        "pairs": f"{name}: {pairs}",
+        "confusions": confusions_text(of_task),
         "legend": [] if kind.is_number else legend,
         "worst": [_error(of_task, row) for row in worst],
     }

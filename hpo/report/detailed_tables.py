@@ -25,6 +25,7 @@ SPLITS = ("test", "validation", "train")
 MAX_CONFUSIONS = 20
 _WHERE = ("number", "split", "task")
 """The first columns of every CSV table; `number` is the trial's."""
+_WORST = ("id", "loss", "truth", "predicted", "text", "text_start")
 _CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")
 
 
@@ -35,10 +36,6 @@ class Detailed:
     trial_number: int
     split: str
     document: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}_trial_{self.trial_number}"
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
@@ -152,20 +149,17 @@ def confusions_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
-    """`classes`, `confusions`, `worst_errors` and `best_task_metrics`, by name."""
+    """`classes`, `confusions`, `worst_errors` and `best_task_metrics`, by name.
+
+    Lists in `worst_errors` are JSON. Places of spans are in its `text`, which begins at `text_start`.
+    """
     every = detailed_evaluations(tables)
     return {
         "classes": _table(every, _classes, _CLASS),
         "confusions": _table(every, _confusions, ("true", "predicted", "count")),
-        "worst_errors": worst_errors(every),
+        "worst_errors": _table(every, _worst, _WORST),
         "best_task_metrics": _metrics(tables, every),
     }
-
-
-def worst_errors(every: Sequence[Detailed]) -> pd.DataFrame:
-    """One row for each: lists are JSON, places of spans are in the text that is shown, which begins at
-    `text_start`."""
-    return _table(every, _worst, ("id", "loss", "truth", "predicted", "text", "text_start"))
 
 
 def _table(every: Sequence[Detailed], rows_of: Any, columns: Sequence[str]) -> pd.DataFrame:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpo.outcome import Outcome
-
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -28,34 +26,17 @@ PRECISION_STYLES = {
 
 OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 
-OUTCOME_COLORS = {
-    Outcome.COMPLETE: "#009E73",
-    Outcome.PRUNED: "#B8B8B8",
-    Outcome.NONFINITE: "#D55E00",
-    Outcome.INCOMPATIBLE: "#CC79A7",
-    Outcome.INVALID: "#7F5539",
-    Outcome.UNSUPPORTED: "#56B4E9",
-    Outcome.OOM: "#E69F00",
-    Outcome.CRASHED: "#882255",
-    Outcome.FAILED: "#000000",
-    Outcome.PREEMPTED: "#0072B2",
-    "running": "#F0E442",
-    "waiting": "#F0E442",
-}
-
 TICK_WIDTH = 22
 """Characters of a line where the y axis holds names; that of a device may be long."""
 LEGEND_WIDTH = 40
 """Likewise of the legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
-CELL_COLOR = "#EEF3F7"
-"""Of a cell whose shade is 0."""
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase, horizontal bars, cells of a matrix, or the name as a text at each point.
+    """Points, a line, a staircase, or the name as a text at each point.
 
     Series of one name share a legend entry.
     """
@@ -63,15 +44,8 @@ class Series:
     name: str
     color: str
     x: Sequence[float]
-    """The lengths of bars."""
     y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "cells", "text"] = "points"
-    x_start: Sequence[float] = ()
-    """Where bars begin, if not at 0."""
-    shades: Sequence[float] = ()
-    """How dark each cell is, 0 to 1; `x` and `y` are its whole-numbered column and row."""
-    texts: Sequence[str] = ()
-    """What stands in each cell."""
+    draw: Literal["points", "line", "steps_after", "steps_before", "text"] = "points"
     markers: str = "circle"
     """plotly's symbol."""
     hover: Sequence[str] = ()
@@ -89,7 +63,7 @@ def interval_line(name: str, color: str, x: Sequence[float], y: Sequence[float])
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; `absent` says why it cannot be drawn, and then `series` is empty."""
+    """One chart. Without series it is not shown."""
 
     key: str
     title: str
@@ -97,15 +71,12 @@ class Chart:
     y_label: str = ""
     series: Sequence[Series] = ()
     caption: str = ""
-    absent: str = ""
     x_ticks: Sequence[str] = ()
     """Names of the positions 0, 1, 2 ... where an axis holds categories."""
     y_ticks: Sequence[str] = ()
     x_log: bool = False
     x_whole: bool = False
     """Whether x is a whole number."""
-    bar_width: float = 0.72
-    """In steps of the axis of categories."""
     height: int = 420
     """Pixels, of the interactive chart."""
 
@@ -117,13 +88,12 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     """
     import plotly.graph_objects as go
 
-    figure = go.Figure([_plotly_trace(series, chart.bar_width) for series in chart.series])
+    figure = go.Figure([_plotly_trace(series) for series in chart.series])
     axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": AXIS_COLOR}
     place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
     own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
     figure.update_layout(
         template="none",
-        barmode="overlay",
         font={"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR},
         hoverlabel={"align": "left"},
         xaxis={**axis, "title": {"text": html.escape(chart.x_label) or None}},
@@ -140,11 +110,12 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         # Slanted to the left where they do not fit: to the right, plotly hides the last one.
         figure.update_xaxes(**_category_axis(chart.x_ticks), autotickangles=[0, -45, -90])
     if chart.y_ticks:
-        figure.update_yaxes(**_category_axis(_wrapped(chart.y_ticks)), tickfont_size=11)
+        names = [textwrap.fill(name, TICK_WIDTH) for name in chart.y_ticks]
+        figure.update_yaxes(**_category_axis(names), tickfont_size=11)
     return figure
 
 
-def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
+def _plotly_trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "name": html.escape(textwrap.fill(series.name, LEGEND_WIDTH)).replace("\n", "<br>"),
@@ -155,11 +126,6 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
         "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
         "hoverinfo": "text" if series.hover else "name+y",
     }
-    if series.draw == "bars":
-        bars = {"type": "bar", "orientation": "h", "base": list(series.x_start) or None, "width": bar_width}
-        return trace | bars | {"marker": {"color": series.color}}
-    if series.draw == "cells":
-        return {"type": "heatmap", "name": trace["name"], **_plotly_cells(series)}
     if series.draw == "text":
         return trace | {
             "mode": "text",
@@ -181,23 +147,6 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
     }
 
 
-def _plotly_cells(series: Series) -> dict[str, Any]:
-    """Cells that are not named stay empty."""
-    columns, rows = int(max(series.x)) + 1, int(max(series.y)) + 1
-    grids: dict[str, list[list[Any]]] = {
-        "z": [[None] * columns for _ in range(rows)],
-        "text": [[""] * columns for _ in range(rows)],
-        "hovertext": [[""] * columns for _ in range(rows)],
-    }
-    for at, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-        grids["z"][int(y)][int(x)] = series.shades[at]
-        grids["text"][int(y)][int(x)] = html.escape(series.texts[at])
-        grids["hovertext"][int(y)][int(x)] = html.escape(series.hover[at]).replace("\n", "<br>")
-    look = {"colorscale": [[0, CELL_COLOR], [1, series.color]], "zmin": 0, "zmax": 1, "showscale": False}
-    gaps = {"xgap": 1, "ygap": 1, "hoverongaps": False, "hoverinfo": "text", "texttemplate": "%{text}"}
-    return grids | look | gaps
-
-
 def _category_axis(names: Sequence[str]) -> dict[str, Any]:
     return {
         "tickmode": "array",
@@ -206,7 +155,3 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
         "range": [-0.6, len(names) - 0.4],
         "showgrid": False,
     }
-
-
-def _wrapped(names: Sequence[str]) -> list[str]:
-    return [textwrap.fill(name, TICK_WIDTH) for name in names]

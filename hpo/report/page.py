@@ -77,9 +77,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         best=[_trial(tables.record, trial, study_file) for trial in tables.best],
         study_file=study_file,
         detailed_heading=HEADING,
-        detailed=[
-            evaluation(one, lambda chart: (chart, plot(chart))) for one in detailed_evaluations(tables)
-        ],
+        detailed=[evaluation(one) for one in detailed_evaluations(tables)],
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         brief=brief_summary(tables),

@@ -49,7 +49,6 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
-        "importances": tables.importances.table,
         **csv_tables(tables),
     }
 

@@ -21,7 +21,6 @@ from hpo.device import DeviceInfo
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import BASELINE, format_bytes, format_metric, format_number
-from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
 from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
 
@@ -159,10 +158,6 @@ class StudyTables:
     def best(self) -> list[TrialRecord]:
         """The best complete trial; with several objectives the Pareto front. Maybe none."""
         return best_trials(self.record)
-
-    @cached_property
-    def importances(self) -> Importances:
-        return compute_importances(self.record)
 
     @cached_property
     def undrawn(self) -> dict[str, str]:

@@ -14,19 +14,8 @@ from hpo.study.reading.study_record import StudyRecord, is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = [
-    "precision",
-    "metric",
-    "fp32",
-    "baseline",
-    "difference",
-    "verdict",
-    "runs",
-    "collapsed",
-    "speed",
-    "memory",
-    "stored",
-]
+_OF_METRIC = ("precision", "metric", "fp32", "baseline", "difference")
+_OF_PRECISION = ("verdict", "runs", "collapsed", "speed", "memory", "stored")
 
 Comparison = Mapping[str, Any]
 """The result of a comparison, as it is stored."""
@@ -49,7 +38,7 @@ def details(comparison: Comparison) -> list[str]:
 def chosen_on_test(record: StudyRecord) -> list[str]:
     """A sentence where `hpo compare` has chosen between precisions on the test split."""
     asked = [
-        _name(row)
+        row["name"]
         for comparison in record.comparisons.values()
         for row in comparison.get("verdicts", ())
         if comparison.get("split") == "test" and row["num_runs"]
@@ -69,25 +58,19 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
     """A row for each precision of the metric that decides, then one for each task's own metric."""
     rows = []
     for row in comparison.get("verdicts", ()):
-        metrics = {row["metric"]: row, **row["tasks"]}
-        for metric, of_metric in metrics.items():
+        of_precision = {
+            "verdict": row["verdict"].replace("_", " "),
+            "runs": str(row["num_runs"]),
+            "collapsed": _collapsed(row),
+            **{name: _ratio(row, f"{name}_ratio") for name in ("speed", "memory", "stored")},
+        }
+        for metric, of_metric in {row["metric"]: row, **row["tasks"]}.items():
+            numbers = (format_number(of_metric[name]) for name in ("fp32", "baseline"))
+            cells = (row["name"], metric, *numbers, format_interval(*_bounds(of_metric), sign="+"))
             decides = metric == row["metric"]
-            rows.append(
-                {
-                    "precision": _name(row),
-                    "metric": metric,
-                    "fp32": format_number(of_metric["fp32"]),
-                    "baseline": format_number(of_metric["baseline"]),
-                    "difference": format_interval(*_bounds(of_metric), sign="+"),
-                    "verdict": row["verdict"].replace("_", " ") if decides else "",
-                    "runs": str(row["num_runs"]) if decides else "",
-                    "collapsed": _collapsed(row) if decides else "",
-                    "speed": _ratio(row, "speed_ratio") if decides else "",
-                    "memory": _ratio(row, "memory_ratio") if decides else "",
-                    "stored": _ratio(row, "stored_ratio") if decides else "",
-                }
-            )
-    table = pd.DataFrame(rows, columns=_COLUMNS)
+            shown = of_precision if decides else dict.fromkeys(_OF_PRECISION, "")
+            rows.append(dict(zip(_OF_METRIC, cells, strict=True)) | shown)
+    table = pd.DataFrame(rows, columns=[*_OF_METRIC, *_OF_PRECISION])
     return table if table["stored"].str.contains(r"\d").any() else table.drop(columns="stored")
 
 
@@ -144,7 +127,7 @@ def forest(question: str, comparison: Comparison) -> Chart:
             series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
             continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        text = f"{_name(row)}: {format_interval(*_bounds(row), sign='+')} {row['unit']}"
+        text = f"{row['name']}: {format_interval(*_bounds(row), sign='+')} {row['unit']}"
         place = [position, position]
         series.append(interval_line(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
@@ -154,17 +137,13 @@ def forest(question: str, comparison: Comparison) -> Chart:
         title,
         x_label=f"{rows[0]['unit']} of {rows[0]['metric']}",
         series=series,
-        y_ticks=[_name(row) for row in rows],
+        y_ticks=[row["name"] for row in rows],
         caption=(
             "Each end of an interval errs in at most 2.5 % of comparisons, at whichever look they stop. As "
             f"good: right of the margin of {margin:g}; worse: left of it."
         ),
         height=170 + 34 * len(rows),
     )
-
-
-def _name(row: Comparison) -> str:
-    return str(row["name"])
 
 
 def _bounds(row: Comparison) -> tuple[Any, Any, Any]:

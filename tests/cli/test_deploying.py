@@ -46,11 +46,10 @@ def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
     assert re.findall(r"^ onnx int8 (\w+) .* worse +$", finished.out, re.MULTILINE) == ["dynamic", "static"]
     assert f'hpo.load("{out}/model", device="cpu")' in finished.out
     assert "making and scoring onnx_int8_dynamic" in finished.err
-    assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.html"}
+    assert {path.name for path in out.iterdir()} == {"model", "deploy.json"}
     stored = json.loads((out / "deploy.json").read_text())
     assert [row["judged"]["verdict"] for row in stored["artifacts"]] == ["as_good", "worse", "worse"]
     assert (stored["chosen"], stored["test"]["num_examples"]) == (0, 320)
-    assert (out / "deploy.html").read_text().count("<td>worse</td>") == 2
     predictions = hpo.load(out / "model", device="cpu").predict(["a good day", "a bad day"])
     assert [one["mood"].label for one in predictions] == ["good", "bad"]
 
@@ -63,7 +62,7 @@ def test_as_json(folder: Path) -> None:
     assert (found["num_threads"], found["batch_size"]) == (1, 32)
     out = folder / found["folder"]
     assert out == folder / "runs" / "tiny" / "deploy"
-    assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.html"}
+    assert {path.name for path in out.iterdir()} == {"model", "deploy.json"}
     assert found["artifacts"][found["chosen"]]["judged"]["verdict"] == "as_good"
 
 
@@ -78,7 +77,7 @@ def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpo.api.deploying.deployment_html", full)
+    monkeypatch.setattr("hpo.api.deploying._finish", full)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32")
     assert finished.exit_code == 1
     assert "could not be written: [Errno 28] No space left on device. Free space" in finished.err

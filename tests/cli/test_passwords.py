@@ -28,7 +28,7 @@ def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
             assert quoted not in said
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
-    assert names >= {"deploy.json", "deploy.html", "hpo.json", "report.html", "model.safetensors"}
+    assert names >= {"deploy.json", "hpo.json", "report.html", "model.safetensors"}
     for path in files:
         content = path.read_bytes()
         for secret in (PASSWORD, quoted):

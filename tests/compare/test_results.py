@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from planted_comparison import TWO_TASKS, begun, compared, run, search_config, searched, told
+from planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.cli.display import print_comparison
 from hpo.compare.planning import Request
@@ -113,6 +113,21 @@ def test_no_loss() -> None:
     assert found["recommendation"] == (
         "Use bf16: as good as fp32 (score within 0.5 points), and 2.00 times as fast (2.00 to 2.00)."
     )
+
+
+@pytest.mark.parametrize(
+    ("precisions", "named"),
+    [(BF16, "bf16 is as good"), ((*BF16, "fp16"), "bf16 and fp16 are as good")],
+    ids=["one", "two"],
+)
+def test_fp32_is_recommended_if_the_others_are_no_faster(
+    precisions: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in precisions:
+        monkeypatch.setitem(SPEED, name, 100.0)
+    found = told(search_config(), planted(0.0, own_noise=0.1), Request(precisions=precisions)).content
+    within = "(score within 0.5 points), but not shown to be faster."
+    assert found["recommendation"] == f"Use fp32: {named} {within}"
 
 
 def test_a_loss() -> None:

@@ -146,7 +146,7 @@ def test_dashboard(folder: Path, study: optuna.Study, chromium: Any) -> None:
         page.on("pageerror", lambda error: errors.append(str(error)))
         address = f"http://127.0.0.1:{server.server_port}/dashboard/studies/{study._study_id}"
         page.goto(address)
-        for title in ("score by trial", "score against training throughput", "Importance of the parameters"):
+        for title in ("score by trial", "score against training throughput"):
             page.locator(".gtitle", has_text=title).wait_for()
         page.goto(f"{address}/note")
         page.get_by_role("heading", name="By requested precision").wait_for()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from study_records import fake_record, fake_tables, fake_trial, tables_of, with_
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
     MAX_CURVES,
-    OUTCOME_COLORS,
     PRECISION_STYLES,
     Chart,
     Series,
@@ -20,9 +19,8 @@ from hpo.report.charts import (
     metric_throughput,
     objectives,
     precision_metric,
-    timeline,
 )
-from hpo.report.tables import OUTCOMES, StudyTables
+from hpo.report.tables import StudyTables
 
 
 def points(chart: Chart) -> int:
@@ -33,13 +31,12 @@ def series(chart: Chart, name: str) -> Series:
     return next(series for series in chart.series if series.name == name)
 
 
-def test_every_precision_has_a_look_of_its_own_and_every_outcome_a_colour() -> None:
+def test_every_precision_has_a_look_of_its_own() -> None:
     assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
     for one, other in combinations(PRECISION_STYLES.values(), 2):
         (one_color, one_markers), (other_color, other_markers) = one, other
         assert one_color != other_color
         assert one_markers != other_markers
-    assert set(OUTCOME_COLORS) == set(OUTCOMES)
 
 
 @pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
@@ -78,17 +75,6 @@ def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
     assert [row.epoch for row in best.evaluations] in [list(series.x) for series in chart.series]
     assert sum(series.in_legend for series in chart.series) == 3
-
-
-def test_timeline_has_every_trial_once_and_no_bars_overlap() -> None:
-    chart = timeline(fake_tables())
-    assert {series.name for series in chart.series} == {trial.outcome for trial in fake_record().trials}
-    assert len(chart.y_ticks) == 3
-    bars = [bar for series in chart.series for bar in zip(series.y, series.x_start, series.x, strict=True)]
-    assert len(bars) == 40
-    assert all(length >= 0 for _, _, length in bars)
-    for (row, start, length), (next_row, next_start, _) in pairwise(sorted(bars)):
-        assert row != next_row or start + length <= next_start + 1e-9
 
 
 def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:

@@ -49,7 +49,7 @@ def test_publish_puts_note_charts_and_metric_names_into_the_study(study: optuna.
     assert "| fp32 | native |" in get_note(study)
     attributes = study._storage.get_study_system_attrs(study._study_id)
     charts = {key.split(":")[2] for key in attributes if key.startswith("dashboard:plot_data:")}
-    assert {"history", "metric_throughput", "importances", "timeline"} <= charts
+    assert {"history", "metric_throughput", "learning_curves"} <= charts
 
 
 def test_publishing_again_replaces_ours_and_keeps_theirs(study: optuna.Study) -> None:

@@ -11,6 +11,7 @@ from study_records import fake_trial, tables_of, with_values
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
+    confusions_text,
     csv_tables,
     detailed_evaluations,
     headline,
@@ -108,3 +109,12 @@ def test_a_value_without_known_bounds() -> None:
     )
     assert metrics_text(one).to_numpy().tolist()[-1] == ["stars", "r2", "0.410\u00a0[unknown]", "0"]
     assert list(metrics_text(one)) == ["task", "metric", "value [95%]", "best constant"]
+
+
+def test_the_most_frequent_confusions_come_first() -> None:
+    labels = [f"c{at}" for at in range(150)]
+    counts = [[at, at, 500] for at in range(150)] + [[at, (at + 1) % 150, 1 + at] for at in range(150)]
+    found = task_document("single_label", {}, confusion={"labels": labels, "counts": counts})
+    table = confusions_text(found)
+    assert table.iloc[:2].to_numpy().tolist() == [["c149", "c0", "150"], ["c148", "c149", "149"]]
+    assert len(table) == 20

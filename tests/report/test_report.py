@@ -37,11 +37,11 @@ def printed_commands(path: Path) -> list[list[str]]:
 def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     assert full_report.name == "report.html"
     drawn = set(re.findall(r'<div id="([a-z_]+)"', without_plotly(full_report)))
-    charts = {"history", "precision_metric", "metric_throughput", "importances", "timeline"}
+    charts = {"history", "precision_metric", "metric_throughput"}
     assert drawn >= charts | {"learning_curves"}
     assert {file.name for file in full_report.parent.iterdir()} == {"report.html", "tables"}
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
-    names = {"best_task_metrics", "evaluations", "importances", "precision"}
+    names = {"best_task_metrics", "evaluations", "precision"}
     of_detailed = {"classes", "confusions", "worst_errors"}
     assert tables.keys() == names | of_detailed | {"trials", "verdicts"}
     by_precision = StudyTables(fake_record()).by_precision
@@ -76,7 +76,6 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
         assert f"<td>{number}</td>" in text
         assert outcome in text
         assert reason[:12].replace("`", "") in re.sub("</?code>", "", text)
-    assert "PED-ANOVA" in text
     order = [
         "<h2>Best",
         '<div id="history"',
@@ -121,12 +120,12 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
         (
             ["failed", "unsupported"],
             "No trial is complete, so there is no best one. Outcomes: 1 failed, 1 unsupported.",
-            {"timeline"},
+            set(),
         ),
         (
             ["complete"],
             "Every trial is complete.",
-            {"history", "precision_metric", "metric_throughput", "timeline", "learning_curves"},
+            {"history", "precision_metric", "metric_throughput", "learning_curves"},
         ),
     ],
     ids=["no trial", "all failed", "one trial"],

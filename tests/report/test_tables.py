@@ -166,7 +166,6 @@ def test_an_empty_study_gives_empty_tables() -> None:
     tables = tables_of([])
     for name in ("trials", "complete", "by_precision", "evaluations"):
         assert getattr(tables, name).empty
-    assert tables.importances.table.empty
     assert brief_summary(tables).empty
     assert tables.best == []
     assert "best_score" in tables.by_precision
