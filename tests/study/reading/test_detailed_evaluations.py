@@ -69,7 +69,7 @@ def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (json.dumps({**DOCUMENT, "version": 99}), "must have the version 1, but this one has 99."),
+        (json.dumps({**DOCUMENT, "version": 99}), "must have the version 2, but this one has 99."),
         (json.dumps({**DOCUMENT, "tasks": None}), "this is no whole detailed evaluation: tasks: "),
         (json.dumps(DOCUMENT)[:-9], "this is no JSON: "),
     ],
