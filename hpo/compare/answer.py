@@ -12,7 +12,6 @@ from hpo.study.reading.study_record import TrialRecord
 
 RATIOS = {
     "speed_ratio": "train_examples_per_second",
-    "memory_ratio": "peak_memory_bytes",
     "stored_ratio": STORED_BYTES,
 }
 """The ratios beside the score, each with its measurement of a trial (`hpo.compare.runs`)."""
@@ -46,7 +45,8 @@ def answer_of(runs: Runs, precision: str) -> Answer:
 def verdict_of(runs: Runs, precision: str, metric: str) -> Verdict:
     """Judge the pairs of a precision in one metric."""
     pairs, named = [*runs.pairs(precision)], runs.plan.named
-    asked = Question(metric, runs.plan.margin, named(REFERENCE), named(precision), f"rows of {runs.split}")
+    names = named(REFERENCE), named(precision), f"rows of {runs.split}"
+    asked = Question(metric, runs.plan.margin, *names, is_brief=True)
     theirs = [runs.scored(pair.theirs, metric) for pair in pairs]
     ours = [runs.scored(pair.ours, metric) for pair in pairs]
     return judge(asked, theirs, ours, runs.facts(asked))
@@ -62,11 +62,11 @@ def collapsed_runs(
     shown = set()
     for answer in answers.values():
         verdict = answer.verdict
-        middle = (verdict.baseline + verdict.reference_median) / 2
         for pair in answer.pairs:
             for run in (pair.ours, pair.theirs):
                 score = runs.scored(run, runs.metric)
-                if run.number not in shown and (score is None or score.value < middle):
+                is_far = score and verdict.collapses and score.value < verdict.collapses.middle
+                if run.number not in shown and (score is None or is_far):
                     shown.add(run.number)
                     configuration = runs.plan.configurations[pair.configuration].trial
                     yield run, configuration, score.value if score else None

@@ -88,7 +88,6 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "row_bound": found.row_bound,
         "num_collapsed": collapses.num_collapsed if collapses else None,
         "collapse_share": collapses.possible_share if collapses else None,
-        "allowed_collapse_share": collapses.allowed_share if collapses else None,
         "reason": found.reason,
         "sentence": words.verdict(answer, runs),
         **_ratios_json(answer),

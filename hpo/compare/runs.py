@@ -130,8 +130,10 @@ class Runs:
         return _range(np.array(logs)) if attribute == STORED_BYTES else _ratio(np.array(logs))
 
     def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
-        """What says how the precision does; None: nothing does. Speed and memory are of a trial that had its
-        device alone, and `stored_bytes` what the weights take, or the moments."""
+        """A measurement of a complete trial. None: it has none, or shared its device.
+
+        `stored_bytes` are the bytes of the weights, or of the moments.
+        """
         value = trial.attributes.get(attribute)
         if attribute == STORED_BYTES:
             facts = trial.telemetry.get(self.plan.setting) or {}

@@ -24,6 +24,8 @@ def verdict(answer: Answer, runs: Runs) -> str:
             f"{told} No pair of runs tells anything: a run of {either} failed, or ran in another precision."
         )
     has_seeds_left = plan.num_seeds[answer.precision] < plan.max_seeds
+    if answer.verdict.reason and has_seeds_left:
+        return f"{told} More seeds cannot show it."
     if not answer.is_open or has_seeds_left or plan.max_seeds == MOST_SEEDS:
         return told
     more = min(next_look(plan.max_seeds), MOST_SEEDS)
@@ -39,7 +41,11 @@ def error(answers: Collection[Answer], runs: Runs) -> str:
     """The stated errors of the verdicts, and what they refer to."""
     num, configurations = len(answers), len(runs.plan.configurations)
     each = f"Each verdict `as good` is wrong in at most {100 * ALPHA:g} % of comparisons, and so is `worse`"
-    several = f"; with {num} precisions, any `as good` in at most {100 * ALPHA * num:g} %" if num > 1 else ""
+    several = (
+        f". With {num} precisions, at least one wrong `as good` is said in at most {100 * ALPHA * num:g} %"
+        if num > 1
+        else ""
+    )
     what = "this configuration" if configurations == 1 else f"these {configurations} configurations"
     return f"{each}{several}. The verdicts are about {what} on new seeds and new rows of this kind."
 
@@ -69,18 +75,23 @@ def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
             f"{text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}){where}."
         )
     if good:
-        names = " and ".join(plan.named(answer.precision) for answer in good)
+        names = listed([plan.named(answer.precision) for answer in good], "and")
         are = "is" if len(good) == 1 else "are"
         return f"Use {fp32}: {names} {are} as good ({within}), but not shown to be {more}{where}."
     worse = [plan.named(answer.precision) for answer in answers if answer.name == "worse"]
     if len(worse) == len(answers):
-        return f"Use {fp32}: {' and '.join(worse)} {'is' if len(worse) == 1 else 'are'} worse ({within})."
-    rest = " or ".join(plan.named(answer.precision) for answer in answers if answer.name == "not_shown")
-    return f"Use {fp32}: it is not shown whether {rest} is as good ({within}); see the reasons."
+        return f"Use {fp32}: {listed(worse, 'and')} {'is' if len(worse) == 1 else 'are'} worse ({within})."
+    rest = listed([plan.named(answer.precision) for answer in answers if answer.name == "not_shown"], "or")
+    return f"Use {fp32}: it is not shown whether {rest} is as good ({within}). Reasons: {plan.command}"
+
+
+def listed(names: Sequence[str], word: str) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 _GAINS = {
-    True: ("speed_ratio", "{:.2f} times as fast", "faster", 1),
+    True: ("speed_ratio", "{:.2f} times as fast in training", "faster", 1),
     False: ("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1),
 }
 """The gain that decides between precisions that are as good, by whether they are those of computing: the

@@ -161,8 +161,6 @@ class _Run:
     def _judged(self, name: str, split: str) -> Judged:
         reference = self._reference(split)
         found = reference if name == REFERENCE.name else self._statistics(name, split)
-        if found is None:
-            return Judged("worse", f"{name} is worse than fp32: its logits are not finite.")
         return judge_form(self._question(name, split), found, reference)
 
     def time_all(self) -> None:
@@ -214,7 +212,7 @@ class _Run:
         return Deployment(
             study=self._study.name,
             trial=self._trial,
-            num_examples=len(self._data.splits[CHOSEN_BY]),
+            num_examples=self._forms[REFERENCE.name].judged.num_rows,
             objective=question.metric,
             unit=question.unit,
             max_drop=request.max_drop,
@@ -235,16 +233,17 @@ class _Run:
     def _confirmed(self, name: str) -> Confirmation:
         fp32_score = self._judged(REFERENCE.name, CONFIRMED_BY).score
         assert fp32_score is not None
-        rows = self._data.splits[CONFIRMED_BY]
-        return Confirmation(len(rows), fp32_score, self._judged(name, CONFIRMED_BY))
+        judged = self._judged(name, CONFIRMED_BY)
+        return Confirmation(judged.num_rows, fp32_score, judged)
 
     def _notes(self) -> list[str]:
         others = len(self._forms) - 1
         chance = min(100.0, 100 * ALPHA * others)
         asked = self._question("", CHOSEN_BY)
+        several = f", and any of {others} with at most {chance:.3g} %" if others > 1 else ""
         error = (
             f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
-            f"probability of at most {100 * ALPHA:g} %, and any of {others} with at most {chance:.3g} %."
+            f"probability of at most {100 * ALPHA:g} %{several}."
         )
         limits = [f"No form can be shown to be as good. {self._limit}"] if self._limit else []
         notes = [*limits, error] if others else []

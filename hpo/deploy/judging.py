@@ -26,8 +26,14 @@ def limit(question: Question, data: DataSet, split: str) -> str:
     return "" if facts.excludable < question.margin else facts.limit(question)
 
 
-def judge_form(question: Question, statistics: Statistics, reference: Statistics) -> Judged:
-    """Judge a form against fp32 on the same split; fp32 itself is as good."""
+def judge_form(question: Question, statistics: Statistics | None, reference: Statistics) -> Judged:
+    """Judge a form against fp32 on the same split; fp32 itself is as good.
+
+    The statistics are None if a logit of the form is not finite.
+    """
+    if statistics is None:
+        found = judge(question, [scored(reference, question.metric)], [None], facts_of(reference, question))
+        return Judged(found.verdict, f"{question.other}: its logits are not finite. {found.sentence}")
     values = metric_intervals(statistics)
     tasks = {
         name: TaskDrop(of.task.primary_metric, values.tasks[name][of.task.primary_metric], drop)
@@ -35,11 +41,12 @@ def judge_form(question: Question, statistics: Statistics, reference: Statistics
         if (drop := _drop(_judged(question, statistics, reference, f"{name}/{of.task.primary_metric}")))
     }
     score = _objective(question.metric, values)
-    if statistics is reference:
-        return Judged("as_good", "", score, Interval(0.0, 0.0, 0.0), tasks)
     found = _judged(question, statistics, reference, question.metric)
+    told = found.baseline, found.labelled_rows
+    if statistics is reference:
+        return Judged("as_good", "", score, Interval(0.0, 0.0, 0.0), tasks, *told)
     reason = "" if found.verdict == "as_good" else found.sentence
-    return Judged(found.verdict, reason, score, _drop(found), tasks)
+    return Judged(found.verdict, reason, score, _drop(found), tasks, *told)
 
 
 def _judged(question: Question, statistics: Statistics, reference: Statistics, metric: str) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,6 +34,10 @@ class Judged:
     drop: Interval | None = None
     """What it has lost of fp32's, in `Deployment.unit`; below 0 it has gained."""
     tasks: Mapping[str, TaskDrop] = field(default_factory=dict)
+    baseline: float = math.nan
+    """Score of the best constant prediction, in `Deployment.unit`; higher is better."""
+    num_rows: int = 0
+    """Rows that are labelled for the objective."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Deployment:
     study: str
     trial: int
     num_examples: int
-    """Of validation."""
+    """Rows of validation that are labelled for the objective."""
     objective: str
     unit: str
     """Of drops: `points` (hundredths), or `label units`."""

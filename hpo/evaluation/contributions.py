@@ -132,7 +132,7 @@ def baselines(statistics: Statistics) -> dict[str, float]:
         for metric in statistics[name].task.metrics:
             constant = constant_predictions(statistics, f"{name}/{metric}")
             known = constant[name].scores() if constant else {}
-            values |= {metric: known[metric]} if metric in known else {}
+            values |= {metric: round(known[metric], 12)} if metric in known else {}
     found = {f"{name}/{metric}": value for name, of in by_task.items() for metric, value in of.items()}
     tasks = [statistics[name].task for name in by_task]
     is_whole = tasks and all(task.primary_metric in by_task[task.name] for task in tasks)

@@ -13,7 +13,7 @@ from hpo.data.tasks import Task, make_tasks, read_task_configs
 from hpo.errors import InputError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
-from hpo.tasks.kind import Kind
+from hpo.tasks.kind import Kind, class_name
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import row_statistics
 
@@ -67,9 +67,13 @@ def compare_predictions(
     Raises:
         InputError: a value is not as above.
     """
-    made = _task(task, truths)
-    if not (isinstance(margin, int | float) and math.isfinite(margin) and margin > 0):
+    truths, reference = _plain("truths", truths), _plain("reference", reference)
+    other, limit = _plain("other", other), margin.item() if hasattr(margin, "item") else margin
+    if type(limit) not in (int, float) or not 0 < limit < math.inf:
         raise InputError(f"margin: must be a positive number, but got {show(margin)}.")
+    if all(truth is None for truth in truths):
+        raise InputError("truths: at least one row must be labelled, but got none.")
+    made = _task(task, truths)
     if len(reference) != len(other) or not other:
         raise InputError(
             "reference, other: must have the same number of runs, at least one, but got "
@@ -83,27 +87,37 @@ def compare_predictions(
         else Example(str(row), _SPACES, {}, {})
         for row, truth in enumerate(truths)
     ]
-    if not any(example.annotated for example in examples):
-        raise InputError("truths: at least one row must be labelled, but got none.")
     sides = {"reference": reference, "other": other}
     statistics = {
         side: [_statistics(kind, run, examples, f"{side}[{place}]") for place, run in enumerate(runs)]
         for side, runs in sides.items()
     }
     metric = f"{_NAME}/{made.primary_metric}"
-    question = Question(metric, margin, name=made.primary_metric)
+    question = Question(metric, float(limit), name=made.primary_metric)
     runs = {side: [scored(run, metric) if run else None for run in of] for side, of in statistics.items()}
     facts = (facts_of(run, question) for side in statistics.values() for run in side if run)
     return judge(question, runs["reference"], runs["other"], next((one for one in facts if one), None))
 
 
+def _plain(where: str, values: Any) -> list[Any]:
+    """A list of Python's own values, as arrays give by `tolist`."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(plain, list | tuple):
+        raise InputError(f"{where}: must be a list, but got {show(values)}.")
+    return [one.tolist() if hasattr(one, "tolist") else one for one in plain]
+
+
 def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
+    if not isinstance(given, Mapping):
+        raise InputError(f"task: must be a mapping as under `data.tasks`, but got {show(given)}.")
     try:
         config = read_task_configs({_NAME: dict(given)}, "task")[_NAME]
         kind = KINDS[config.kind]
         if kind.has_classes and config.classes is None:
             values = [value for value in truths if value is not None]
-            classes = {one for value in values for one in (value if kind.is_list else [value])}
+            classes = {class_name(one) for value in values for one in (value if kind.is_list else [value])}
+            if others := [one for one in classes if not isinstance(one, str)]:
+                raise InputError(f"truths: classes must be strings, but got {show(others[0])}.")
             config = config.model_copy(update={"classes": tuple(sorted(classes))})
         primary, plain = config.primary_metric, config.model_copy(update={"primary_metric": None})
         if config.evidence_for:  # which names another task
@@ -143,15 +157,17 @@ def _spans(task: Task, value: Any, where: str) -> list[tuple[str, int, int]]:
     for name, pairs in value.items():
         if name not in task.labels:
             raise InputError(f"{where}: the task has no span name {show(name)}.")
-        for pair in pairs:
-            start, end = pair
-            spans.append((name, int(start), int(end)))
+        for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
+            if not isinstance(pair, list | tuple) or [type(one) for one in pair] != [int, int]:
+                raise InputError(f"{where}: a span must be [start, end], but got {show(pair)}.")
+            spans.append((name, *pair))
     return spans
 
 
 def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -> Statistics | None:
     if run is None:
         return None
+    run = _plain(where, run)
     if len(run) != len(examples):
         raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
     if not _are_known(kind, run):

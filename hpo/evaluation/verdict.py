@@ -7,7 +7,7 @@ run without a score counts as the baseline, the best constant prediction, whiche
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,9 +33,11 @@ from hpo.evaluation.decision import (
     excludable_loss,
     rows_needed,
 )
-from hpo.tasks.registry import is_error
+from hpo.tasks.registry import is_error, kind_of
 
 _NAMES_SHOWN = 5
+_EXAMPLE = 20.0
+"""Points that a run loses in the example of a condition."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Question:
     """What the labelled rows are: `rows of test`."""
     name: str = ""
     """Name of the metric in sentences; empty: `metric`."""
+
+    is_brief: bool = False
+    """Whether the losses that the rows cannot exclude were stated in full before."""
 
     @property
     def shown(self) -> str:
@@ -78,6 +83,8 @@ class Facts:
     """Expected score of the same predictions in random order."""
     rare: Mapping[str, int]
     """Classes with too few labelled rows for the margin, with the number of rows."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences that limit what a verdict says."""
 
     @property
     def excludable(self) -> float:
@@ -89,12 +96,16 @@ class Facts:
         if math.isinf(self.row_bound):
             return f"By how much one row can change {question.shown} is unknown, so no loss can be excluded."
         rows = ", ".join(f"{num:,} of {task}" for task, num in self.labelled.items())
-        of_tasks = f" ({rows})" if len(self.labelled) > 1 else ""
+        of_tasks = f" ({rows})" if len({*self.labelled.values()}) > 1 else ""
         least = math.ceil(100 * self.excludable) / 100
-        told = (
-            f"With {self.num_rows:,} labelled {question.rows}{of_tasks}, losses under {least:g} "
-            f"{question.unit} cannot be excluded"
-        )
+        with_rows = f"With {self.num_rows:,} labelled {question.rows}{of_tasks}"
+        if math.isinf(question.margin):
+            return f"{with_rows}, a score is known to {least:g} {question.unit} at best."
+        is_any = question.unit == "points" and least >= 100
+        losses = "no loss" if is_any else f"losses under {least:g} {question.unit}"
+        told = f"{with_rows}, {losses} {'can' if is_any else 'cannot'} be excluded"
+        if question.is_brief:
+            return f"{told}."
         if self.excludable >= question.margin:
             num = rows_needed(self.row_bound, question.margin)
             told += f". A margin of {question.margin:g} takes {num:,} such rows"
@@ -129,31 +140,45 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
         scored(constant, metric) if constant else None,
         shuffled_value(statistics, metric),
         rare_classes(statistics, metric, question.margin),
+        tuple(_assumptions(statistics, metric)),
     )
+
+
+def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
+    names = metrics_by_task(statistics, metric)
+    for task, name in names.items():
+        of, of_task = statistics[task], f" of {task}" if len(names) > 1 else ""
+        kind = kind_of(of.task)
+        if kind.is_number:
+            yield f"An error{of_task} counts as the range of the labels where it is larger."
+        elif (kind.is_list or kind.in_spans) and kind.row_bound(name, of.counts_NC, of.values_N) != 1:
+            yield f"It is assumed that no row has more items{of_task} than one of these rows has."
+        if name == "f1_macro" and of.counts_NC:
+            pairs = zip(of.task.labels, of.class_counts()[1].tolist(), strict=True)
+            if absent := [f"`{label}`" for label, num in pairs if not num]:
+                shown = ", ".join(absent[:_NAMES_SHOWN]) + ", ..." * (len(absent) > _NAMES_SHOWN)
+                yield f"No row{of_task} has {shown}, so a loss there is unknown."
 
 
 @dataclass(frozen=True)
 class Collapses:
-    """The runs of the other side that collapsed.
+    """The runs of both sides that collapsed.
 
     A run collapsed if it has no score, or a score nearer to the baseline than to the median of the reference.
     """
 
     num_runs: int
     num_collapsed: int
+    num_reference_collapsed: int
+    middle: float
+    """A score below it is nearer to the baseline."""
     size: float
     """Distance from the median of the reference to the baseline, in the unit of the metric."""
-    margin: float
 
     @property
     def possible_share(self) -> float:
         """The share of collapses that the runs do not exclude."""
         return collapse_share(self.num_runs, self.num_collapsed)
-
-    @property
-    def allowed_share(self) -> float:
-        """With a larger share of collapses, the mean loss exceeds the margin."""
-        return min(self.margin / self.size, 1.0)
 
 
 @dataclass(frozen=True)
@@ -176,7 +201,7 @@ class Verdict:
     baseline: float = math.nan
     reference_median: float = math.nan
     collapses: Collapses | None = None
-    """None: there is one run on each side, or no baseline."""
+    """None: there is one run on each side, or the baseline is too near to the reference."""
 
 
 def judge(
@@ -192,41 +217,52 @@ def judge(
     """
     if len(reference) != len(other):
         raise ValueError(f"runs must pair, but got {len(reference)} and {len(other)}.")
-    known = [run.value for run in reference if run is not None]
+    known = [run for run in reference if run is not None]
+    median = float(np.median([run.value for run in known])) if known else math.nan
     baseline = facts.baseline if facts else None
-    median = float(np.median(known)) if known else math.nan
-    collapses = None
-    if baseline and len(other) > 1 and median > baseline.value:
-        middle = (median + baseline.value) / 2
-        num = sum(run is None or run.value < middle for run in other)
-        collapses = Collapses(len(other), num, median - baseline.value, question.margin)
     pairs = [(theirs or baseline, ours or baseline) for theirs, ours in zip(reference, other, strict=True)]
     full = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
+    decision, bound = Decision(math.nan, -math.inf, math.inf, "not_shown"), math.inf
+    if facts is None or not known:
+        reason = f"No run of {question.reference} has a score" if facts else "No run has a score"
+    elif len(full) < len(pairs):
+        reason = "A run has no score, and the metric has no baseline"
+    else:
+        decision, bound = _decide(full, question.margin)
+        facts = replace(facts, row_bound=bound)
+        reason = _why_not_shown(question, known, facts, decision)
     found = Verdict(
-        "not_shown",
-        math.nan,
-        (-math.inf, math.inf),
+        "not_shown" if reason else decision.verdict,
+        decision.difference,
+        (decision.low, decision.high),
         len(other),
         facts.num_rows if facts else 0,
-        math.inf,
+        bound,
         question.unit,
         "",
-        baseline=baseline.value if baseline else math.nan,
-        reference_median=median,
-        collapses=collapses,
+        reason,
+        baseline.value if baseline else math.nan,
+        median,
+        _collapses(question, reference, other, median, baseline),
     )
-    if facts is None or not other:
-        return _worded(question, replace(found, reason="No run has a score"))
-    if len(full) < len(pairs):
-        return _worded(question, replace(found, reason="A run has no score, and the metric has no baseline"))
-    decision, bound = _decide(full, question.margin)
-    found = replace(
-        found, difference=decision.difference, interval=(decision.low, decision.high), row_bound=bound
+    return replace(found, sentence=_sentence(question, found, facts.assumptions if facts else ()))
+
+
+def _collapses(
+    question: Question,
+    reference: Sequence[Scored | None],
+    other: Sequence[Scored | None],
+    median: float,
+    baseline: Scored | None,
+) -> Collapses | None:
+    """A run halfway to the baseline must have lost more than the margin, or there are no collapses."""
+    if baseline is None or len(other) < 2 or not median - baseline.value > 2 * question.margin:
+        return None
+    middle = (median + baseline.value) / 2
+    lost, of_reference = (
+        sum(run is None or run.value < middle for run in side) for side in (other, reference)
     )
-    reason = _reason(question, reference, facts, found, decision)
-    return _worded(
-        question, replace(found, verdict="not_shown" if reason else decision.verdict, reason=reason)
-    )
+    return Collapses(len(other), lost, of_reference, middle, median - baseline.value)
 
 
 def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Decision, float]:
@@ -237,63 +273,70 @@ def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Deci
     return decide(differences_R, rows_N, margin, row_bound=bound, step=step), bound
 
 
-def _reason(
-    question: Question, reference: Sequence[Scored | None], facts: Facts, found: Verdict, decision: Decision
-) -> str:
+def _why_not_shown(question: Question, reference: Sequence[Scored], facts: Facts, decision: Decision) -> str:
     """Why nothing is shown with any number of runs; empty: the interval decides."""
-    if math.isinf(found.row_bound):
+    if math.isinf(facts.row_bound):
         return f"By how much one row can change {question.shown} is unknown"
-    runs = [run for run in reference if run is not None]
-    if not runs:
-        return f"No run of {question.reference} has a score"
-    constant = found.baseline if facts.baseline else -math.inf
+    median = float(np.median([run.value for run in reference]))
+    constant = facts.baseline.value if facts.baseline else -math.inf
     level = max(constant, facts.chance)
-    if found.reference_median - 1.96 * np.median([run.standard_error for run in runs]) <= level:
+    if median - 1.96 * np.median([run.standard_error for run in reference]) <= level:
         what = "the best constant prediction" if level == constant else "its predictions in random order"
         return (
             f"It is not shown that {question.reference} has learned anything: it has "
-            f"{found.reference_median:.2f} {question.unit}, and {what} {level:.2f}"
+            f"{_number(median, question.unit)} {question.unit}, and {what} {_number(level, question.unit)}"
         )
-    if decision.verdict != "worse" and excludable_loss(found.row_bound, facts.num_rows) >= question.margin:
-        return replace(facts, row_bound=found.row_bound).limit(question).removesuffix(".")
+    if decision.verdict != "worse" and facts.excludable >= question.margin:
+        return facts.limit(question).removesuffix(".")
     return ""
 
 
-def _worded(question: Question, found: Verdict) -> Verdict:
-    reference, other = question.reference, question.other
+def _number(value: float, unit: str, sign: str = "") -> str:
+    """Two decimals of points, three digits of label units."""
+    return f"{value:{sign}.2f}" if unit == "points" else f"{value:{sign}.3g}"
+
+
+def _sentence(question: Question, found: Verdict, assumptions: Sequence[str]) -> str:
+    reference, other, unit = question.reference, question.other, question.unit
     capitalized = other[0].upper() + other[1:] if other.startswith("the ") else other
-    heads = {
+    told = {
         "as_good": f"{capitalized} is as good as {reference}",
         "worse": f"{capitalized} is worse than {reference}",
         "not_shown": f"It is not shown whether {other} is as good as {reference}",
-    }
-    told = heads[found.verdict]
+    }[found.verdict]
     if not math.isnan(found.difference):
-        told += f": {question.shown} {found.difference:+.2f}"
+        told += f": {question.shown} {_number(found.difference, unit, '+')}"
         if math.isfinite(found.interval[0] + found.interval[1]):
-            told += f" [{found.interval[0]:+.2f}, {found.interval[1]:+.2f}]"
+            low, high = (_number(end, unit, "+") for end in found.interval)
+            told += f" [{low}, {high}]"
         runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
         rows = f"{found.labelled_rows:,} labelled {question.rows}"
-        few = "" if math.isfinite(found.interval[0]) or found.reason else " (too few runs for an interval)"
-        told += f" {found.unit}{few}, margin {question.margin:g}; {runs}, {rows}"
-    told += "."
-    if found.reason:
-        told += f" {found.reason}."
-    elif found.verdict == "as_good" and is_error(question.metric):
-        told += " An error counts as the range of the labels where it is larger."
-    if found.collapses and not found.reason:
-        told += f" {_collapse_sentence(found.collapses, found)}"
-    return replace(found, sentence=told.rstrip())
+        is_few = math.isinf(found.interval[0]) and math.isfinite(found.row_bound)
+        few = " (too few runs for an interval)" if is_few else ""
+        told += f" {unit}{few}, margin {question.margin:g}; {runs}, {rows}"
+    parts = [told + ".", f"{found.reason}." if found.reason else ""]
+    if found.verdict == "as_good" and found.num_runs > 1:
+        parts.append(_condition(question, found))
+    collapses = found.collapses
+    if collapses and collapses.num_collapsed + collapses.num_reference_collapsed and not found.reason:
+        of_reference = f", and {collapses.num_reference_collapsed} of {reference}"
+        parts.append(f"{collapses.num_collapsed} of {collapses.num_runs} runs collapsed{of_reference}.")
+    if found.verdict != "not_shown":
+        parts += assumptions
+    return " ".join(filter(None, parts))
 
 
-def _collapse_sentence(collapses: Collapses, found: Verdict) -> str:
-    """The collapses that the runs do not exclude, and the condition of `as_good`."""
-    runs, share = collapses.num_runs, 100 * collapses.possible_share
-    seen = f"{collapses.num_collapsed} of {runs} runs collapsed" if collapses.num_collapsed else ""
-    if found.verdict != "as_good":
-        return f"{seen}." if seen else ""
-    condition = (
-        f"This holds only if fewer than {100 * collapses.allowed_share:.2g} % of the runs collapse, since a "
-        f"collapse to the baseline costs {collapses.size:.3g} {found.unit}"
+def _condition(question: Question, found: Verdict) -> str:
+    """The losses of few runs under which `as_good` is wrong, and their share that the runs do not exclude."""
+    collapses = found.collapses
+    sizes = {f"{_EXAMPLE:g} {question.unit}": _EXAMPLE} if question.unit == "points" else {}
+    if collapses:
+        size = _number(collapses.size, question.unit)
+        sizes[f"a collapse to the baseline ({size} {question.unit})"] = collapses.size
+    shares = [f"{100 * min(question.margin / size, 1):.2g} % for {name}" for name, size in sizes.items()]
+    examples = f": {' and '.join(shares)}" if shares else ""
+    possible = collapse_share(found.num_runs, collapses.num_collapsed if collapses else 0)
+    return (
+        f"This holds only if fewer than {question.margin:g} / d of the runs lose d {question.unit} more than "
+        f"{question.reference}{examples}. These {found.num_runs} runs do not exclude {100 * possible:.0f} %."
     )
-    return f"{condition}; these {runs} runs do not exclude {share:.0f} %." + (f" {seen}." if seen else "")

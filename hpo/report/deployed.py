@@ -23,6 +23,7 @@ def quality_table(stored: Stored) -> pd.DataFrame:
             {
                 **_named(row),
                 stored["objective"]: _interval(judged["score"], digits=4),
+                "baseline": _baseline(judged["baseline"], stored["unit"]),
                 "drop": "" if is_reference else _interval(judged["drop"], sign="+"),
                 "verdict": "chosen" if index == stored["chosen"] else _verdict(judged),
             }
@@ -113,6 +114,11 @@ def loading(stored: Stored, model: str) -> str:
 def threads(stored: Stored) -> str:
     """`1 thread`, `2 threads`."""
     return f"{stored['num_threads']} thread{'s' * (stored['num_threads'] > 1)}"
+
+
+def _baseline(value: float | None, unit: str) -> str:
+    """The best constant prediction in the form of the score."""
+    return format_number(value / 100 if unit == "points" else -value) if value is not None else "–"
 
 
 def _verdict(judged: Stored) -> str:

@@ -15,7 +15,7 @@ from hpo.study.reading.study_record import StudyRecord, is_number
 MARGIN_COLOR = "#6B6B6B"
 
 _OF_METRIC = ("precision", "metric", "fp32", "baseline", "difference")
-_OF_PRECISION = ("verdict", "runs", "collapsed", "speed", "memory", "stored")
+_OF_PRECISION = ("verdict", "runs", "collapsed", "speed", "stored")
 
 Comparison = Mapping[str, Any]
 """The result of a comparison, as it is stored."""
@@ -62,7 +62,7 @@ def verdict_table(comparison: Comparison) -> pd.DataFrame:
             "verdict": row["verdict"].replace("_", " "),
             "runs": str(row["num_runs"]),
             "collapsed": _collapsed(row),
-            **{name: _ratio(row, f"{name}_ratio") for name in ("speed", "memory", "stored")},
+            **{name: _ratio(row, f"{name}_ratio") for name in ("speed", "stored")},
         }
         for metric, of_metric in {row["metric"]: row, **row["tasks"]}.items():
             numbers = (format_number(of_metric[name]) for name in ("fp32", "baseline"))

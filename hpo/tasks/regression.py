@@ -113,7 +113,8 @@ class Regression(Kind):
         squares."""
         truth_N = np.array([example.labels[self.task.name] for example in examples], np.float64)
         predicted_N = np.array(predicted, np.float64)
-        error_N = np.where(np.isfinite(predicted_N), predicted_N, np.nan) - truth_N
+        # So far off that its square is infinite: the metric is undefined.
+        error_N = np.where(np.abs(predicted_N) < _LARGEST, predicted_N, np.nan) - truth_N
         target_N = truth_N - (truth_N.mean() if len(truth_N) else 0.0)
         values = {
             "absolute": np.abs(error_N),

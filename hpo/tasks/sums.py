@@ -70,9 +70,9 @@ def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArr
     A row with t true items loses all of its hits and has p spurious items instead. t and p are at most the
     largest numbers of a row. With F = 2H / (T + P), the change is ((2 - F) t + F max(p, t)) / (T + P).
     """
-    if not len(true_N):
-        return math.inf
     total = float(true_N.sum() + predicted_N.sum())
+    if not total:
+        return math.inf
     f1 = 2 * float(hits_N.sum()) / max(total, 1)
     most_true, most_predicted = float(true_N.max()), float(predicted_N.max())
     change = (2 - f1) * most_true + f1 * max(most_true, most_predicted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from hpo.data.batches import collate, training_batches
@@ -32,9 +33,11 @@ class Costs:
     seconds: float
     """Wall seconds of the fastest pass in the precision."""
     speed_ratio: float
-    """fp32's seconds over the precision's: above 1 is faster than fp32."""
+    """fp32's seconds over the precision's, the median over pairs of passes: above 1 is faster than fp32."""
     memory_ratio: float | None
     """The precision's peak memory of a pass over fp32's. None: too small to be measured."""
+    least_speed_ratio: float
+    """The smallest ratio of a pair."""
 
 
 def measure_costs(
@@ -72,10 +75,13 @@ def measure_costs(
         held = peak_memory_bytes(device)
         each.time()
         peak_bytes.append(peak_memory_bytes(device) - held)
-    passes = [[each.time() for each in sides] for _ in range(repeats)]
-    reference, own = map(min, zip(*passes, strict=True))
-    is_meaningful = min(peak_bytes) > _MEANINGFUL_BYTES
-    return Costs(own, reference / own, peak_bytes[1] / peak_bytes[0] if is_meaningful else None)
+    passes = []
+    for repeat in range(repeats):  # in alternating order
+        first, second = (side.time() for side in sides[:: -1 if repeat % 2 else 1])
+        passes.append((second, first) if repeat % 2 else (first, second))
+    ratios = [reference / own for reference, own in passes]
+    memory = peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None
+    return Costs(min(own for _, own in passes), median(ratios), memory, min(ratios))
 
 
 def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:

@@ -28,7 +28,7 @@ SPACE = {
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
 KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
-KEYS |= {"memory_ratio", "baseline", "collapse_share", "sentence"}
+KEYS |= {"baseline", "collapse_share", "sentence"}
 OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
 
 

@@ -150,7 +150,7 @@ def test_verification(screen: Screen) -> None:
         logits_relative_error={"a": 1.25e-3, "b": 4e-3},
         gradient_cosine=0.99912,
     )
-    check = Compatibility("incompatible", (), measurement, costs=Costs(0.1, 2.5, 0.75))
+    check = Compatibility("incompatible", (), measurement, costs=Costs(0.1, 2.5, 0.75, 2.4))
     checks = [
         PrecisionCheck("bf16", Support("native"), check, LONG),
         PrecisionCheck("bf16-true", Support("unsupported", LONG), None, LONG),

@@ -101,17 +101,19 @@ def test_no_loss() -> None:
     assert row["low"] > -0.5
     size = row["fp32"] - row["baseline"]
     assert (row["baseline"], row["fp32"]) == (0, pytest.approx(78, abs=3))
-    assert row["sentence"].endswith(
-        f"This holds only if fewer than {50 / size:.2g} % of the runs collapse, since a collapse to the "
-        f"baseline costs {size:.3g} points; these 6 runs do not exclude 39 %."
-    )
+    assert (
+        "This holds only if fewer than 0.5 / d of the runs lose d points more than fp32: 2.5 % for 20 points "
+        f"and {50 / size:.2g} % for a collapse to the baseline ({size:.2f} points). These 6 runs do not "
+        "exclude 39 %."
+    ) in row["sentence"]
     assert row["collapse_share"] == pytest.approx(1 - 0.05 ** (1 / 6))
     assert found["error"] == (
         "Each verdict `as good` is wrong in at most 2.5 % of comparisons, and so is `worse`. The verdicts "
         "are about these 2 configurations on new seeds and new rows of this kind."
     )
     assert found["recommendation"] == (
-        "Use bf16: as good as fp32 (score within 0.5 points), and 2.00 times as fast (2.00 to 2.00)."
+        "Use bf16: as good as fp32 (score within 0.5 points), and 2.00 times as fast in training (2.00 to "
+        "2.00)."
     )
 
 
@@ -171,7 +173,7 @@ def test_every_precision_gets_its_verdict(losses: dict[str, float]) -> None:
     verdicts = {row["precision"]: row["verdict"] for row in found["verdicts"]}
     expected = {"fp16": "worse" if losses else "as_good", "bf16": "as_good", "bf16-true": "as_good"}
     assert verdicts == expected
-    assert "with 3 precisions, any `as good` in at most 7.5 %" in found["error"]
+    assert "With 3 precisions, at least one wrong `as good` is said in at most 7.5 %" in found["error"]
 
 
 @pytest.mark.parametrize("share", [3, 5])
@@ -216,7 +218,7 @@ def test_runs_that_collapse_are_shown_one_by_one() -> None:
     )
     assert re.fullmatch(pattern, far)
     assert failed.endswith(f"(configuration {best}, seed 1000004): no score, nonfinite: the loss was NaN.")
-    assert "2 of 9 runs collapsed." in row["sentence"]
+    assert "2 of 9 runs collapsed, and 0 of fp32." in row["sentence"]
     assert f"Collapsed: {far}" in shown(found)
 
 

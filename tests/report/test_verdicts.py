@@ -73,7 +73,7 @@ def test_page_and_dashboard_begin_with_the_verdict() -> None:
     places = [page.index(text) for text in first]
     assert places == sorted(places), "the page opens with the verdict and its charts"
     for told_here in (page, note):
-        assert "these 6 runs do not exclude 39 %" in told_here
+        assert "These 6 runs do not exclude 39 %" in told_here
     assert note.index("Use bf16: as good as fp32") < note.index("## Best")
     going = dataclasses.replace(TABLES.record, comparisons={"precisions": {**FOUND, "has_ended": False}})
     assert sentences(StudyTables(going)) == [f"{sentence} (the comparison goes on)"]

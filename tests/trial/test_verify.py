@@ -25,7 +25,7 @@ PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
 
 
 def costs(speed_ratio: float) -> Costs:
-    return Costs(1.0, speed_ratio, None)
+    return Costs(1.0, speed_ratio, None, speed_ratio)
 
 
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
@@ -138,7 +138,7 @@ def test_the_ratio_of_speeds_knows_no_compiler(
     )
     executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
     check = check_precision(executor, name, repeats=1)
-    assert check.costs == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, check.costs.memory_ratio)
+    assert check.costs == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, check.costs.memory_ratio, 1.0)
 
 
 def test_costs_without_memory_for_both_sides_are_unknown(
