@@ -112,7 +112,7 @@ class Observation:
             return Agreement(
                 False,
                 f"{len(others)} of {num_weights} weights were not multiplied in {precision.products}: "
-                f"{_some(others.values())}.",
+                f"{some(others.values())}.",
             )
         if precision.float8 and (why := no_float8(self.float8)):
             return Agreement(False, why)
@@ -121,21 +121,24 @@ class Observation:
         if self.compiled is not None:
             return self.compiled
         unmeasured = [name for name, formats in self.products.items() if UNMEASURED in formats]
-        if unmeasured or not num_weights:
-            names = f": {_some(unmeasured)}" if unmeasured else ""
+        if unmeasured:
             counts = f"{len(unmeasured)} of {num_weights} weights"
-            return Agreement(None, f"The products of {counts} could not be measured{names}.")
+            return Agreement(None, f"The products of {counts} could not be measured: {some(unmeasured)}.")
+        if not num_weights:
+            return Agreement(None, NO_PRODUCT.capitalize())
         if precision.tf32 and not any("tf32" in formats for formats in self.products.values()):
             return Agreement(None, TF32_UNSEEN)
         return Agreement(True)
 
 
+NO_PRODUCT = "no product with a weight was seen."
 TF32_UNSEEN = "TF32 is on, but no product was seen to use it. A GPU may run small products without it."
 
 
-def _some(names: Iterable[str]) -> str:
-    first, *rest = [*names]
-    return ", ".join([first, *rest[:2], *(["..."] if len(rest) > 2 else [])])
+def some(names: Iterable[str]) -> str:
+    """The first three, and the number of the others."""
+    names = [*names]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def observe_model(

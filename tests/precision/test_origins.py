@@ -13,6 +13,35 @@ from torch.nn import functional as F
 from hpo.precision.table import PRECISIONS
 
 
+class Elementwise(nn.Module):
+    """Parameters of two dimensions as state-space models and relative positions have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log, self.gate, self.scale = (nn.Parameter(torch.rand(5, 16)) for _ in range(3))
+        self.positions = nn.Embedding(5, 16)
+        self.table = nn.Parameter(torch.rand(7, 2))
+        self.register_buffer("index", torch.randint(7, (5, 5)))
+        self.register_buffer("frequencies", torch.rand(16, 1))
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        state = torch.zeros_like(self.gate)
+        for step in hidden:
+            state = state * (-self.A_log.float().exp()).exp() + step * self.gate.sigmoid()
+        hidden = F.layer_norm(hidden * self.scale + self.positions(torch.arange(5)) + state, (16,))
+        with torch.autocast("cpu", enabled=False):
+            phases = hidden.float() @ self.frequencies.float()
+        bias = self.table[self.index].permute(2, 0, 1)
+        heads = self.proj(hidden + phases).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias.to(heads.dtype))
+
+
+def test_parameters_that_are_only_multiplied_elementwise_are_no_products() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert products(Elementwise(), torch.randn(3, 5, 16)) == {"proj.weight": {"bfloat16"}}
+
+
 class Remade(nn.Module):
     """A product under autocast, and one in fp32 with a matrix that the forward pass makes of a weight."""
 
