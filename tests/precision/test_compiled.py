@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +191,18 @@ def test_a_weight_without_a_visible_result_is_unverified(modes: tuple[bool, ...]
         f"compiled, nothing shows the products of 1 of 6 kinds of weights: encoder.dense.1.weight in {where}."
     )
     assert judged(model, partial(step, model), "fp32") == (None, said)
+
+
+def test_an_unread_pooler_does_not_count() -> None:
+    class Pooled(WithOwn):
+        def forward(self, input_ids: Tensor, **inputs: Any) -> Any:  # type: ignore[override]
+            self.pooler(self.embedding(input_ids)[:, 0])
+            return super().forward(input_ids, **inputs)
+
+    model, step = prepared("fp32", plain)
+    model.encoder.__class__ = Pooled
+    model.encoder.pooler = nn.Sequential(nn.Linear(16, 3))
+    assert judged(model, partial(step, model), "fp32") == (True, "")
 
 
 def test_a_model_without_known_products_is_unverified() -> None:
