@@ -7,9 +7,10 @@ loss, gradients and logits stay the same bit for bit; in a wider one, some of th
 those of training, so nothing is compiled again.
 
 All weights are changed together by a term too small for their formats: no result may change. Each kind of
-weight is changed alone by a term that its format keeps: some result must change. If none does, a larger term,
-which every format keeps, tells a lost change from an unused weight. A result that differs between two equal
-passes is not compared.
+weight is changed alone by a term that its format keeps: some result must change. If none does, the weight is
+changed by a larger term, which every format keeps. If a result changes now, the first change was lost.
+Otherwise the weight is unused, or its results are noise, and it is unverified. A result that differs between
+two equal passes is not compared.
 
 The weights are those of the eager model's products. They are written back bit for bit.
 """
@@ -22,7 +23,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hpo.precision.effective import TF32_UNSEEN, Agreement, Observation, left_as_it_was
+from hpo.precision.effective import (
+    NO_PRODUCT,
+    TF32_UNSEEN,
+    Agreement,
+    Observation,
+    left_as_it_was,
+    some,
+)
 from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import Precision
 
@@ -80,21 +88,25 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
                 if modes := shown({name: k}):
                     return _disagreement(name, f"in more than {formats[name]}", modes)
             if shown(lost):
-                return Agreement(None, "compiled, some weights keep together what none keeps alone.")
-        told: set[str] = set()
+                return Agreement(None, "compiled, a change of all weights shows, but of no single one.")
+        hidden: list[str] = []
         loses_as_tf32 = False
-        for name in {_kind(model, name): name for name in reversed(formats)}.values():
+        # No head reads the encoder's pooler.
+        kinds = {_kind(model, name): name for name in reversed(formats) if ".pooler." not in name}
+        for name in reversed(kinds.values()):
             modes = shown({name: KEEPS[formats[name]]})
-            if lacking := set(MODES) - modes:
-                lacking &= shown({name: EVERY_FORMAT_KEEPS})
-            if lacking:
-                return _disagreement(name, "in less than it should", lacking)
-            told |= modes
+            if lacking := [mode for mode in MODES if mode not in modes]:
+                visible = shown({name: EVERY_FORMAT_KEEPS})
+                if lost_modes := visible.intersection(lacking):
+                    return _disagreement(name, "in less than it should", lost_modes)
+                hidden.append(f"{name} in {' and '.join(lacking)}")
             if precision.tf32 and not loses_as_tf32:
                 loses_as_tf32 = bool(modes - shown({name: LOSES["tf32"]}))
-    if untold := [mode for mode in MODES if mode not in told]:
-        why = "nothing that comes out twice the same depends on a weight"
-        return Agreement(None, f"compiled, what {' and '.join(untold)} computed in could not be told: {why}.")
+    if not kinds:
+        return Agreement(None, f"compiled, {NO_PRODUCT}")
+    if hidden:
+        counts = f"{len(hidden)} of {len(kinds)} kinds of weights"
+        return Agreement(None, f"compiled, nothing shows the products of {counts}: {some(hidden)}.")
     if precision.tf32 and not loses_as_tf32:
         return Agreement(None, f"compiled, {TF32_UNSEEN}")
     return Agreement(True)

@@ -2,8 +2,9 @@
 
 Dtypes and flags do not tell. A flag or an environment variable makes a library round its fp32 inputs, and a
 layer may compute in fp32 and cast its result back. So a pass of the model is watched operator by operator.
-The weights are the parameters, and all tensors made of parameters alone: casts, views, decoded matrices. Each
-operator on a weight is called again with the same shapes and dtypes, inputs of 1, biases of 0 and the weights
+The weights are the parameters, and the tensors made of them, such as casts, views and decoded matrices
+(`hpo.precision.origins`). Each operator on a weight is called again with the same shapes and dtypes, inputs
+of 1, biases of 0 and the weights
 
     w_ij = s_ij (1.5 + 2^-k [s_ij > 0]),    s_ij = +-1,    sum_j s_ij = 0,
 
@@ -42,20 +43,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, reduced_precision_reduction, tf32_is_on
 from hpo.precision.float8 import float8_facts, float8_weights, no_float8
+from hpo.precision.origins import UNMEASURED, Origins, narrower, storage, strided
 from hpo.precision.table import Precision
 from hpo.random_numbers import manual_seed
 
 KEPT_BY = {30: "float64", 12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
-UNMEASURED = "unmeasured"
-WIDEST_FIRST = ["float64", "float32", "tf32", "float16", "bfloat16", "float8", UNMEASURED]
 UNVERIFIED = "the precision of the products is unverified"
 SMALL = 2.0**-30
 """Times this, the weights lie below the range of float16 and inside that of tf32."""
@@ -64,8 +63,6 @@ _PRODUCT = re.compile(r"m[mv](_|$)|matmul|linear|conv|rnn|attention|encoder_laye
 """PyTorch's matrix products, such as `addmm` and `_scaled_mm`."""
 _WHOLE_LAYER = re.compile(r"rnn|encoder_layer|multi_head")
 """Operators with several matrices among their arguments."""
-_NO_COPY = re.compile(r"^new_|_like$")
-"""Operators that take the shape or dtype of a tensor and not its values."""
 
 
 class Agreement(NamedTuple):
@@ -115,7 +112,7 @@ class Observation:
             return Agreement(
                 False,
                 f"{len(others)} of {num_weights} weights were not multiplied in {precision.products}: "
-                f"{_some(others.values())}.",
+                f"{some(others.values())}.",
             )
         if precision.float8 and (why := no_float8(self.float8)):
             return Agreement(False, why)
@@ -124,21 +121,24 @@ class Observation:
         if self.compiled is not None:
             return self.compiled
         unmeasured = [name for name, formats in self.products.items() if UNMEASURED in formats]
-        if unmeasured or not num_weights:
-            names = f": {_some(unmeasured)}" if unmeasured else ""
+        if unmeasured:
             counts = f"{len(unmeasured)} of {num_weights} weights"
-            return Agreement(None, f"The products of {counts} could not be measured{names}.")
+            return Agreement(None, f"The products of {counts} could not be measured: {some(unmeasured)}.")
+        if not num_weights:
+            return Agreement(None, NO_PRODUCT.capitalize())
         if precision.tf32 and not any("tf32" in formats for formats in self.products.values()):
             return Agreement(None, TF32_UNSEEN)
         return Agreement(True)
 
 
+NO_PRODUCT = "no product with a weight was seen."
 TF32_UNSEEN = "TF32 is on, but no product was seen to use it. A GPU may run small products without it."
 
 
-def _some(names: Iterable[str]) -> str:
-    first, *rest = [*names]
-    return ", ".join([first, *rest[:2], *(["..."] if len(rest) > 2 else [])])
+def some(names: Iterable[str]) -> str:
+    """The first three, and the number of the others."""
+    names = [*names]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def observe_model(
@@ -171,53 +171,35 @@ class _Products(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
         self.known: dict[Any, str] = {}
-        # By storage, which views share. The narrowest format is that of all casts on the way.
-        self.weights: dict[Any, tuple[str, str]] = {}
-        for name, parameter in model.named_parameters():
-            for tensor in _plain_tensors(parameter):
-                self.weights[_storage(tensor)] = (name, WIDEST_FIRST[0])
-        self.constants = {_storage(tensor) for buffer in model.buffers() for tensor in _plain_tensors(buffer)}
+        self.origins = Origins(model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if set(types) - {Tensor, nn.Parameter}:
             return NotImplemented  # a tensor made of others: its own operators come here next
         name = func.name().split("::")[-1].split(".")[0].rstrip("_")
         call = _Call(func, name, args, kwargs or {})
-        if _PRODUCT.search(name) or not call.is_known:
-            self._note(call)
+        is_product = bool(_PRODUCT.search(name) or not call.is_known) and self._note(call)
         result = func(*args, **(kwargs or {}))
-        self._follow(name, _strided((args, kwargs)), _strided(result))
+        self.origins.follow(name, strided((args, kwargs)), strided(result), call.written(), is_product)
         return result
 
-    def _follow(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Count a tensor made of weights and constants alone as a weight, or as a constant."""
-        made_of = [tensor for tensor in inputs if tensor.dim()]
-        sources = [(self.weights[key], t.numel()) for t in made_of if (key := _storage(t)) in self.weights]
-        num_constants = sum(_storage(tensor) in self.constants for tensor in made_of)
-        if not made_of or len(sources) + num_constants < len(made_of) or _NO_COPY.search(name):
-            return
-        if not sources:
-            self.constants.update(map(_storage, outputs))
-            return
-        source, narrowest = max(sources, key=lambda each: each[1])[0]
-        for tensor in outputs:
-            self.weights.setdefault(_storage(tensor), (source, _narrower(narrowest, _format(tensor))))
-
-    def _note(self, call: _Call) -> None:
+    def _note(self, call: _Call) -> bool:
+        """Measure the call if it is a product with a weight. Return whether it is a product."""
         factors = call.factors()
-        keys = {_storage(t): t for t in factors if t.is_floating_point()}
-        data = [t for key, t in keys.items() if key not in self.constants and key not in self.weights]
+        keys = {storage(t): t for t in factors if t.is_floating_point()}
+        data = [t for key, t in keys.items() if not self.origins.is_fixed(key)]
         # Weights alone make another weight, as for a spectral norm; but two matrices are also multiplied.
         is_product = data or (call.is_known and all(tensor.dim() > 1 for tensor in factors))
         if not is_product or not all(tensor.numel() for tensor in factors):
-            return
-        for weight in factors:
-            if _storage(weight) in self.weights:
-                key = call.key(weight)
-                if key not in self.known:
-                    self.known[key] = call.measure(weight, data)
-                name, narrowest = self.weights[_storage(weight)]
-                self.seen.products[name].add(_narrower(narrowest, self.known[key]))
+            return bool(is_product)
+        for tensor in factors:
+            if weight := self.origins.weights.get(storage(tensor)):
+                key = call.key(tensor)
+                if weight.narrowest != UNMEASURED and key not in self.known:
+                    self.known[key] = call.measure(tensor, data)
+                found = self.known.get(key, UNMEASURED)
+                self.seen.products[weight.name].add(narrower(weight.narrowest, found))
+        return True
 
 
 @dataclass(frozen=True)
@@ -234,6 +216,14 @@ class _Call:
         """Whether the operator multiplies its own arguments. Autocast reaches the products inside other
         operators, but not while they are watched."""
         return self.func.name().startswith("aten::") and self.name != "_trilinear"
+
+    def written(self) -> list[Tensor]:
+        """The arguments that the operator writes to."""
+        if not (schema := getattr(self.func, "_schema", None)):
+            return []
+        named = {argument.name: argument for argument in schema.arguments}
+        given = [*zip(named, self.args, strict=False), *self.kwargs.items()]
+        return strided([value for name, value in given if (of := named[name].alias_info) and of.is_write])
 
     def key(self, weight: Tensor) -> Any:
         """Equal for two calls of one kernel."""
@@ -252,7 +242,7 @@ class _Call:
             args = args[:3]
         else:
             args = args[:2] if self.bias_at else args[1:3]
-        return [tensor for tensor in _strided(args) if tensor.dim() >= least]
+        return [tensor for tensor in strided(args) if tensor.dim() >= least]
 
     @property
     def bias_at(self) -> int | None:
@@ -268,7 +258,7 @@ class _Call:
             others = data if _WHOLE_LAYER.search(self.name) else self.factors()
             ones = {id(tensor): torch.ones_like(tensor) for tensor in others if tensor is not weight}
             if self.bias_at is not None:
-                biases = _strided(self.args[self.bias_at : self.bias_at + 1])
+                biases = strided(self.args[self.bias_at : self.bias_at + 1])
                 ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
             found = self._measured(weight, ones)
             return self._measured(weight, {}) if found == UNMEASURED else found
@@ -288,7 +278,7 @@ class _Call:
             changed = {**replaced, id(weight): _planted(weight, k, scale)}
             given = tree_map(lambda leaf: changed.get(id(leaf), leaf), (args, self.kwargs))
             manual_seed(0)  # the same dropout every time
-            outputs = [t for t in _strided(self.func(*given[0], **given[1])) if t.is_floating_point()]
+            outputs = [t for t in strided(self.func(*given[0], **given[1])) if t.is_floating_point()]
             return outputs[0] if outputs and bool(outputs[0].isfinite().all()) else None
 
         def is_kept(k: int | None, scale: float = 1.0) -> bool:
@@ -332,33 +322,6 @@ def _signs(size: int) -> Tensor:
     signs = torch.ones(size)
     signs[1::2] = -1
     return signs[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
-
-
-def _storage(tensor: Tensor) -> Any:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _plain_tensors(tensor: Any) -> list[Tensor]:
-    """The tensors that a tensor is made of, or itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return _strided(tensor)
-    names = tensor.__tensor_flatten__()[0]
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-
-
-def _strided(values: Any) -> list[Tensor]:
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [leaf for leaf in leaves if leaf.layout == torch.strided]
-
-
-def _format(tensor: Tensor) -> str:
-    """The format of a tensor's values; the widest for integers, which limit nothing."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])
-
-
-def _narrower(one: str, other: str) -> str:
-    return max(one, other, key=WIDEST_FIRST.index)
 
 
 def _same_random_numbers(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -162,6 +162,7 @@ class TrialRun:
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
             "agrees": agrees,
             "reason": " ".join(filter(None, (resolution.reason, reason))),
+            "observed_reason": reason,  # without that of a fallback
         }
         self.recorder.note(precision=asdict(resolution) | observed)
         if has_adapter(parts.model):

@@ -38,6 +38,10 @@ from hpo.precision.frozen import FrozenLinear, store_frozen
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import run_both_modes
 
+ALL = (
+    "5 of 5 kinds of weights: encoder.dense.weight in training, encoder.own.weight in training, "
+    "heads.1.1.weight in training and 2 more"
+)
 MORE = "encoder.own.weight was multiplied in more than bfloat16"
 Run = Callable[[MultitaskModel], tuple[list[Tensor], list[Tensor]]]
 
@@ -167,22 +171,44 @@ def test_a_float8_graph_is_judged(layer: type[nn.Linear], agrees: bool, said: st
     assert re.search(said, found.reason)
 
 
-def test_a_layer_that_nothing_depends_on_is_not_judged() -> None:
+class Unused(nn.Linear):
+    """A layer that no result depends on, or none in evaluation."""
+
+    modes: tuple[bool, ...] = ()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(hidden) * (self.training in self.modes)
+
+
+@pytest.mark.parametrize(
+    ("modes", "where"), [((), "training and evaluation"), ((True,), "evaluation"), ((False,), "training")]
+)
+def test_a_weight_without_a_visible_result_is_unverified(modes: tuple[bool, ...], where: str) -> None:
+    model, step = prepared("fp32", plain)
+    model.encoder.dense = nn.Sequential(model.encoder.dense, Unused(16, 16))
+    model.encoder.dense[1].modes = modes
+    said = (
+        f"compiled, nothing shows the products of 1 of 6 kinds of weights: encoder.dense.1.weight in {where}."
+    )
+    assert judged(model, partial(step, model), "fp32") == (None, said)
+
+
+def test_an_unread_pooler_does_not_count() -> None:
     class Pooled(WithOwn):
         def forward(self, input_ids: Tensor, **inputs: Any) -> Any:  # type: ignore[override]
-            self.unused(self.embedding(input_ids)[:, 0])
+            self.pooler(self.embedding(input_ids)[:, 0])
             return super().forward(input_ids, **inputs)
 
     model, step = prepared("fp32", plain)
     model.encoder.__class__ = Pooled
-    model.encoder.unused = nn.Linear(16, 3)
+    model.encoder.pooler = nn.Sequential(nn.Linear(16, 3))
     assert judged(model, partial(step, model), "fp32") == (True, "")
 
 
-def test_a_model_that_nothing_is_known_of_is_unverified() -> None:
+def test_a_model_without_known_products_is_unverified() -> None:
     model, step = prepared("bf16", plain)
     found = judged(model, partial(step, model), "bf16", Observation())
-    assert found == (None, f"compiled, what training and evaluation {UNTOLD}")
+    assert found == (None, "compiled, no product with a weight was seen.")
 
 
 class Noise:
@@ -195,9 +221,6 @@ class Noise:
         training, evaluation = map(list, self.step())
         training[self.which] = [value + next(self.numbers) for value in training[self.which]]
         return training, evaluation
-
-
-UNTOLD = "computed in could not be told: nothing that comes out twice the same depends on a weight."
 
 
 @pytest.mark.parametrize(
@@ -215,7 +238,7 @@ UNTOLD = "computed in could not be told: nothing that comes out twice the same d
             plain,
             "bf16",
             slice(None),
-            (None, f"compiled, what training {UNTOLD}"),
+            (None, f"compiled, nothing shows the products of {ALL}."),
         ),
         (wide_in_evaluation, "bf16", slice(None), (False, f"compiled, {MORE} in evaluation.")),
     ],

@@ -147,35 +147,6 @@ def test_recurrent_layers_are_measured(trains: bool) -> None:
     assert found == {f"weight_{kind}_l{layer}": {"float32"} for kind in ("ih", "hh") for layer in (0, 1)}
 
 
-class Elementwise(nn.Module):
-    """Parameters of two dimensions as state-space models and relative positions have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.A_log, self.gate, self.scale = (nn.Parameter(torch.rand(5, 16)) for _ in range(3))
-        self.positions = nn.Embedding(5, 16)
-        self.table = nn.Parameter(torch.rand(7, 2))
-        self.register_buffer("index", torch.randint(7, (5, 5)))
-        self.register_buffer("frequencies", torch.rand(16, 1))
-        self.proj = nn.Linear(16, 16)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        state = torch.zeros_like(self.gate)
-        for step in hidden:
-            state = state * (-self.A_log.float().exp()).exp() + step * self.gate.sigmoid()
-        hidden = F.layer_norm(hidden * self.scale + self.positions(torch.arange(5)) + state, (16,))
-        with torch.autocast("cpu", enabled=False):
-            phases = hidden.float() @ self.frequencies.float()
-        bias = self.table[self.index].permute(2, 0, 1)
-        heads = self.proj(hidden + phases).unflatten(-1, (2, 8)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias.to(heads.dtype))
-
-
-def test_parameters_that_are_only_multiplied_elementwise_are_no_products() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert products(Elementwise(), torch.randn(3, 5, 16)) == {"proj.weight": {"bfloat16"}}
-
-
 def test_a_weight_of_another_module_is_found() -> None:
     """In a function that computes in fp32 under autocast and casts its result back."""
 
@@ -280,7 +251,17 @@ def test_a_product_that_cannot_be_measured_is_unverified() -> None:
 
 def test_a_model_without_products_is_unverified() -> None:
     seen = observed("fp32", nn.Embedding(9, 4), torch.arange(3))
-    assert seen.agreement(PRECISIONS["fp32"]).agrees is None
+    assert seen.agreement(PRECISIONS["fp32"]) == (None, "No product with a weight was seen.")
+
+
+def test_a_reason_names_three_weights_and_counts_the_others() -> None:
+    seen = Observation()
+    for number in range(5):
+        seen.products[f"layer.{number}"].add("float32")
+    assert seen.agreement(PRECISIONS["bf16"]).reason == (
+        "5 of 5 weights were not multiplied in bfloat16: "
+        "layer.0 (float32), layer.1 (float32), layer.2 (float32) and 2 more."
+    )
 
 
 @pytest.mark.parametrize(

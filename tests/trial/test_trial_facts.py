@@ -83,6 +83,7 @@ def test_a_product_that_could_not_be_measured_is_unverified(tmp_path: Path) -> N
     assert (found["agrees"], found["observed"]["linear_products"]["unmeasured"]) == (None, 1)
     said = "weights could not be measured: encoder.encoder.layer.0.output.dense.weight."
     assert said in found["reason"]
+    assert found["observed_reason"].startswith("The products of 1 of ")
     compatibility = telemetry["compatibility"]
     assert (compatibility["verdict"], compatibility["agrees"]) == ("ok", None)
     assert said in " ".join(compatibility["reasons"])

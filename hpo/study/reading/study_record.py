@@ -218,20 +218,21 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
-    """A sentence on the trials of unverified precision, with the reasons, and one on the meaning."""
+    """Say which trials have an unverified precision and why, and then what this means and what to do."""
     facts = {trial.number: trial.telemetry.get("precision") or {} for trial in record.trials}
     found = {number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None}
     if not found:
         return []
-    reasons = sorted({of.get("reason") or "no reason is stored" for of in found.values()})
-    numbers = ", ".join(map(str, [*found][:8])) + (" ..." if len(found) > 8 else "")
+    # An older trial has its reason together with that of a fallback.
+    told = (of.get("observed_reason", of.get("reason")) for of in found.values())
+    reasons = sorted({reason or "no reason is stored." for reason in told})
+    numbers = ", ".join(map(str, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     trials = f"{len(found)} trial{'s' * (len(found) > 1)} (number {numbers})"
-    return [
-        (
-            f"The precision of {trials} is unverified: {' '.join(reasons[:3])}",
-            "Nothing was seen that contradicts it, so they count for the precision that they ran in.",
-        )
-    ]
+    text = f"The precision of {trials} is unverified: {' '.join(reasons[:3])}"
+    if (more := len(reasons) - 3) > 0:
+        text += f" There {'is' if more == 1 else 'are'} {more} more reason{'s' * (more > 1)}."
+    meaning = "Nothing was seen that contradicts it, so they count for the precision that they ran in."
+    return [(text, f"{meaning} Check the layers named, or run `hpo verify`.")]
 
 
 def is_number(value: Any) -> bool:

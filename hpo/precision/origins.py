@@ -1,0 +1,133 @@
+"""The weights of a model, followed from operator to operator.
+
+Each tensor of a pass has an origin: weights, constants, data, or a mixture of weights and data. A tensor made
+of weights and constants is a weight as well. A tensor made of data is an activation. A mixture may be either,
+such as a weight with a mask that the forward pass computes, or hidden states with a scale added. A mixture
+that may be a matrix to multiply by is kept, as a weight that cannot be measured.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+UNMEASURED = "unmeasured"
+WIDEST_FIRST = ["float64", "float32", "tf32", "float16", "bfloat16", "float8", UNMEASURED]
+_NO_COPY = re.compile(r"^new_|_like$|^lift_fresh$")
+"""Operators that take the shape or dtype of a tensor and not its values, or numbers of Python."""
+
+
+class Weight(NamedTuple):
+    """A parameter, or a tensor made of one."""
+
+    name: str
+    narrowest: str
+    """The narrowest format of all casts on the way. UNMEASURED: data were mixed into the weight."""
+    dims: int
+    """The dimensions of the parameter; 0 for a vector."""
+
+
+def _matrix_dims(tensor: Tensor) -> int:
+    return tensor.dim() if sum(size > 1 for size in tensor.shape) > 1 else 0
+
+
+def _is_mixed(name: str, weight: Weight, numel: int, data: list[Tensor], result: Tensor) -> bool:
+    """Whether a result of a matrix and data may be a matrix to multiply by. Otherwise it is an activation.
+
+    An activation has the dimensions of a batch, which come from data at least as large as the weight. Data of
+    integers pick rows of a table, or matrices of a stack.
+    """
+    if not weight.dims or name == "embedding":
+        return False
+    if result.dim() <= weight.dims:
+        return True
+    if all(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in data):
+        return weight.dims > 2
+    return max(tensor.numel() for tensor in data) < numel
+
+
+class Origins:
+    """Which tensors are weights, and which are constants. All by storage, which views share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights: dict[Any, Weight] = {}
+        for name, parameter in model.named_parameters():
+            for tensor in plain_tensors(parameter):
+                self.weights[storage(tensor)] = Weight(name, WIDEST_FIRST[0], _matrix_dims(tensor))
+        self.parameters = frozenset(self.weights)
+        # Tensors made without weights and without data. True: made of the buffers alone.
+        self.constants = {
+            storage(tensor): True for buffer in model.buffers() for tensor in plain_tensors(buffer)
+        }
+
+    def follow(
+        self, name: str, inputs: list[Tensor], outputs: list[Tensor], written: list[Tensor], is_product: bool
+    ) -> None:
+        """Record the origin of an operator's outputs and of the arguments that it writes to."""
+        inputs = [] if _NO_COPY.search(name) else inputs
+        sources = [(storage(t), t) for t in inputs if t.dim()] or [(storage(t), t) for t in inputs]
+        weights = [(self.weights[key], t.numel()) for key, t in sources if key in self.weights]
+        constants = [self.constants[key] for key, _ in sources if key in self.constants]
+        data = [t for key, t in sources if key not in self.weights and key not in self.constants]
+        overwritten = {storage(tensor) for tensor in written}
+        results = {storage(tensor): tensor for tensor in (*outputs, *written)}
+        if not weights and not data:
+            self.constants.update(dict.fromkeys(results, bool(constants) and all(constants)))
+            return
+        for key in overwritten:
+            self.constants.pop(key, None)
+        if not weights:
+            return
+        weight, numel = max(weights, key=lambda each: (each[0].dims > 0, each[1]))
+        if any(each.narrowest == UNMEASURED for each, _ in weights):
+            weight = weight._replace(narrowest=UNMEASURED)
+        is_activation = is_product and (data or weight.narrowest == UNMEASURED)
+        if is_product and not all(constants):
+            weight = weight._replace(dims=0)  # maybe a state that begins with zeros, which data join later
+        for key, tensor in results.items():
+            made = weight._replace(narrowest=narrower(weight.narrowest, _format(tensor)))
+            if is_activation or (data and not _is_mixed(name, weight, numel, data, tensor)):
+                if key in overwritten - self.parameters:
+                    self.weights.pop(key, None)
+            elif data or weight.narrowest == UNMEASURED:
+                self.weights[key] = made._replace(narrowest=UNMEASURED)
+            else:
+                self.weights.setdefault(key, made)
+
+    def is_fixed(self, key: Any) -> bool:
+        """Whether a tensor is a buffer or a weight, or is made of them alone."""
+        weight = self.weights.get(key)
+        return self.constants.get(key, False) or (weight is not None and weight.narrowest != UNMEASURED)
+
+
+def storage(tensor: Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def plain_tensors(tensor: Any) -> list[Tensor]:
+    """The tensors that a tensor is made of, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return strided(tensor)
+    names = tensor.__tensor_flatten__()[0]
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+
+
+def strided(values: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.layout == torch.strided]
+
+
+def _format(tensor: Tensor) -> str:
+    """The format of a tensor's values; the widest for integers, which limit nothing."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])
+
+
+def narrower(one: str, other: str) -> str:
+    return max(one, other, key=WIDEST_FIRST.index)
