@@ -41,11 +41,8 @@ def error(answers: Collection[Answer], runs: Runs) -> str:
     """The stated errors of the verdicts, and what they refer to."""
     num, configurations = len(answers), len(runs.plan.configurations)
     each = f"Each verdict `as good` is wrong in at most {100 * ALPHA:g} % of comparisons, and so is `worse`"
-    several = (
-        f". With {num} precisions, at least one wrong `as good` is said in at most {100 * ALPHA * num:g} %"
-        if num > 1
-        else ""
-    )
+    any_wrong = f"at least one wrong `as good` is said in at most {100 * ALPHA * num:g} %"
+    several = f". With {num} precisions, {any_wrong}" if num > 1 else ""
     what = "this configuration" if configurations == 1 else f"these {configurations} configurations"
     return f"{each}{several}. The verdicts are about {what} on new seeds and new rows of this kind."
 

@@ -18,12 +18,9 @@ def limit(question: Question, data: DataSet, split: str) -> str:
 
     Raises DataError if the split has no labels for the objective.
     """
-    facts = facts_in_advance(data.tasks, data.splits[split], question)
-    if facts is None:
-        raise DataError(
-            f"the split must have labels for the objective {question.metric}, but {split} has none."
-        )
-    return "" if facts.excludable < question.margin else facts.limit(question)
+    if facts := facts_in_advance(data.tasks, data.splits[split], question):
+        return "" if facts.excludable < question.margin else facts.limit(question)
+    raise DataError(f"{split} must have labels for the objective {question.metric}, but has none.")
 
 
 def judge_form(question: Question, statistics: Statistics | None, reference: Statistics) -> Judged:

@@ -127,9 +127,9 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
     except (InputError, TypeError) as error:
         raise InputError(str(error)) from None
     known = [name for name in task.metrics if not kind.in_spans or name in _OF_SPANS]
-    if primary is not None and primary not in known:
-        raise InputError(f"task: primary_metric: {one_of(known, primary)}")
-    return replace(task, primary=primary)
+    if primary in (None, *known):
+        return replace(task, primary=primary)
+    raise InputError(f"task: primary_metric: {one_of(known, primary)}")
 
 
 def _truth(kind: Kind, truth: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
