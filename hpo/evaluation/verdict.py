@@ -100,7 +100,8 @@ class Facts:
         least = math.ceil(100 * self.excludable) / 100
         with_rows = f"With {self.num_rows:,} labelled {question.rows}{of_tasks}"
         if math.isinf(question.margin):
-            return f"{with_rows}, a score is known to {least:g} {question.unit} at best."
+            known = min(least, 100.0) if question.unit == "points" else least
+            return f"{with_rows}, a score is known to {known:g} {question.unit} at best."
         is_any = question.unit == "points" and least >= 100
         losses = "no loss" if is_any else f"losses under {least:g} {question.unit}"
         told = f"{with_rows}, {losses} {'can' if is_any else 'cannot'} be excluded"

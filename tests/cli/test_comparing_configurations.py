@@ -15,7 +15,7 @@ SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
-LIMIT = "With 24 labelled rows of test (24 of criteria, "
+LIMIT = "With 24 labelled rows of test, "
 
 
 def test_the_best_configurations_on_new_seeds(tmp_path: Path) -> None:
