@@ -154,11 +154,6 @@ def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
             yield f"An error{of_task} counts as the range of the labels where it is larger."
         elif (kind.is_list or kind.in_spans) and kind.row_bound(name, of.counts_NC, of.values_N) != 1:
             yield f"It is assumed that no row has more items{of_task} than one of these rows has."
-        if name == "f1_macro" and of.counts_NC:
-            pairs = zip(of.task.labels, of.class_counts()[1].tolist(), strict=True)
-            if absent := [f"`{label}`" for label, num in pairs if not num]:
-                shown = ", ".join(absent[:_NAMES_SHOWN]) + ", ..." * (len(absent) > _NAMES_SHOWN)
-                yield f"No row{of_task} has {shown}, so a loss there is unknown."
 
 
 @dataclass(frozen=True)
@@ -287,6 +282,10 @@ def _why_not_shown(question: Question, reference: Sequence[Scored], facts: Facts
             f"It is not shown that {question.reference} has learned anything: it has "
             f"{_number(median, question.unit)} {question.unit}, and {what} {_number(level, question.unit)}"
         )
+    absent = [f"`{name}`" for name, num in facts.rare.items() if not num]
+    if decision.verdict != "worse" and absent:
+        shown = ", ".join(absent[:_NAMES_SHOWN]) + ", ..." * (len(absent) > _NAMES_SHOWN)
+        return f"No row has the class {shown}, so a loss there is unknown"
     if decision.verdict != "worse" and facts.excludable >= question.margin:
         return facts.limit(question).removesuffix(".")
     return ""

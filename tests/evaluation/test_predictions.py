@@ -58,6 +58,18 @@ def test_rare_classes_are_named() -> None:
     assert "These classes have too few rows, so their loss is unknown: `c` (5)." in found.sentence
 
 
+def test_a_class_without_rows_has_an_unknown_loss() -> None:
+    truths = ["a", "b"] * 1000
+    task = {"kind": "single_label", "classes": ["a", "b", "c"], "primary_metric": "f1_macro"}
+    found = hpo.compare_predictions(task, truths, [truths], [truths], margin=0.5)
+    assert (found.verdict, found.reason) == (
+        "not_shown",
+        "No row has the class `c`, so a loss there is unknown",
+    )
+    accuracy = {**task, "primary_metric": "accuracy"}
+    assert hpo.compare_predictions(accuracy, truths, [truths], [truths], margin=0.5).verdict == "as_good"
+
+
 FORMS: list[tuple[dict[str, Any], Any, Any]] = [
     (
         {"kind": "multi_label", "classes": ["x", "y"], "primary_metric": "f1_micro"},
