@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from forked_program import ForkedProgram
+from forked_program import ForkedProgram, start_program
 from typer.main import get_command
 
 import hpo
@@ -100,7 +100,7 @@ def start_hpo(
     folder: Path, *arguments: str, program: Sequence[str] = ("-m", "hpo"), **environment: str
 ) -> ForkedProgram:
     """Start `python -m hpo` in `folder`, or another Python program in its place."""
-    return ForkedProgram(folder, [*program, *map(str, arguments)], _environment(environment))
+    return start_program(folder, [*program, *map(str, arguments)], _environment(environment))
 
 
 def start_python(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:

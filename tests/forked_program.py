@@ -12,6 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import torch
 from worker_process import CONTEXT, start_process
 
 
@@ -60,6 +61,22 @@ class ForkedProgram:
         self._process.kill()
 
 
+def start_program(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProgram:
+    """Start `python ARGUMENTS`. With a GPU it is not forked: CUDA cannot be used after a fork."""
+    if not torch.cuda.is_available():
+        return ForkedProgram(folder, arguments, environment)
+    process: Any = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return process  # type: ignore[no-any-return]
+
+
 def _reader(readable: Any, writable: Any) -> TextIOWrapper:
     writable.close()
     with readable:
@@ -75,8 +92,6 @@ def _be_program(folder: str, arguments: list[str], environment: dict[str, str], 
         os.dup2(pipe.fileno(), number)
         pipe.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    import torch
-
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
