@@ -79,11 +79,7 @@ class _Labels(Kind):
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
         truth = [self.held(example) for example in examples]
-        true, predicted_NC = (self._counts(labels) for labels in (truth, map(self._listed, predicted)))
-        hits = true.multiply(predicted_NC).tocsr()
-        is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + predicted_NC.sum(axis=1)
-        counts_NC = {"hits": hits, "true": true, "predicted": predicted_NC}
-        return counts_NC, {"right": is_right_N.astype(np.float64)}
+        return _compared(*(self._counts(labels) for labels in (truth, map(self._listed, predicted))))
 
     def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
         rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
@@ -105,16 +101,10 @@ class _Labels(Kind):
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
         """The most frequent class in every row. Lists have the classes that fit the metric best: every class
         for `f1_macro`, the most frequent ones for `f1_micro`, and else the most frequent list."""
-        from scipy.sparse import csr_array
-
         true = counts_NC["true"]
         num_rows, num_classes = true.shape
         columns = self._constant(metric, true)
-        predicted = csr_array(counted([columns] * num_rows, num_classes))
-        hits = true.multiply(predicted).tocsr()
-        is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + predicted.sum(axis=1)
-        counts = {"hits": hits, "true": true, "predicted": predicted}
-        return counts, {"right": is_right_N.astype(np.float64)}
+        return _compared(true, counted([columns] * num_rows, num_classes))
 
     def _constant(self, metric: str, true_NC: Any) -> list[int]:
         """The columns of the best constant prediction."""
@@ -144,6 +134,14 @@ class _Labels(Kind):
             of_binary = np.log(np.where(true_RC, p_RC, 1 - p_RC))
             loss_N[rows] = -(of_binary.sum(axis=1) if self.is_list else np.log(p_RC[true_RC]))
         return loss_N
+
+
+def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:
+    """The row values of true and predicted classes, sparse: [N, C] each."""
+    hits_NC = true_NC.multiply(predicted_NC).tocsr()
+    is_right_N = 2 * hits_NC.sum(axis=1) == true_NC.sum(axis=1) + predicted_NC.sum(axis=1)
+    counts_NC = {"hits": hits_NC, "true": true_NC, "predicted": predicted_NC}
+    return counts_NC, {"right": is_right_N.astype(np.float64)}
 
 
 class SingleLabel(_Labels, Multiclass):

@@ -219,35 +219,37 @@ def measure_work(
 
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
-    precision, device = amp.precision, amp.device
-    reference: _Pass | None = None
-    try:
-        reference, measurement = _attempt_in_fp32(build_reference() if build_reference else model, amp, work)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    else:
-        if not measurement.finite:
-            return replace(measurement, precision=precision.name, reference_finite=False)
-    if reference is None:  # it did not fit, and the error, which held the activations, is gone
+    precision = amp.precision
+
+    def attempt_in_fp32(
+        compile_model: Callable[[Any], object] | None = None,
+    ) -> tuple[_Pass | None, Measurement] | None:
+        """None: fp32 does not fit into memory."""
+        fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
+        try:
+            reference = build_reference() if build_reference else model
+            with training_without_dropout(reference):
+                return _attempt(Side(reference, fp32, work, is_reference=True), compile_model, observes=False)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    fp32 = attempt_in_fp32()
+    if fp32 is None:  # the error, which held the activations, is gone
         model.zero_grad(set_to_none=True)
-        release_free_memory(device)
+        release_free_memory(amp.device)
+    elif not fp32[1].finite:
+        return replace(fp32[1], precision=precision.name, reference_finite=False)
     with training_without_dropout(model):
         candidate, measurement = _attempt(Side(model, amp, work), compile_model)
     if candidate is None or not measurement.finite:
-        fits = reference is not None
-        if compile_model and fits:  # the compiler may be at fault
-            try:
-                fp32_model = build_reference() if build_reference else model
-                _, compiled = _attempt_in_fp32(fp32_model, amp, work, compile_model)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                fits = False
-            else:
-                if not compiled.finite:
-                    return replace(compiled, precision=precision.name, reference_finite=False)
-        return replace(measurement, reference_fits=fits)
+        if compile_model and fp32:  # the compiler may be at fault
+            fp32 = attempt_in_fp32(compile_model)
+            if fp32 and not fp32[1].finite:
+                return replace(fp32[1], precision=precision.name, reference_finite=False)
+        return replace(measurement, reference_fits=fp32 is not None)
+    reference = fp32 and fp32[0]
     if reference is None:
         return replace(measurement, reference_fits=False)
     return replace(
@@ -257,14 +259,6 @@ def measure_work(
         },
         gradient_cosine=_cosine(candidate.gradients, reference.gradients),
     )
-
-
-def _attempt_in_fp32(
-    model: Any, amp: MixedPrecision, work: Work, compile_model: Callable[[Any], object] | None = None
-) -> tuple[_Pass | None, Measurement]:
-    fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
-    with training_without_dropout(model):
-        return _attempt(Side(model, fp32, work, is_reference=True), compile_model, observes=False)
 
 
 def _attempt(
