@@ -40,7 +40,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from postgres import PostgresServer
 
 from hpo.cluster.postgres.programs import find_programs
-from hpo.config.budget import MAX_TRIALS
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
@@ -51,7 +50,7 @@ from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
 
-NAME = "scale"
+NAME, NUM_TRIALS = "scale", 100_000
 PRUNERS = ("promote", "none", "plain")
 SAMPLERS = ("random", "tpe")
 NUM_EVALUATIONS = 5
@@ -61,7 +60,7 @@ TASKS = {f"task{number}": {"kind": "regression"} for number in range(3)}
 STUDY: dict[str, Any] = {
     "name": NAME,
     "objective": {"metric": "score", "direction": "maximize"},
-    "n_trials": MAX_TRIALS,
+    "n_trials": NUM_TRIALS,
     "data": {"source": "jsonl", "path": "x", "tasks": TASKS},
     "evaluation": {"per_trial": NUM_EVALUATIONS},
     "portfolio": False,
@@ -146,7 +145,7 @@ class Executor:
 def evaluation_shares(config: StudyConfig) -> list[float]:
     from hpo.study.sampling.promotion import promotion_of
 
-    promotion = promotion_of(config.pruner, config.directions, MAX_TRIALS)
+    promotion = promotion_of(config.pruner, config.directions, NUM_TRIALS)
     shares = {index / NUM_EVALUATIONS for index in range(1, NUM_EVALUATIONS + 1)}
     return sorted({*shares, *(promotion.rungs if promotion else ())})
 
@@ -233,29 +232,26 @@ def copy_trials(url: str, total: int) -> None:
     engine, metadata = sa.create_engine(url), sa.MetaData()
     metadata.reflect(engine)
     trials = metadata.tables["trials"]
-    ended = sa.select(trials.c.trial_id, trials.c.number).where(trials.c.state.not_in(("RUNNING", "WAITING")))
+    numbers = (trials.c.trial_id, trials.c.number)
+    ended = sa.select(*numbers).where(trials.c.state.not_in(("RUNNING", "WAITING"))).order_by(trials.c.number)
+    last = sa.select(*map(sa.func.max, numbers), sa.func.count(trials.c.number))
     with engine.begin() as connection:
         rows = connection.execute(ended).all()
-        last = sa.select(
-            sa.func.max(trials.c.trial_id), sa.func.max(trials.c.number), sa.func.count(trials.c.number)
-        )
         last_id, last_number, count = connection.execute(last).one()
         for turn, first in enumerate(range(count, total, len(rows)), 1):
-            chosen = rows[: total - first]
+            chosen = ended.where(trials.c.number <= last_number).limit(total - first).subquery()
             shifts = {"trial_id": turn * last_id, "number": turn * (last_number + 1)}
-            shifts |= {"trial_number": shifts["number"], "slot": turn * MAX_TRIALS}
+            shifts |= {"trial_number": shifts["number"]}
             for table in metadata.sorted_tables:
-                for key in {"trial_id", "trial_number"} & {*table.c.keys()}:
-                    position = ("trial_id", "trial_number").index(key)
-                    made = {*table.primary_key} - {table.c[key]} if len(table.primary_key) == 1 else set()
-                    copied = {
-                        one.name: one + shifts.get(one.name, 0) if one.name in shifts else one
-                        for one in table.c
-                        if one not in made
-                    }
-                    of_trials = table.c[key].in_([row[position] for row in chosen])
-                    selected = sa.select(*copied.values()).where(of_trials)
-                    connection.execute(sa.insert(table).from_select([*copied], selected))
+                for key, number in (("trial_id", chosen.c.trial_id), ("trial_number", chosen.c.number)):
+                    if key not in table.c:
+                        continue
+                    # The database counts the rows of Optuna's tables itself.
+                    counted = {*table.primary_key} - {table.c[key]} if len(table.primary_key) == 1 else set()
+                    copied = {one.name: one for one in table.c if one not in counted}
+                    values = [one + shifts[name] if name in shifts else one for name, one in copied.items()]
+                    of_trials = sa.select(*values).where(table.c[key].in_(sa.select(number)))
+                    connection.execute(sa.insert(table).from_select([*copied], of_trials))
     engine.dispose()
 
 

@@ -10,7 +10,7 @@ from hpo.cli import display
 from hpo.deploy.artifacts import ARTIFACTS
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
-from hpo.evaluation.intervals import Interval
+from hpo.evaluation.record import Interval
 from hpo.report.deployed import loading, verdict
 
 
