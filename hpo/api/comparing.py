@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpo.api.in_advance import limit_in_advance, trials_in_advance
 from hpo.api.running import RunResult, run_here
 from hpo.compare.companion import open_comparison, unlabelled_in_test
-from hpo.config.comparison import CONFIGURATIONS
+from hpo.config.questions import CONFIGURATIONS
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import RunError

@@ -32,7 +32,7 @@ from hpo.api.opening import (
     trust,
 )
 from hpo.code import use_code
-from hpo.config.comparison import Question
+from hpo.config.questions import Question
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError

@@ -9,8 +9,7 @@ import typer
 
 from hpo.cli.options import UntilOption, WorkersOption, ended_at_once, option, print_json, study_command
 from hpo.cli.running import run_told, say_how_to_go_on
-from hpo.config.comparison import CONFIGURATIONS, MOST_SEEDS, question_of
-from hpo.precision.table import PRECISION
+from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS
 
 if TYPE_CHECKING:
     from hpo.api.study import Study
@@ -70,6 +69,8 @@ def compare(
     from hpo.api.comparing import ComparisonStopped
     from hpo.cli.display import print_comparison
     from hpo.compare.planning import refuse_options
+    from hpo.config.comparison import question_of
+    from hpo.precision.table import PRECISION
 
     if configurations and over:
         refuse_options(["over"])
