@@ -163,7 +163,10 @@ def study_command(
         def run(
             study: str, storage: str | None, *, as_json: bool, trust_remote_code: bool = False, **options: Any
         ) -> None:
-            from hpo.api.study import Study
+            from hpo.memory import collector_paused
+
+            with collector_paused():
+                from hpo.api.study import Study
 
             options.pop("trust_code", None)  # its callback has named the code
             opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
