@@ -234,11 +234,11 @@ def test_database_that_stays_away_ends_the_run(postgres_server: PostgresServer, 
         postgres_server.stop()
         try:
             with pytest.raises(RunError, match="no database answers there") as raised:
-                storage.slot_counts("tiny")
+                storage.trial_counts("tiny")
         finally:
             postgres_server.start()
         assert raised.value.exit_code == 1
-        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 0}
 
 
 @pytest.mark.postgres

@@ -188,7 +188,7 @@ def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) ->
     study = create_or_resume_study(storage, config)
     study.sampler = build_sampler(config.sampler, config.search_space)
     study.pruner = build_pruner(config.pruner)
-    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
     return WorkerLease(storage, study, max_retries=1, promotion=promotion, **options)
 
 
@@ -272,4 +272,4 @@ def test_with_another_pruner_none_goes_on_and_the_study_ends(storage: Storage) -
     config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
     summary = run_worker(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
     assert (summary.ended, summary.outcomes) == ("finished", {})
-    assert storage.slot_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
+    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}

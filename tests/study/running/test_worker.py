@@ -104,7 +104,7 @@ def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
 
     with pytest.raises(DataError, match="the data is gone"):
         run_worker(study(2), storage, execute)
-    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
     assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
     assert len(read_study(storage, "tiny").trials) == 2
 
