@@ -61,7 +61,7 @@ def test_killed_resumed_exported_and_in_use(tmp_path: Path) -> None:
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
     process.kill()
     assert finish(process).exit_code == -signal.SIGKILL
-    assert stored(tmp_path).slots["done"] == 0, "killed too late to test anything"
+    assert stored(tmp_path).counts["done"] == 0, "killed too late to test anything"
 
     code = tmp_path / "own_kind.py"
     code.write_text(EXAMPLE + NOTED + "# changed\n")

@@ -179,7 +179,7 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
             query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
             assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
             create_or_resume_study(storage, study(2))
-            assert read_study(storage, "tiny").slots["open"] == 2
+            assert read_study(storage, "tiny").counts["open"] == 2
         assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
 
 

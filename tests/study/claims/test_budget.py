@@ -95,8 +95,8 @@ def test_four_workers_spend_the_budget_and_no_more(
         seconds = sum(record.spent.values())
         told = study_status(record)["budget"]
     assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
-    assert record.slots["open"] == record.slots["running"] == 0
-    assert record.slots["done"] == sum(record.slots.values()) < 200, "no slot is left over"
+    assert record.counts["open"] == record.counts["running"] == 0
+    assert record.counts["done"] == sum(record.counts.values()) < 200, "no slot is left over"
     assert any(trial.state == "COMPLETE" for trial in record.trials)
     in_flight = [max(line["ended"] - line["begun"] for line in notes(log))] * 4
     assert worked <= SECONDS + sum(in_flight)

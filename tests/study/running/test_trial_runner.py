@@ -126,7 +126,7 @@ def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_non
     assert {trial.params["batch_size"] for trial in stored.best_trials} == {*front}
     kept = {trial.origin for trial in record.trials} - without_checkpoints(stored, 4)
     assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
-    assert record.slots == {"open": 0, "running": 0, "done": 9}
+    assert record.counts == {"open": 0, "running": 0, "done": 9}
 
 
 # The first rung suits the data: training to there takes at least as long as the evaluation
