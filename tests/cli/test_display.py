@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 import pytest
 from detailed_documents import document, every_kind, nothing_known, task_document
-from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 from study_records import fake_record, fake_trial, record_of
@@ -66,7 +65,6 @@ def watched(number: int, outcome: str = "", reason: str = "", *values: float) ->
         values=values if outcome == "complete" else None,
         intermediate_values={} if outcome else dict(enumerate(values, start=1)),
         params=PARAMS,
-        distributions={name: CategoricalDistribution([value]) for name, value in PARAMS.items()},
         user_attrs={"outcome": outcome, "outcome_reason": reason} if outcome else {},
     )
     trial.number = number

@@ -240,11 +240,15 @@ class Storage:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
         return bool(self.read(lambda connection: self.studies(connection, studies.c.name == name)))
 
-    def load_study(self, name: str) -> optuna.Study:
-        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
+    def check_study(self, name: str) -> None:
+        """Raise StorageError if there is no such study, or the dashboard has deleted it."""
         self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
+
+    def load_study(self, name: str) -> optuna.Study:
+        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
+        self.check_study(name)
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))
 
     def read_definition(self, name: str) -> dict[str, Any]:
