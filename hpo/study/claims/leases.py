@@ -270,8 +270,8 @@ class WorkerLease(Membership):
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
         """End trials that no worker has, unless one was faster."""
         for trial in trials:
-            of_trial = {"study": self._study.study_name, "trial": trial, "owner": seen.owner(trial)}
-            self._storage.write(partial(end_unclaimed, **of_trial, reason=reason))
+            end = partial(end_unclaimed, study=self._study.study_name, trial=trial, reason=reason)
+            self._storage.write(partial(end, owner=seen.owner(trial)))
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""
