@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from typing import Any
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
 from hpo.errors import StorageError, shorten
+from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 
@@ -26,7 +26,7 @@ class StoredJson(Mapping[str, Any]):
     @cached_property
     def _content(self) -> dict[str, Any]:
         try:
-            content, self._text = json.loads(self._text), ""
+            content = json.loads(self._text)
         except ValueError:
             content = None
         if not isinstance(content, dict):
@@ -34,6 +34,7 @@ class StoredJson(Mapping[str, Any]):
                 f"The database must have a JSON object here, but has `{shorten(self._text)}`. "
                 "Somebody has changed the record of a trial."
             )
+        self._text = ""
         return content
 
     def __getitem__(self, key: str) -> Any:
@@ -290,8 +291,3 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
         text += f" There {'is' if more == 1 else 'are'} {more} more reason{'s' * (more > 1)}."
     meaning = "Nothing was seen that contradicts it, so they count for the precision that they ran in."
     return [(text, f"{meaning} Check the layers named, or run `hpo verify`.")]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import TYPE_CHECKING
 
-import optuna
 import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
+from hpo.study.store import optuna_tables
 from hpo.study.store.database import (
     check_folder,
     connect,
@@ -21,11 +22,12 @@ from hpo.study.store.database import (
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import VERSION, make_tables, stored_version
 
+if TYPE_CHECKING:
+    import optuna
 
-def open_database(
-    url: str, *, create: bool, stop: threading.Event | None = None
-) -> optuna.storages.RDBStorage:
-    """Connect, make Optuna's tables and ours where there are none, and return Optuna's storage.
+
+def open_database(url: str, *, create: bool, stop: threading.Event | None = None) -> sa.Engine:
+    """Connect, make Optuna's tables and ours where there are none, and return the database.
 
     Without `create`, a database without a study is an error.
 
@@ -43,14 +45,19 @@ def open_database(
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
                 if not _has_tables(engine):
-                    _optuna_storage(engine.url).engine.dispose()
+                    optuna_storage(engine.url).engine.dispose()
                     with engine.begin() as connection:
                         make_tables(connection)  # last: our tables mean that Optuna's are there
         elif not _has_tables(engine):
             raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
-    finally:
+        with engine.connect() as connection:
+            revision = optuna_tables.revision(connection)
+        if revision != optuna_tables.REVISION:
+            optuna_storage(parsed).engine.dispose()  # raises if this Optuna does not know these tables
+    except BaseException:
         engine.dispose()
-    return _optuna_storage(parsed)
+        raise
+    return engine
 
 
 def _has_tables(engine: sa.Engine) -> bool:
@@ -66,9 +73,11 @@ def _has_tables(engine: sa.Engine) -> bool:
     return stored is not None
 
 
-def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
+def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
     """Optuna's storage, with its tables made. Raises StorageError for those of another version."""
     # Optuna calls str.format on the URL, so braces in a password are doubled.
+    import optuna  # alembic, too
+
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = connection_pool(url)
     try:

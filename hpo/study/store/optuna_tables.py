@@ -10,8 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-UNFINISHED = ("RUNNING", "WAITING")
-"""The states of a trial that has not ended."""
+REVISION = "v3.2.0.a"
+"""The version of these tables. Optuna checks the others when its storage is opened."""
 
 
 def _table(name: str, *columns: str, **typed: type[sa.types.TypeEngine[Any]]) -> sa.TableClause:
@@ -37,3 +37,8 @@ def constraint(key: str, value: Any) -> dict[str, float]:
     if key == CONSTRAINTS:  # as Optuna before 5 stores all of them
         return {str(index): each for index, each in enumerate(value)}
     return {key.removeprefix(f"{CONSTRAINTS}:"): value}
+
+
+def revision(connection: sa.Connection) -> str | None:
+    """Return the version of Optuna's tables; None: it is not known."""
+    return connection.execute(sa.select(_table("alembic_version", "version_num"))).scalar()
