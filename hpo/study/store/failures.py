@@ -60,7 +60,7 @@ _CANNOT_GO_ON = {
 
 
 def database_errors() -> tuple[type[Exception], ...]:
-    """Return what a call of the database raises. Only a process that has imported Optuna can meet its error."""
+    """Return what a call of the database raises; Optuna's error only if Optuna is imported."""
     optunas = sys.modules.get("optuna.exceptions")
     return (SQLAlchemyError,) if optunas is None else (SQLAlchemyError, optunas.StorageInternalError)
 

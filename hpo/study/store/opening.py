@@ -13,7 +13,6 @@ from hpo.study.store import optuna_tables
 from hpo.study.store.database import (
     check_folder,
     connect,
-    connection_pool,
     parse_url,
     place,
     redact,
@@ -45,7 +44,7 @@ def open_database(url: str, *, create: bool, stop: threading.Event | None = None
         if create:
             with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
                 if not _has_tables(engine):
-                    optuna_storage(engine.url).engine.dispose()
+                    optuna_storage(engine)
                     with engine.begin() as connection:
                         make_tables(connection)  # last: our tables mean that Optuna's are there
         elif not _has_tables(engine):
@@ -53,7 +52,7 @@ def open_database(url: str, *, create: bool, stop: threading.Event | None = None
         with engine.connect() as connection:
             revision = optuna_tables.revision(connection)
         if revision != optuna_tables.REVISION:
-            optuna_storage(parsed).engine.dispose()  # raises if this Optuna does not know these tables
+            optuna_storage(engine)  # raises if this Optuna does not know these tables
     except BaseException:
         engine.dispose()
         raise
@@ -73,17 +72,18 @@ def _has_tables(engine: sa.Engine) -> bool:
     return stored is not None
 
 
-def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
-    """Optuna's storage, with its tables made. Raises StorageError for those of another version."""
-    # Optuna calls str.format on the URL, so braces in a password are doubled.
+def optuna_storage(engine: sa.Engine) -> optuna.storages.RDBStorage:
+    """Return Optuna's storage on the connections of `engine`, with its tables made.
+
+    Raises StorageError if they are of another version.
+    """
     import optuna  # alembic, too
 
-    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
-    pool = connection_pool(url)
+    # Optuna calls str.format on the URL, so braces in a password are doubled.
+    text = engine.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
+        storage = optuna.storages.RDBStorage(text, engine_kwargs={"pool": engine.pool})
     except Exception as error:
-        pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
@@ -93,3 +93,8 @@ def optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
             f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."
         ) from None
+    # After an outage, all connections are closed at once.
+    storage.scoped_session.remove()
+    storage.scoped_session.configure(bind=engine)
+    storage.engine = engine
+    return storage

@@ -149,10 +149,7 @@ class Storage:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        backend = self.persist(lambda: optuna_storage(self.engine.url))
-        self.engine.dispose()
-        self.engine = backend.engine  # so that both use the same connections
-        return optuna.storages.get_storage(backend)
+        return optuna.storages.get_storage(self.persist(lambda: optuna_storage(self.engine)))
 
     def __enter__(self) -> Storage:
         return self
