@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -33,7 +34,6 @@ from hpo.api.opening import (
 )
 from hpo.code import use_code
 from hpo.config.questions import Question
-from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.json_safe import json_safe
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from hpo.api.running import RunResult
+    from hpo.config.study_config import StudyConfig
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
     from hpo.trial.diagnosis import Diagnosis
@@ -84,12 +85,22 @@ class Study:
         for code in [trust_code] if isinstance(trust_code, str) else trust_code:
             trust(code)
         self._word = "" if isinstance(study, Mapping) else str(study)
-        self._file = study_of(study) if isinstance(study, Mapping) else load_file(self._word)
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
+        if isinstance(study, Mapping):
+            self._file = study_of(study)
+        elif is_path(self._word):
+            self._file = load_file(self._word)
+
+    @cached_property
+    def _file(self) -> StudyConfig | None:
+        """The study of the file; of a name it is read when it is needed, since the database may suffice."""
+        return load_file(self._word)
 
     @property
     def file(self) -> StudyConfig:
         """The study of its file or mapping. Raises StudyFileError where there is none."""
+        from hpo.config.study_config import load_study
+
         file = self._file if self._file is not None else load_study(self._word)
         use_code(file.code, f"The study `{file.name}`")  # another study's may be in use
         return file
@@ -110,14 +121,20 @@ class Study:
         with self.opened() as (_, record):
             return record
 
+    @property
+    def outline(self) -> StudyRecord:
+        """The record in brief, see `read_study`: it takes a fraction of the time of a large one."""
+        with self.opened(brief=True) as (_, record):
+            return record
+
     @contextmanager
-    def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
+    def opened(self, *, brief: bool = False) -> Iterator[tuple[Storage, StudyRecord]]:
         """The database and what it has of the study. Raises StorageError if it has nothing.
 
         A name is that of a study in the database, if there is one, whatever lies in `studies/`.
         """
         with existing_database(self._storage) as database:
-            yield database, read_study(database, self._name_in(database))
+            yield database, read_study(database, self._name_in(database), brief=brief)
 
     @property
     def name(self) -> str:
@@ -140,6 +157,8 @@ class Study:
         Raises StudyChangedError if the file differs from the stored study, and InputError as `check_trust`
         does.
         """
+        from hpo.config.study_config import stored_study
+
         given = self._file if self._file is not None and self._file.name == record.name else None
         stored = record.definition
         config = stored_study(record.name, stored) if given is None else given.resumed(stored)
@@ -259,7 +278,7 @@ class Study:
         """How far it is: what `hpo status --json` prints."""
         from hpo.report.status import study_status
 
-        return study_status(self.record)
+        return study_status(self.outline)
 
     def trials_dataframe(self) -> pd.DataFrame:
         """A row for each trial: outcome, precision that was asked for and that ran, speed, memory, values as
@@ -298,7 +317,7 @@ class Study:
         evaluation, and what was done: `evaluation`, `export`; {} where no trial is complete.
         """
         if split is None and folder is None:
-            return self.record, {}
+            return self.outline, {}
         from hpo.api.models import use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):

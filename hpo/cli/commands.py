@@ -129,7 +129,7 @@ def status(opened: Study, as_json: bool) -> None:
     from hpo.cli.display import print_status
     from hpo.report.status import study_status
 
-    record = opened.record
+    record = opened.outline
     summary = study_status(record)
     if as_json:
         print_json(summary)
@@ -175,7 +175,7 @@ def best(
 def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, Any]) -> None:
     """The best trials, the metrics of the first on validation and on `evaluated`, and where files are."""
     from hpo.cli.display import print_best, print_detailed, print_metrics, print_warning
-    from hpo.report.detailed_tables import evaluations_of
+    from hpo.report.detailed import evaluations_of
     from hpo.study.reading.study_record import best_trials
 
     print_best(record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,17 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hpo.api.progress import OUTCOME_STYLES
 from hpo.errors import printable
-from hpo.report.deployed import latency_table, loading, quality_table, sentences, task_table, threads, verdict
-from hpo.report.detailed_tables import (
-    Detailed,
-    decided_text,
-    evaluations_of,
-    headline,
-    metrics_text,
-    num_rows,
-)
+from hpo.report.detailed import Detailed, decided_text, evaluations_of, headline, num_rows
 from hpo.report.formats import (
     describe_params,
     format_metric,
@@ -36,8 +26,6 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.tables import StudyTables, brief_summary, task_metrics_text
-from hpo.report.verdicts import comparison_tables, details
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
@@ -48,6 +36,8 @@ from hpo.study.reading.study_record import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pandas as pd
+
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.trial.compat import Compatibility
     from hpo.trial.verify import PrecisionCheck
@@ -55,6 +45,8 @@ if TYPE_CHECKING:
 
 def print_summary(record: StudyRecord) -> None:
     """The table by precision, the best configuration, and where to look next."""
+    from hpo.report.tables import StudyTables, brief_summary
+
     console = Console()
     if any(trial.ended for trial in record.trials):
         title = f"{record.name}: by requested precision"
@@ -94,6 +86,8 @@ def print_best(record: StudyRecord) -> None:
 
 def print_metrics(trial: TrialRecord) -> None:
     """The metrics of a trial on validation, as the search measured them."""
+    from hpo.report.tables import task_metrics_text
+
     if trial.telemetry.get("metrics"):
         console = Console(highlight=False)
         console.print(Text(f"Trial {trial.number} on validation, as the search measured it", style="bold"))
@@ -102,6 +96,9 @@ def print_metrics(trial: TrialRecord) -> None:
 
 def print_detailed(one: Detailed) -> None:
     """The metrics of a detailed evaluation with intervals and warnings; the page has the rest."""
+
+    from hpo.report.detailed_tables import metrics_text
+
     console = Console(highlight=False)
     said = f"Trial {one.trial_number} on {one.split}: {num_rows(one)}"
     print_indented(console, Text("; ".join(filter(None, (said, decided_text(one)))), style="bold"), 0)
@@ -130,6 +127,9 @@ def one_line(text: str) -> str:
 
 def print_trial(record: Mapping[str, Any]) -> None:
     """What `hpo train` shows of the record of one trial."""
+    from hpo.api.progress import OUTCOME_STYLES
+    from hpo.report.tables import task_metrics_text
+
     console = Console(highlight=False)
     if record["telemetry"].get("metrics"):
         console.print(dataframe_table(task_metrics_text(record["telemetry"]), "Best evaluation"))
@@ -153,10 +153,10 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     console.print(f"[bold]{escape(record.name)}[/bold]: {counts}")
     if record.state != "open":
         console.print(f"It is {record.state}; `hpo resume {record.name}` opens it again.", markup=False)
-    outcomes = pd.DataFrame(status["outcomes"].items(), columns=["outcome", "trials"])
-    for table in (outcomes, _workers(status["workers"])):
-        if not table.empty:
-            console.print(dataframe_table(table))
+    outcomes = [{"outcome": outcome, "trials": count} for outcome, count in status["outcomes"].items()]
+    for rows in (outcomes, _workers(status["workers"])):
+        if rows:
+            console.print(rows_table(rows))
     stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
     if stranded:
         console.print(f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them.")
@@ -171,8 +171,8 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
         print_warning(text)
 
 
-def _workers(workers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame(
+def _workers(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
         {
             "live worker": worker["number"],
             **{
@@ -182,7 +182,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             "last seen": f"{format_seconds(worker['silent_seconds'])} ago",
         }
         for worker in workers
-    )
+    ]
 
 
 def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> None:
@@ -195,7 +195,8 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
         if check.compatibility is not None:
             row |= {"verdict": check.compatibility.verdict, **_measured(check.compatibility)}
         rows.append(row)
-    console.print(dataframe_table(pd.DataFrame(rows).fillna("")))
+    names = dict.fromkeys(name for row in rows for name in row)
+    console.print(rows_table([{name: row.get(name, "") for name in names} for row in rows]))
     console.print(
         "Speed and memory against fp32: forward and backward of a micro-batch, the fastest of the repeats.",
         style="dim",
@@ -226,38 +227,46 @@ def _table(*columns: str, title: str | None = None) -> Table:
 
 
 def dataframe_table(frame: pd.DataFrame, title: str | None = None) -> Table:
+    """Return `rows_table` of the rows of a frame."""
+    return rows_table(frame.to_dict("records"), title)
+
+
+def rows_table(rows: Sequence[Mapping[Any, Any]], title: str | None = None) -> Table:
     """A table of text cells; columns whose cells are all empty are left out.
 
     Where the words do not fit the terminal, each row is a list of its cells: no word or number is broken.
     """
-    shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
-    frame = frame[shown].astype(str).map(printable)  # before it is measured: a control character has no width
-    texts = [[str(column), *frame[column]] for column in frame.columns]
+    # Cleaned before it is measured: a control character has no width.
+    columns = {name: [printable(str(row[name])) for row in rows] for name in (rows[0] if rows else ())}
+    columns = {str(name): cells for name, cells in columns.items() if any(cells)}
+    texts = [[name, *cells] for name, cells in columns.items()]
     words = [max(map(cell_len, " ".join(cells).split()), default=0) for cells in texts]
     spare = Console().width - sum(words) - 2 * len(words) - 1  # without the gaps and the edges
     if spare >= 0:
-        table = _table(*map(str, frame.columns), title=title)
+        table = _table(*columns, title=title)
         for column, longest, cells in zip(table.columns, words, texts, strict=True):
             wanted = max(map(cell_len, "\n".join(cells).splitlines()), default=0)
             column.width = min(wanted, longest + spare)
             spare -= column.width - longest
-        for row in frame.itertuples(index=False):
+        for row in zip(*columns.values(), strict=True):
             table.add_row(*map(escape, row))
         return table
     table = _table("", "", title=title)
     table.show_header = False
     table.columns[0].max_width = max(12, Console().width - max(words) - 6)
     table.columns[1].overflow = "fold"  # a number that is cut is another number
-    for row in frame.itertuples(index=False):
-        for name, cell in zip(frame.columns, row, strict=True):
+    for row in zip(*columns.values(), strict=True):
+        for name, cell in zip(columns, row, strict=True):
             if cell:
-                table.add_row(escape(" ".join(str(name).split())), escape(cell))
+                table.add_row(escape(" ".join(name.split())), escape(cell))
         table.add_section()
     return table
 
 
 def print_comparison(result: Mapping[str, Any]) -> None:
     """The result of `hpo compare`, and the recommendation."""
+    from hpo.report.verdicts import comparison_tables, details
+
     console = Console(highlight=False)
     for table in comparison_tables(result):
         console.print(dataframe_table(table, result["study"]))
@@ -268,6 +277,16 @@ def print_comparison(result: Mapping[str, Any]) -> None:
 
 def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
     """The result of `hpo deploy`, and how to use it."""
+    from hpo.report.deployed import (
+        latency_table,
+        loading,
+        quality_table,
+        sentences,
+        task_table,
+        threads,
+        verdict,
+    )
+
     console = Console(highlight=False)
     title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
     console.print(dataframe_table(quality_table(stored), title))

@@ -17,8 +17,9 @@ from markupsafe import Markup, escape
 
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
+from hpo.report.detailed import evaluations_of, interval_text, intervals
 from hpo.report.detailed_page import HEADING, evaluation
-from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, interval_text, intervals
+from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,

@@ -20,7 +20,7 @@ from hpo.cli import display
 from hpo.cli.display import dataframe_table, print_detailed
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
-from hpo.report.detailed_tables import Detailed
+from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
 from hpo.study.reading.study_record import WorkerRecord

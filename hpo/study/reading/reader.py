@@ -110,10 +110,11 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
         comparisons=_read_comparisons(connection, study.study_id),
     )
     shown = trials
-    if brief and "budget" not in definition:  # what a budget was spent on is in the telemetry of all trials
+    if brief and definition.get("budget") is None:  # what a budget was spent on is in the telemetry of all
         best = {trial.number for trial in best_trials(record)}
         caution = reading.with_caution()
         shown = {key: trial for key, trial in trials.items() if trial.number in best or key in caution}
+    if brief:
         attributes = reading.attributes(shown)
     trials |= reading.in_full(shown, attributes)
     if not brief:

@@ -31,7 +31,7 @@ class StoredJson(Mapping[str, Any]):
             content = None
         if not isinstance(content, dict):
             raise StorageError(
-                f"The database must have a JSON object here, but has `{shorten(self._text)}`. "
+                f"The database must have a JSON object here, but has `{shorten(self._text, 60)}`. "
                 "Somebody has changed the record of a trial."
             )
         self._text = ""
