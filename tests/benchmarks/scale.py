@@ -120,8 +120,6 @@ class Executor:
         begin = float(note.read_text()) if note.is_file() else 0.0
         telemetry, values = record(params), (0.0,)
         try:
-            if begin:
-                callbacks.on_resume(begin)
             for index, share in enumerate(self._shares, 1):
                 if share > begin:
                     values = (score(params, share),)
@@ -195,7 +193,9 @@ def work(url: str, pruner: str, sampler: str, runs: int) -> list[tuple[float, fl
         stored = read_stored(storage, NAME)
         assert stored is not None
         executor = Executor(config, Path("runs"), stop, runs)
-        run_study(OpenStudy(config, storage, Path("runs"), stored, {}, executor), stop=stop)  # type: ignore[arg-type]
+        summary = run_study(OpenStudy(config, storage, Path("runs"), stored, {}, executor), stop=stop)  # type: ignore[arg-type]
+    if summary.num_failed:
+        raise RuntimeError(f"no trial may fail, but {summary.num_failed} of {len(executor.times)} did")
     return executor.times
 
 
