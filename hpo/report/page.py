@@ -188,7 +188,7 @@ def render(template: str, **values: Any) -> str:
     """A page from a template of this folder, with plotly.js inside."""
     from plotly.offline import get_plotlyjs
 
-    packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
+    packed = gzip.compress(get_plotlyjs().encode(), compresslevel=6, mtime=0)
     return fill(template, plotly=Markup(base64.b64encode(packed).decode()), **values)
 
 
