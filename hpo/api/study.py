@@ -37,6 +37,7 @@ from hpo.config.questions import Question
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.json_safe import json_safe
+from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
@@ -408,7 +409,8 @@ class Study:
 
     def report(self, folder: str | Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
-        from hpo.report.report import write_report
+        with collector_paused():
+            from hpo.report.report import write_report
 
         record = self.record
         file = self._word if self._word and self._file is not None else None

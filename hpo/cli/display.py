@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpo.errors import printable
+from hpo.outcome import Outcome
 from hpo.report.detailed import Detailed, decided_text, evaluations_of, headline, num_rows
 from hpo.report.formats import (
     describe_params,
@@ -26,6 +27,7 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
+from hpo.report.status import paused_told
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
@@ -148,7 +150,7 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     done, paused, total = status["trials"]["done"], status["trials"].get("paused", 0), status["n_trials"]
     in_hand = {worker["trial"] for worker in status["workers"]} - {None}
     counts = f"{trials_done(status['trials'], has_budget=bool(status['budget']))}, {len(in_hand)} running"
-    if status["budget"] is None:
+    if status["budget"] is None and record.state != "cancelled":
         counts += f", {total - done - len(in_hand) - paused} to come"
     console.print(f"[bold]{escape(record.name)}[/bold]: {counts}")
     if record.state != "open":
@@ -157,11 +159,16 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     for rows in (outcomes, _workers(status["workers"])):
         if rows:
             console.print(rows_table(rows))
-    stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
-    if stranded:
-        console.print(f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them.")
+    if told := paused_told(record):
+        console.print(told)
+    if preempted := status["outcomes"].get(Outcome.PREEMPTED):
+        console.print(f"Unfinished, with no worker: {preempted}. The next worker continues them.")
     elif not status["workers"]:
         console.print("No live worker.")
+    # Also those of plain Optuna.
+    others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
+    if others:
+        console.print(f"RUNNING, but of no worker of this study: {len(others)}. `hpo doctor` says more.")
     if status["trials_per_hour"]:
         console.print(f"Rate: {format_number(status['trials_per_hour'])} trials an hour.")
     if status["estimated_end"]:

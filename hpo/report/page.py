@@ -34,7 +34,7 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.status import trial_seconds
+from hpo.report.status import paused_told, trial_seconds
 from hpo.report.tables import (
     StudyTables,
     brief_summary,
@@ -112,6 +112,7 @@ def _facts(tables: StudyTables) -> list[str]:
         *limits_told(record),
         *spending_told(record),
         f"Planned: {sum(record.counts.values())}, of which {record.counts['done']} are done.",
+        *filter(None, [paused_told(record)]),
         f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
