@@ -64,7 +64,7 @@ class Membership:
     def _register(self) -> None:
         """Add this worker's row, with the next number."""
         storage, name = self._storage, self._study.study_name
-        with storage.exclusive(), storage.engine.begin() as connection:
+        with storage.exclusive() as connection:
             refuse_other_hosts(connection, storage.now, storage.lease_seconds)
             # One that is there is of an attempt that was committed, though the answer was lost.
             connection.execute(sa.delete(workers).where(workers.c.id == self.id))

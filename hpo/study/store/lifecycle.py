@@ -138,7 +138,7 @@ def delete_study(storage: Storage, name: str) -> None:
     """
 
     def delete() -> None:
-        with exclusive(storage.engine), storage.engine.begin() as connection:  # nobody joins meanwhile
+        with exclusive(storage.engine) as connection:  # nobody joins meanwhile
             if left := _processes(storage, connection, name):
                 raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
             delete_study_rows(connection, name)

@@ -30,7 +30,7 @@ from hpo.study.claims.process import is_alive, this_machine
 from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability
 from hpo.study.store.database import redact
-from hpo.study.store.failures import explain, is_outage, is_wrong_input
+from hpo.study.store.failures import explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database
 from hpo.study.store.optuna_internals import trial_id_of
@@ -137,9 +137,13 @@ class Storage:
         while True:
             try:
                 return action()
+            except StoppedError:
+                raise
             except OutageError as error:
                 if self.stop.wait(min(1.0, self.patience_seconds / 10)):
-                    raise StoppedError(f"told to stop while the database is away. {error}") from error
+                    is_held = error.__cause__ is not None and is_locked(error.__cause__)
+                    why = "another program has the database locked" if is_held else "the database is away"
+                    raise StoppedError(f"told to stop while {why}. {error}") from error
                 if time.monotonic() > deadline:
                     raise
 
@@ -161,7 +165,7 @@ class Storage:
 
         return self.persist(once)
 
-    def exclusive(self) -> AbstractContextManager[sa.Connection | None]:
+    def exclusive(self) -> AbstractContextManager[sa.Connection]:
         """See `lock.exclusive`; waits until `stop` is set."""
         return exclusive(self.engine, self.stop)
 
