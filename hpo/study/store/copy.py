@@ -57,6 +57,7 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
         RunError: a database failed; the target is as it was.
     """
     study_id = study_id_of(source.load_study(name))  # refuses one that is not there
+    source.watch_workers(workers.c.study == name)
     rows = source.persist(lambda: _read(source, name, study_id))
     try:
         with exclusive(target.engine) as connection:

@@ -9,7 +9,7 @@ command; opened again, it begins their slots anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,10 +95,13 @@ def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
     return left
 
 
-def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
-    """The live workers of the study, in words."""
-    rows = storage.live_workers(connection, workers.c.study == name).values()
+def processes(rows: Iterable[Any]) -> list[str]:
+    """Return where the workers of these rows are, in words."""
     return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
+
+
+def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
+    return processes(storage.live_workers(connection, workers.c.study == name).values())
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
@@ -136,6 +139,7 @@ def delete_study(storage: Storage, name: str) -> None:
 
     Raises RunError where workers are in the study.
     """
+    storage.watch_workers(workers.c.study == name)
 
     def delete() -> None:
         with exclusive(storage.engine) as connection:  # nobody joins meanwhile
