@@ -34,6 +34,7 @@ def start_worker(url: str, log: Path, clock: Path, machine: str) -> subprocess.P
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "FAKETIME_FORCE_MONOTONIC_FIX": "0",  # the fix adds the step to waits by the monotonic clock
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, __file__, url, str(log), machine]
