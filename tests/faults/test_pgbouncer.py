@@ -8,10 +8,12 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from one_connection import one_connection
 from pgbouncer import PROGRAM, server_settings, transaction_pool
 from postgres import PostgresServer
-from worker_process import check_done, finish, start, study
+from worker_process import check_done, finish, start_process, study, work
 
+from hpo.config.study_config import StudyConfig
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import open_storage
 
@@ -34,9 +36,9 @@ class OtherProgram:
 
     def __init__(self, url: str) -> None:
         self._url, self._leaving = url, threading.Event()
-        self.seen: dict[int, dict[str, str]] = {}
-        """The latest settings by the process id of the server connection."""
-        self.first: dict[int, dict[str, str]] = {}
+        self.seen: list[dict[str, str]] = []
+        self.pids: set[int] = set()
+        """Of the server's processes."""
         self._thread = threading.Thread(target=self._read_again_and_again)
 
     def __enter__(self) -> OtherProgram:
@@ -51,13 +53,15 @@ class OtherProgram:
         with psycopg.connect(self._url, prepare_threshold=None, application_name="other") as connection:
             while not self._leaving.wait(0.05):
                 with connection.transaction():
-                    pid = connection.info.backend_pid
                     row = connection.execute("SELECT pg_backend_pid()").fetchone()
                     assert row is not None
-                    pid = row[0]
-                    settings = server_settings(connection)
-                self.first.setdefault(pid, settings)
-                self.seen[pid] = settings
+                    self.pids.add(row[0])
+                    self.seen.append(server_settings(connection))
+
+
+def be_worker(url: str, config: StudyConfig, log: Path) -> None:
+    with one_connection():
+        work(url, config, log, trial_seconds=0.05)
 
 
 def test_workers_share_two_connections_with_another_program(pool_url: str, tmp_path: Path) -> None:
@@ -65,10 +69,9 @@ def test_workers_share_two_connections_with_another_program(pool_url: str, tmp_p
     with psycopg.connect(pool_url, prepare_threshold=None, application_name="other") as connection:
         before = server_settings(connection)
     with OtherProgram(pool_url) as other:
-        finish(*(start(pool_url, config, log, trial_seconds=0.05) for _ in range(NUM_WORKERS)))
-    assert len(other.seen) > 0
-    for settings in (*other.first.values(), *other.seen.values()):
-        assert settings == before
+        finish(*(start_process(be_worker, pool_url, config, log) for _ in range(NUM_WORKERS)))
+    assert len(other.pids) == POOL_SIZE, "it shares both connections with the workers"
+    assert all(settings == before for settings in other.seen)
     with open_storage(pool_url) as storage:
         check_done(storage, config, log)
         assert len(read_study(storage, config.name).workers) == NUM_WORKERS

@@ -10,7 +10,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from one_connection import one_connection
-from worker_process import run_trials, study, worker_on
+from worker_process import study, work, worker_on
 
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
@@ -39,7 +39,10 @@ ACTIONS: dict[str, Callable[[Storage, Path], Any]] = {
     "resume": lambda storage, _: create_or_resume_study(storage, study(3)),
     "lower n_trials": lambda storage, _: create_or_resume_study(storage, study(1)),
     "join": join,
-    "run": lambda storage, _: run_trials(storage, study(2)),
+    "run": lambda storage, folder: work(storage.url, study(9), folder / "log"),
+    "run with a budget": lambda storage, folder: work(
+        storage.url, study(9, name="other", budget={"hours": 1.0}), folder / "log"
+    ),
     "read": lambda storage, _: (read_study(storage, "tiny"), list_studies(storage)),
     "cancel": cancel,
     "delete": lambda storage, _: delete_study(storage, "tiny"),
