@@ -58,4 +58,4 @@ def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> Non
         with worker_on(storage, study(1)) as other:
             taken = other.claim()
             assert taken is not None
-            assert (taken.trial_number, taken.deaths) == (trial.number, 0)
+            assert (taken.number, taken.row.deaths) == (trial.number, 0)
