@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from hpo.cli.options import (
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
+    from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray
     from hpo.config.study_config import StudyConfig
 
@@ -45,10 +47,23 @@ _SLURM_OPTIONS: Mapping[str, Any] = {
         "Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
     ),
 }
+_LAUNCH_OPTIONS: Mapping[str, Any] = {
+    "setup": option(
+        Path | None,
+        "FILE",
+        "bash script that each job sources first (module load, conda activate). A job gets its text of now.",
+    ),
+    "python": option(str | None, "PATH", "Python of the nodes or of the container, where hpo is installed."),
+    "apptainer": option(str | None, "IMAGE", "Run the workers in this image by `apptainer exec`."),
+    "pyxis": option(
+        str | None, "IMAGE", "Run the workers in this image by pyxis (`srun --container-image`)."
+    ),
+    "mount": option(list[str] | None, "PATH", "Another place that the container needs. Repeatable."),
+}
 
 
 @app.command()
-@with_options(_SLURM_OPTIONS)
+@with_options(_SLURM_OPTIONS, _LAUNCH_OPTIONS)
 def submit(
     study: StudyArgument,
     _slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")],
@@ -80,6 +95,7 @@ def submit(
         folder=job_folder(RUNS, name),
         num_workers=workers,
         sbatch=_sbatch_options(options),
+        launch=_launch(options),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
         code=code_in_use(config.code) if config else [name_code(one) for one in trust_code],
         allow=allowing(config) if config else None,
@@ -145,9 +161,21 @@ def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
     named = {
         name.replace("_", "-"): value
         for name, value in options.items()
-        if value is not None and name not in ("n_trials", "sbatch")
+        if value is not None and name in _SLURM_OPTIONS and name not in ("n_trials", "sbatch")
     }
     for text in options["sbatch"] or ():
         name, equals, value = text.lstrip("-").partition("=")
         named[name] = value if equals else True
     return named
+
+
+def _launch(options: Mapping[str, Any]) -> Launch:
+    from hpo.cluster.batch.launch import Launch
+
+    file = options["setup"]
+    try:
+        setup = None if file is None else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--setup must name a shell script, but {file} cannot be read: {error}") from None
+    given = {name: options[name] for name in ("python", "apptainer", "pyxis")}
+    return Launch(**given, setup=setup, mounts=options["mount"] or ())
