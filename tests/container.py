@@ -46,7 +46,7 @@ bind() {
 for name in bin lib lib64 sbin; do [ ! -L "/$name" ] || ln -s "usr/$name" "$root/$name"; done
 while read -r source target; do bind "$source" "$target"; done < "$image"
 for place in "${places[@]}"; do bind "$place" "$place"; done
-export PATH=/opt/base/bin:/usr/bin PYTHONPATH=/opt/source:/opt/packages
+export PATH=/opt/base/bin:/usr/bin LD_LIBRARY_PATH=/opt/base/lib PYTHONPATH=/opt/source:/opt/packages
 exec /usr/sbin/chroot "$root" sh -c 'cd "$0" && exec "$@"' "$folder" "$@"
 """
 

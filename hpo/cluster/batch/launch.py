@@ -19,12 +19,16 @@ from hpo.errors import InputError
 REQUESTS = "HPO_SLURM_REQUESTS"
 """Environment variable: the file to which a worker in a container writes its commands for Slurm."""
 
-_START = (
-    'trap "" USR1; python=$(command -v "$0") && [ -f "$python" ] && [ -x "$python" ] || { echo "hpo: '
-    '--python must name a program%s on $SLURMD_NODENAME, but got \\`$0\\`, which is none there." >&2; exit 2; }; '
-    'exec "$0" "$@"'
-)
 # USR1 would kill a program that does not listen to it yet.
+_START = (
+    'trap "" USR1; python=$(command -v "$0") && [ -f "$python" ] && [ -x "$python" ] || '
+    '{ echo "hpo: --python must name a program%s on $SLURMD_NODENAME, not \\`$0\\`, which is none." '
+    '>&2; exit 2; }; exec "$0" "$@"'
+)
+_CHECKED = (
+    'trap \'echo "hpo: the set-up script must succeed, but it ended with exit code $?. No worker starts." '
+    ">&2; exit 1' EXIT"
+)
 _PASS_SIGNALS_ON = """\
 trap 'kill -USR1 "$worker"' USR1
 trap 'kill -TERM "$worker"' TERM
@@ -60,7 +64,7 @@ class Launch:
     def image(self) -> str | None:
         return self.apptainer or self.pyxis
 
-    def lines(self, worker: Sequence[str], folder: Path, places: Iterable[str]) -> list[str]:
+    def lines(self, worker: Sequence[str], folder: Path, places: Iterable[Path]) -> list[str]:
         """Lines of a bash script that end as the worker.
 
         Args:
@@ -85,8 +89,7 @@ class Launch:
             return []
         file = shlex.quote(str(self.setup_file(folder)))
         return [
-            "trap 'echo \"hpo: the set-up script must succeed, but it ended with exit code $?. "
-            "No worker starts.\" >&2; exit 1' EXIT",
+            _CHECKED,
             f"hpo_folder=$PWD; set -e; . {file}",
             'set +euo pipefail; trap - EXIT; cd "$hpo_folder"',
         ]
@@ -94,10 +97,10 @@ class Launch:
     def setup_file(self, folder: Path) -> Path:
         return folder / "setup.sh"
 
-    def _container(self, places: Iterable[str]) -> str:
+    def _container(self, places: Iterable[Path]) -> str:
         """The command of the container, for the shell, without the command that runs in it."""
-        there = [place for place in map(_existing, places) if place != "/"]
-        mounts = _outermost([*there, *map(os.path.abspath, self.mounts)])
+        there = [place for place in map(_existing, places) if place != Path("/")]
+        mounts = _outermost([*there, *(Path(place).absolute() for place in self.mounts)])
         if self.apptainer:
             bound = [argument for place in mounts for argument in ("--bind", place)]
             return f'apptainer exec --nv {shlex.join(bound)} --pwd "$PWD" {shlex.quote(self.apptainer)}'
@@ -108,20 +111,19 @@ class Launch:
         return f'srun --ntasks=1 {cores} {shlex.join(bound)} --container-workdir="$PWD"'
 
 
-def _outermost(places: Sequence[str]) -> list[str]:
+def _outermost(places: Sequence[Path]) -> list[str]:
     """The places without those inside another."""
     for place in places:
-        if set(place) & {",", ":"}:
+        if set(str(place)) & {",", ":"}:
             raise InputError(
                 f"A place that a container mounts must have no `,` or `:` in its path, but got {place}."
             )
-    paths = [Path(place) for place in dict.fromkeys(places)]
-    return [str(path) for path in paths if not any(other in path.parents for other in paths)]
+    return [str(place) for place in dict.fromkeys(places) if not {*places} & {*place.parents}]
 
 
-def _existing(place: str) -> str:
+def _existing(place: Path) -> Path:
     """The place, or the nearest folder that is there."""
-    return place if os.path.exists(place) else _existing(os.path.dirname(place))
+    return place if os.access(place, os.F_OK) else _existing(place.parent)
 
 
 def ask_slurm_later(command: Sequence[str]) -> bool:

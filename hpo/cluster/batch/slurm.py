@@ -70,7 +70,7 @@ class WorkerArray:
     """That of the study, of which the jobs get a copy of each file."""
     allow: str | None = None
     """Their HPO_ALLOW; None: as where they are submitted."""
-    launch: Launch = Launch()
+    launch: Launch = field(default_factory=Launch)
 
     @property
     def workers_per_job(self) -> int:
@@ -112,7 +112,7 @@ class WorkerArray:
     def _copy_of(self, code: Code) -> Path:
         return self.folder.absolute() / code.name
 
-    def _places(self) -> list[str]:
+    def _places(self) -> list[Path]:
         """The absolute paths that a worker reads or writes."""
         url = parse_url(storage_url(self.storage))
         options = [str(value) for value in url.query.values()]  # a socket, certificates
@@ -120,13 +120,13 @@ class WorkerArray:
         named += [os.environ.get(name, "") for name in (DATA_DIR, "HF_HOME", "HF_HUB_CACHE")]
         runs = self.folder.absolute().parents[1].resolve()  # may be a link to a larger disk
         named += [str(self.sbatch.get("chdir", Path.cwd())), str(runs), str(self.storage_file)]
-        return [place for place in named if place.startswith("/")]
+        return [Path(place) for place in named if place.startswith("/")]
 
     def script(self) -> str:
         """The batch script."""
         if container := [name for name in self.sbatch if name.startswith("container")]:
             raise InputError(
-                "The container of a job must be given by --apptainer or --pyxis, so that its signals reach the "
+                "The container of a job must be given by --apptainer or --pyxis, so that signals reach its "
                 f"worker, but got --sbatch {container[0]}."
             )
         worker = ["-m", "hpo", "worker", self.study, "--workers-per-device", "1"]

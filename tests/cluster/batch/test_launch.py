@@ -86,7 +86,7 @@ def test_a_python_that_the_node_lacks(tmp_path: Path, kind: str, container: bool
     job = start(tmp_path, "--python", given, *options)
     out, err = job.communicate()
     where = " in the container" if container else ""
-    expected = f"hpo: --python must name a program{where} on n1, but got `{given}`, which is none there.\n"
+    expected = f"hpo: --python must name a program{where} on n1, not `{given}`, which is none.\n"
     assert (job.returncode, out, err) == (2, "", expected)
 
 
