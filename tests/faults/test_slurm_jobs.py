@@ -195,7 +195,7 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
 
 
 @pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
-@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+@pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
 def test_a_job_in_a_container_is_requeued_and_cancelled(
     slurm: SlurmCluster,
     postgres_url: str,
