@@ -63,7 +63,8 @@ class Snapshot:
 
     def owner(self, trial: FrozenTrial) -> str | None:
         """The worker that had the trial."""
-        return self.rows[trial.number].owner
+        owner: str | None = self.rows[trial.number].owner
+        return owner
 
     def host(self, trial: FrozenTrial) -> str | None:
         """The machine that wrote the newest checkpoint of a trial; None: it has none."""
@@ -94,7 +95,7 @@ class Watch:
         self._storage = storage
         self._study = study
         self._budget = budget
-        self._standings = promotion and Standings(promotion, continues_last)
+        self._standings = None if promotion is None else Standings(promotion, continues_last)
         self._unfinished: list[int] = []
         self._num_seen = 0
         self._dead: set[str] = set()
@@ -167,7 +168,7 @@ class Watch:
         of_study = workers.c.study == self._study.study_name
         self._dead = owners - self._storage.live_workers(connection, of_study).keys()
 
-    def _others(self, connection: sa.Connection, worker: str) -> list[sa.Row[Any]]:
+    def _others(self, connection: sa.Connection, worker: str) -> list[Any]:
         """The other live workers."""
         live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
         query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)
