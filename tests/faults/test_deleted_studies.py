@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +40,21 @@ def test_a_study_that_is_deleted_under_its_worker_can_be_started_again(
     tmp_path: Path, database: sa.Engine
 ) -> None:
     write_long_study(tmp_path, 0.1, n_trials=3, per_trial=4, max_seconds=6)
-    running = start_hpo(tmp_path, "run", "tiny.yaml", "--json")
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    running = start_hpo(tmp_path, "worker", "tiny", "--json")
     wait_until(lambda: bool(saved_steps(tmp_path)), running)
     delete_with_optuna(database)
     ended = finish(running)
+    assert ended.exit_code == 0, ended
     assert ended.json["ended"] == "closed", ended
     assert "Traceback" not in ended.err
-    for table in (optunas.studies, optunas.trials, optunas.params, optunas.values, optunas.user_attributes):
+    for table in (
+        optunas.studies,
+        optunas.trials,
+        optunas.params,
+        optunas.table_of_values,
+        optunas.user_attributes,
+    ):
         assert number_of(database, table) == 0, table.name
 
     write_study(tmp_path)
@@ -56,7 +63,8 @@ def test_a_study_that_is_deleted_under_its_worker_can_be_started_again(
         (0, "COMPLETE"),
         (1, "COMPLETE"),
     ]
-    assert json.loads(ok(hpo_command(tmp_path, "doctor", "--json")).out)["findings"] == []
+    found = hpo_command(tmp_path, "doctor", "--json").json["findings"]
+    assert [finding["check"] for finding in found] == ["checkpoints"], "the folder of the deleted study"
 
 
 def leave_orphans(database: sa.Engine) -> None:
