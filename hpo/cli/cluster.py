@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +25,6 @@ from hpo.cli.options import (
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
-    from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray
     from hpo.config.study_config import StudyConfig
 
@@ -49,9 +47,10 @@ _SLURM_OPTIONS: Mapping[str, Any] = {
 }
 _LAUNCH_OPTIONS: Mapping[str, Any] = {
     "setup": option(
-        Path | None,
+        typer.FileBinaryRead | None,
         "FILE",
-        "bash script that each job sources first (module load, conda activate). A job gets its text of now.",
+        "bash script that each job sources first (module load, conda activate). A job gets a copy.",
+        callback=lambda file: file and file.read(),
     ),
     "python": option(str | None, "PATH", "Python of the nodes or of the container, where hpo is installed."),
     "apptainer": option(str | None, "IMAGE", "Run the workers in this image by `apptainer exec`."),
@@ -83,6 +82,7 @@ def submit(
     --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
     study is done.
     """
+    from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, name_code
     from hpo.config.allowed import allowing
@@ -95,7 +95,7 @@ def submit(
         folder=job_folder(RUNS, name),
         num_workers=workers,
         sbatch=_sbatch_options(options),
-        launch=_launch(options),
+        launch=Launch(**{name: options[name] for name in _LAUNCH_OPTIONS}),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
         code=code_in_use(config.code) if config else [name_code(one) for one in trust_code],
         allow=allowing(config) if config else None,
@@ -167,15 +167,3 @@ def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
         name, equals, value = text.lstrip("-").partition("=")
         named[name] = value if equals else True
     return named
-
-
-def _launch(options: Mapping[str, Any]) -> Launch:
-    from hpo.cluster.batch.launch import Launch
-
-    file = options["setup"]
-    try:
-        setup = None if file is None else file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--setup must name a shell script, but {file} cannot be read: {error}") from None
-    given = {name: options[name] for name in ("python", "apptainer", "pyxis")}
-    return Launch(**given, setup=setup, mounts=options["mount"] or ())

@@ -41,66 +41,54 @@ exit $code"""
 
 @dataclass(frozen=True)
 class Launch:
-    """What of a job is the same for each study."""
+    """The part of a job that is the same for each study."""
 
-    setup: str | None = None
-    """Text of a bash script that runs first."""
+    setup: bytes | None = None
+    """A bash script that runs first."""
     python: str | None = None
     """The interpreter; None: that of this process or, in a container, `python3`."""
     apptainer: str | None = None
     """The image of a container, for `apptainer exec`."""
     pyxis: str | None = None
     """The image of a container, for `srun --container-image`."""
-    mounts: Sequence[str] = ()
+    mount: Sequence[str] | None = None
     """More places that the container needs."""
 
     def __post_init__(self) -> None:
         if self.apptainer and self.pyxis:
             raise InputError("A job runs in one container, but got --apptainer and --pyxis. Leave one out.")
-        if self.mounts and not self.image:
+        if self.mount and not (self.apptainer or self.pyxis):
             raise InputError("--mount needs a container. Add --apptainer IMAGE or --pyxis IMAGE.")
-
-    @property
-    def image(self) -> str | None:
-        return self.apptainer or self.pyxis
 
     def lines(self, worker: Sequence[str], folder: Path, places: Iterable[Path]) -> list[str]:
         """Lines of a bash script that end as the worker.
 
         Args:
             worker: the arguments of the interpreter.
-            folder: the files of the submission.
+            folder: of the files of the submission; the set-up script is its `setup.sh`.
             places: the files and folders that the worker reads or writes.
         """
-        start = ["sh", "-c", _START % (" in the container" if self.image else "")]
-        start += [self.python or ("python3" if self.image else sys.executable), *worker]
-        if not self.image:
-            return [*self._setup(folder), f"exec {shlex.join(start)}"]
+        lines = []
+        if self.setup is not None:
+            file = shlex.quote(str(folder / "setup.sh"))
+            lines += [_CHECKED, f"hpo_folder=$PWD; set -e; . {file}"]
+            lines += ['set +euo pipefail; trap - EXIT; cd "$hpo_folder"']
+        if not (self.apptainer or self.pyxis):
+            start = ["sh", "-c", _START % "", self.python or sys.executable, *worker]
+            return [*lines, f"exec {shlex.join(start)}"]
+        start = ["sh", "-c", _START % " in the container", self.python or "python3", *worker]
         return [
-            *self._setup(folder),
-            f'export {REQUESTS}={shlex.quote(str(folder))}/requests-"$SLURM_JOB_ID"',
-            f'rm -f "${REQUESTS}"',
+            *lines,
+            f'export {REQUESTS}={shlex.quote(str(folder))}/requests-"$SLURM_JOB_ID"; rm -f "${REQUESTS}"',
             f"(exec {self._container(places)} {shlex.join(start)}) & worker=$!",
             _PASS_SIGNALS_ON,
         ]
 
-    def _setup(self, folder: Path) -> list[str]:
-        if self.setup is None:
-            return []
-        file = shlex.quote(str(self.setup_file(folder)))
-        return [
-            _CHECKED,
-            f"hpo_folder=$PWD; set -e; . {file}",
-            'set +euo pipefail; trap - EXIT; cd "$hpo_folder"',
-        ]
-
-    def setup_file(self, folder: Path) -> Path:
-        return folder / "setup.sh"
-
     def _container(self, places: Iterable[Path]) -> str:
         """The command of the container, for the shell, without the command that runs in it."""
-        there = [place for place in map(_existing, places) if place != Path("/")]
-        mounts = _outermost([*there, *(Path(place).absolute() for place in self.mounts)])
+        mounts = _outermost(
+            [*map(_existing, places), *(Path(place).absolute() for place in self.mount or ())]
+        )
         if self.apptainer:
             bound = [argument for place in mounts for argument in ("--bind", place)]
             return f'apptainer exec --nv {shlex.join(bound)} --pwd "$PWD" {shlex.quote(self.apptainer)}'
@@ -111,24 +99,16 @@ class Launch:
         return f'srun --ntasks=1 {cores} {shlex.join(bound)} --container-workdir="$PWD"'
 
 
-def _outermost(places: Sequence[Path]) -> list[str]:
-    """The places without those inside another."""
-    for place in places:
-        if set(str(place)) & {",", ":"}:
-            raise InputError(
-                f"A place that a container mounts must have no `,` or `:` in its path, but got {place}."
-            )
-    return [str(place) for place in dict.fromkeys(places) if not {*places} & {*place.parents}]
-
-
 def _existing(place: Path) -> Path:
     """The place, or the nearest folder that is there."""
     return place if os.access(place, os.F_OK) else _existing(place.parent)
 
 
-def ask_slurm_later(command: Sequence[str]) -> bool:
-    """Write a command for the shell outside this process's container; return False if there is none."""
-    if REQUESTS not in os.environ:
-        return False
-    Path(os.environ[REQUESTS]).write_text(f"{shlex.join(command)}\n")
-    return True
+def _outermost(places: Sequence[Path]) -> list[str]:
+    """The places without those inside another, and without the root folder."""
+    unique = dict.fromkeys(place for place in places if place != Path("/"))
+    if wrong := [place for place in unique if set(str(place)) & {",", ":"}]:
+        raise InputError(
+            f"A place that a container mounts must have no `,` or `:` in its path, but got {wrong[0]}."
+        )
+    return [str(place) for place in unique if not unique.keys() & {*place.parents}]

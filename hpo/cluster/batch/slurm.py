@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import operator
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpo.cluster.batch.launch import Launch, ask_slurm_later
+from hpo.cluster.batch.launch import REQUESTS, Launch
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.code import Code
 from hpo.config.allowed import ALLOW, DATA_DIR
@@ -169,7 +170,7 @@ class WorkerArray:
             if code.is_file:
                 self._copy_of(code).write_bytes(code.files[code.place])
         if self.launch.setup is not None:
-            self.launch.setup_file(self.folder).write_text(self.launch.setup)
+            (self.folder / "setup.sh").write_bytes(self.launch.setup)
         script = self.folder / "job.sh"
         script.write_text(self.script())
         # sbatch gives the job the variables that it has itself.
@@ -180,16 +181,13 @@ class WorkerArray:
 
 def seconds_of(limit: str) -> int | None:
     """Seconds of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: it is none."""
-    days, dash, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in (days if dash else "0", *parts)) or len(parts) > 3:
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
         return None
-    numbers = [int(part) for part in parts]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units))
 
 
 def job_folder(runs: Path, study: str) -> Path:
@@ -216,7 +214,10 @@ def requeue_this_job(ended: str, stop: Stop) -> None:
 
 
 def _tell(command: Sequence[str]) -> None:
-    if not ask_slurm_later(command):
+    """Run a command of Slurm, or leave it to the shell outside of this process's container."""
+    if requests := os.environ.get(REQUESTS):
+        Path(requests).write_text(f"{shlex.join(command)}\n")
+    else:
         _slurm(command)
 
 

@@ -134,7 +134,10 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
             "--mount needs a container. Add --apptainer IMAGE or --pyxis IMAGE.",
         ),
         (("--slurm", "--pyxis", "x", "--mount", "/a:b"), "must have no `,` or `:` in its path, but got /a:b"),
-        (("--slurm", "--setup", "none.sh"), "--setup must name a shell script, but none.sh cannot be read:"),
+        (
+            ("--slurm", "--setup", "none.sh"),
+            "Invalid value for '--setup': 'none.sh': No such file or directory",
+        ),
         (("--slurm", "--time", "3"), "--time must be more than a minute longer than the 120 s that a job is"),
         (("--slurm",), "but it is a SQLite file, which several hosts would damage. `hpo database start"),
     ],
@@ -155,7 +158,7 @@ def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> No
         ("1-0:30", 88200),
         ("2-00:00:05", 172805),
         ("0", 0),
-        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED")),
+        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "1-2:3:4:5", "1:", "UNLIMITED")),
     ],
 )
 def test_time_limits(given: str, seconds: int | None) -> None:
