@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import operator
 import os
 import re
 import shlex
@@ -187,7 +186,7 @@ def seconds_of(limit: str) -> int | None:
     days, *parts = found.groups()
     numbers = [int(part) for part in parts if part is not None]
     units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units))
+    return 86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def job_folder(runs: Path, study: str) -> Path:
