@@ -101,8 +101,10 @@ def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that no worker has; return how many.
 
     Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
-    opened again (`end_unclaimed`).
+    opened again (`end_unclaimed`). None is left of a study that was deleted.
     """
+    if not storage.has_study(name):
+        return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}
     if not running:

@@ -23,6 +23,7 @@ from hpo.study.store.optuna_internals import (
     find_study,
     set_study_attribute,
 )
+from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, delete_rows, evaluations, studies, workers
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
@@ -71,6 +72,7 @@ def _create_or_resume(
         )
     if row is None or study_id is None:
         delete_rows(connection, config.name)  # somebody may have deleted the Optuna study; the dashboard can
+        remove_optuna_orphans(connection)  # the new study may get the id of a deleted one
         metric_names = [objective.metric for objective in config.objective]
         study_id = create_study(connection, config.name, config.directions, metric_names)
         new = {**_definition(config), "name": config.name, "token": uuid.uuid4().hex, "created": storage.now}
