@@ -81,7 +81,8 @@ class WorkerLease(Membership):
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
-    """Whether other machines read and write the same checkpoints. Else a worker prefers its own."""
+    """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
+    live workers of the machine that has its checkpoint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +123,10 @@ class WorkerLease(Membership):
             return
         for group in (seen.free, seen.promoted):
             runnable = [trial for trial in group if self.runnable(known_params(trial))]
-            yield from sorted(runnable, key=lambda at: not (self.shares_checkpoints or seen.is_here(at)))
+            here = [trial for trial in runnable if self.shares_checkpoints or seen.host(trial) == self.host]
+            yield from here
+            others = (trial for trial in runnable if trial not in here)
+            yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in seen.waiting:
             if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.write(lambda it: give_up(it, trial, Outcome.FAILED, why))  # noqa: B023
@@ -162,7 +166,8 @@ class WorkerLease(Membership):
             row,
             study_closed=self.study_closed,
             budget=self.budget,
-            waits_for_checkpoint=self.shares_checkpoints,
+            host=self.host,
+            shares_checkpoints=self.shares_checkpoints,
         )
         if self.budget is not None:
             self._lease.clock.num_sharing = self._storage.read(self._num_sharing)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +45,8 @@ class Snapshot:
     """The parameters that a new trial may get; [{}]: any."""
     is_spent: bool
     """Whether the study has spent its budget."""
+    hosts: Set[str] = frozenset()
+    """The machines of other live workers."""
     may_begin: bool = False
     """Whether a live worker may begin another trial."""
     free: list[FrozenTrial] = field(default_factory=list)
@@ -64,9 +65,10 @@ class Snapshot:
         """The worker that had the trial."""
         return self.rows[trial.number].owner
 
-    def is_here(self, trial: FrozenTrial) -> bool:
-        """Whether this machine wrote the newest checkpoint of a trial, or there is none."""
-        return self.rows[trial.number].host in (None, socket.gethostname())
+    def host(self, trial: FrozenTrial) -> str | None:
+        """The machine that wrote the newest checkpoint of a trial; None: it has none."""
+        host: str | None = self.rows[trial.number].host
+        return host
 
     def unfinished(self) -> list[Mapping[str, Any]]:
         """Return the parameters so far of the trials that are to run before the study is finished.
@@ -151,7 +153,10 @@ class Watch:
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
                 kind.append(trial)
-        live = [runnable, *self._others(connection, worker, runnable.precisions)]
+        others = self._others(connection, worker)
+        seen.hosts = {row.host for row in others}
+        left_out = {frozenset(json.loads(row.left_out or "[]")) for row in others}
+        live = [runnable, *(Runnable(runnable.precisions, lacking) for lacking in left_out)]
         self._plan(connection, seen, live)
         return seen
 
@@ -162,12 +167,11 @@ class Watch:
         of_study = workers.c.study == self._study.study_name
         self._dead = owners - self._storage.live_workers(connection, of_study).keys()
 
-    def _others(self, connection: sa.Connection, worker: str, precisions: Sequence[str]) -> list[Runnable]:
-        """What the other live workers can run."""
+    def _others(self, connection: sa.Connection, worker: str) -> list[sa.Row[Any]]:
+        """The other live workers."""
         live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
-        query = sa.select(workers.c.id, workers.c.left_out).where(*live)
-        found = {row.left_out or "[]" for row in connection.execute(query) if row.id not in self._dead}
-        return [Runnable(precisions, frozenset(json.loads(left_out))) for left_out in sorted(found)]
+        query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)
+        return [row for row in connection.execute(query) if row.id not in self._dead]
 
     def _plan(self, connection: sa.Connection, seen: Snapshot, live: Sequence[Runnable]) -> None:
         """Fill in which trials may begin, continue or end now, on any live worker."""
