@@ -214,7 +214,10 @@ class WorkerLease(Membership):
         if not has_place(connection, self._study.study_name):
             return None
         fixed = trial.system_attrs.get("fixed_params", {})
-        point = None if points is None else self._next_point(connection, points, fixed)
+        point = None
+        if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
+            fitting = ({**point, **fixed} for point in points)
+            point = self._next_point(connection, [*filter(self.runnable, fitting)])
         if point is not None:
             set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
         return self._insert(connection, trial.number, point)
@@ -237,12 +240,10 @@ class WorkerLease(Membership):
     def _is_open(self) -> sa.ColumnElement[bool]:
         return is_stored(self._study.study_name, self.token, studies.c.state == "open")
 
-    def _next_point(
-        self, connection: sa.Connection, points: Sequence[Point], fixed: Mapping[str, Any] = {}
-    ) -> Point | None:
+    def _next_point(self, connection: sa.Connection, points: Sequence[Point]) -> Point | None:
         """The next point that this worker can run; None: there is none."""
         num_trials = num_trials_of_points(connection, self._study.study_name)
-        return next(filter(self.runnable, unused_points(points, num_trials, fixed)), None)
+        return next(filter(self.runnable, unused_points(points, num_trials)), None)
 
     def _insert(self, connection: sa.Connection, number: int, point: Point | None) -> sa.Row[Any]:
         values = {"study": self._study.study_name, "trial_number": number, "owner": self.id}
