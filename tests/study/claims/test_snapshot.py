@@ -1,4 +1,4 @@
-"""Workers that decide by trials which change while they look, or by workers that are dead."""
+"""A worker decides by trials that may change meanwhile, by dead workers and by rows that may be damaged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from worker_process import begin, change_worker, result, study, worker_on
 
+from hpo.errors import StorageError
 from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
-from hpo.study.sampling.promotion import promotion_of
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
+from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.storage import Storage
 
@@ -171,3 +174,39 @@ def test_a_study_with_trials_for_another_device_is_not_finished(
     with worker_on(storage, study(1), runnable=Runnable(PRECISIONS, lacking), **options) as worker:
         assert worker.claim() is None
         assert worker.runnable.lacks(worker.left) == tuple(name for name in PRECISIONS if name in lacking)
+
+
+# Rows that hpo did not write
+
+GOOD = {"values": [0.5], "constraints": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (PAUSED_ATTR, "soon"),
+        (RESUMED_ATTR, None),
+        (RUNGS_ATTR, [0.5]),
+        (RUNGS_ATTR, {"now": GOOD}),
+        (RUNGS_ATTR, {"0.1": {"values": ["good"], "constraints": {}}}),
+        (RUNGS_ATTR, {"0.1": {"values": [0.5, 0.5], "constraints": {}}}),
+        (RUNGS_ATTR, {"0.1": {"values": [0.5], "constraints": {"score": "low"}}}),
+        (RUNGS_ATTR, {"0.1": {"values": [0.5]}}),
+    ],
+)
+def test_a_changed_attribute_is_one_clear_error(storage: Storage, name: str, value: Any) -> None:
+    with worker_on(storage, study(2)) as worker:
+        lease, trial = begin(worker)
+        worker.record_outcome(lease, result("preempted"))
+        trial.set_user_attr(name, value)
+        with pytest.raises(StorageError, match=f"`{name}` of trial 0 must be"):
+            worker.claim()
+
+
+def test_a_changed_trial_number_is_one_clear_error(storage: Storage) -> None:
+    with worker_on(storage, study(3)) as worker:
+        begin(worker)
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(optuna_internals.trials).values(number=2**40))
+        with pytest.raises(StorageError, match="numbers from 0 to 1, but the last one has"):
+            worker.claim()
