@@ -100,6 +100,8 @@ def end_unfinished(storage: Storage, name: str) -> int:
     Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
     opened again (`end_unclaimed`).
     """
+    if read_state(storage, name) != "cancelled":
+        return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}
     if not running:
