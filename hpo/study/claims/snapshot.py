@@ -197,7 +197,7 @@ class Watch:
         left: float = starts + sum(trial.state == TrialState.WAITING for trial in seen.waiting)
         if self._standings is not None:
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
-            rungs = self._standings.rungs(ours, waits, continued)
+            rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
             left = self._standings.left(rungs, int(left))
         seen.has_place = seen.has_place and not seen.is_spent
         if seen.has_place and self._budget is not None:

@@ -241,13 +241,16 @@ class Standings:
                 insort(rung.promoted, self._standing(trial, at))
 
     def rungs(
-        self, unfinished: Sequence[FrozenTrial], waiting: Container[int], continued: Container[int] = ()
+        self,
+        unfinished: Sequence[FrozenTrial],
+        is_waiting: Callable[[FrozenTrial], bool],
+        continued: Container[int] = (),
     ) -> list[Rung]:
         """Return the rungs with the unfinished trials.
 
         Args:
-            waiting: the numbers of the paused trials that may be promoted now.
-            continued: the numbers of those that have continued since they were read.
+            is_waiting: whether a paused trial may be promoted now.
+            continued: the numbers of the trials that have continued since they were read.
         """
         rungs = {
             number: Rung(ended.num_paused, list(ended.promoted)) for number, ended in self._ended.items()
@@ -263,7 +266,7 @@ class Standings:
                 if number < last or not is_paused(trial) or trial.number in continued:
                     insort(rung.promoted, self._standing(trial, at))
                     rung.num_running += number == last
-                elif trial.number in waiting:
+                elif is_waiting(trial):
                     rung.waiting.append(self._standing(trial, at, self._continues_last(trial)))
         return [*rungs.values()]
 

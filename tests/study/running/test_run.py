@@ -27,7 +27,7 @@ from hpo.study.running.supervisor import DeviceShare, WorkerProcesses
 from hpo.study.running.worker import RunSummary
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import storage as storage_module
-from hpo.study.store.schema import slots
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.compat import checked_on
@@ -109,7 +109,7 @@ def test_a_study_is_checked_until_one_of_its_trials_has_trained(
     create_or_resume_study(storage, study(1))
     if begun == "killed before it was evaluated":
         with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).values(saved_step=40))
+            connection.execute(sa.update(claims).values(saved_step=40))
     if begun == "ended":
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:

@@ -46,7 +46,7 @@ def look(promotion: Promotion, *trials: Any, **options: Any) -> tuple[Standings,
             standings.add_ended(trial)
         else:
             unfinished.append(trial)
-    return standings, standings.rungs(unfinished, waiting=range(len(trials)))
+    return standings, standings.rungs(unfinished, lambda _: True)
 
 
 STARTS = ((0.3,), (0.5,), (0.4,))
@@ -92,7 +92,7 @@ def test_a_trial_with_a_broken_precision_or_a_broken_limit_continues_last() -> N
 def test_a_trial_continued_since_it_was_read_has_its_place() -> None:
     standings = Standings(PROMOTION)
     trials = [frozen(number, *values) for number, values in enumerate(STARTS)]
-    rungs = standings.rungs(trials, waiting={0, 2}, continued={1})
+    rungs = standings.rungs(trials, lambda trial: trial.number != 1, continued={1})
     assert standings.promoted(rungs, more_begin=True) == []
     assert rungs[0].num_running == 1
 
