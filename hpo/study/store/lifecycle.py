@@ -103,7 +103,7 @@ def end_unfinished(storage: Storage, name: str) -> int:
     Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
     opened again (`end_unclaimed`). None is left of a study that was deleted.
     """
-    if not storage.has_study(name):
+    if read_state(storage, name) != "cancelled" or not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}

@@ -198,6 +198,12 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
     connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
 
 
+def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
+    """Return the condition that a trial runs or waits."""
+    this = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
+    return sa.exists().where(*this)
+
+
 def end_trial(
     connection: sa.Connection,
     trial_id: int,
@@ -208,8 +214,9 @@ def end_trial(
     constraints: Mapping[str, float] | None = None,
 ) -> bool:
     """End an unfinished trial; False: it has ended already, and stays as it is."""
-    unfinished = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
-    end = sa.update(trials).where(*unfinished).values(state=state, datetime_complete=_now())
+    unfinished = trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING))
+    end = sa.update(trials).where(trials.c.trial_id == trial_id, unfinished)
+    end = end.values(state=state, datetime_complete=_now())
     if not connection.execute(end).rowcount:
         return False
     limits = {f"{_CONSTRAINTS_KEY}:{name}": float(value) for name, value in (constraints or {}).items()}

@@ -53,9 +53,9 @@ def deleted_studies(storage: Storage, connection: sa.Connection) -> list[str]:
 def remove_deleted(storage: Storage, name: str) -> None:
     """Remove our rows of a study that is gone from Optuna's tables, unless it was made anew."""
 
-    def remove(connection: sa.Connection) -> None:
-        if name in deleted_studies(storage, connection):
-            delete_rows(connection, name)
+    def remove() -> None:
+        with storage.exclusive() as connection:
+            if name in deleted_studies(storage, connection):
+                delete_rows(connection, name)
 
-    with storage.exclusive():
-        storage.write(remove)
+    storage.persist(remove)
