@@ -2,10 +2,10 @@
 
     python tests/benchmarks/late_failures.py [--seeds 5] [--samplers tpe gp nsga2] [--breaks 0.04 0.12 0.36 1]
 
-Each study has 100 trials of four precisions, a learning rate and a batch size. In one of the precisions, every
-trial becomes NaN when it has used a given share of its budget. Worker, claims, promotion, samplers and database
-are the real ones. Only the training is made up: the score depends on the learning rate and the batch size, and
-its noise shrinks as a trial trains. The precision has no effect on it.
+Each study has 100 trials of four precisions, a learning rate and a batch size. In one of the precisions,
+every trial becomes NaN when it has used a given share of its budget. Worker, claims, promotion, samplers and
+database are the real ones. Only the training is made up: the score depends on the learning rate and the batch
+size, and its noise shrinks as a trial trains. The precision has no effect on it.
 
 The table shows the mean and the maximum over the seeds: the broken precision's share of the starts, its share
 of the compute, and its compute in whole trials. A whole trial counts 1.
@@ -169,13 +169,14 @@ def line(sampler: str, pruner: str, breaks_at: float, found: list[Spent]) -> str
     def cell(values: list[float], form: str) -> str:
         return f"{statistics.mean(values):{form}} ({max(values):{form}})"
 
-    is_wanted = all(one.is_wanted for one in found)
-    return (
-        f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: starts {cell([one.starts for one in found], '3.0%')}, "
-        f"compute {cell([one.compute for one in found], '3.0%')}, "
-        f"whole trials {cell([one.whole_trials for one in found], '4.1f')}"
-        f"{'' if is_wanted else '  NOT as wanted'}"
+    cells = (
+        f"starts {cell([one.starts for one in found], '3.0%')}",
+        f"compute {cell([one.compute for one in found], '3.0%')}",
+        f"whole trials {cell([one.whole_trials for one in found], '4.1f')}",
     )
+    is_wanted = all(one.is_wanted for one in found)
+    told = "" if is_wanted else "  NOT as wanted"
+    return f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: {', '.join(cells)}{told}"
 
 
 def main() -> None:

@@ -43,6 +43,19 @@ RESUMED_ATTR = "resumed_at"
 ORIGIN_ATTR = "origin"
 """User attribute of a trial that goes on: the number of the one that started, whose checkpoints it has."""
 
+RUNGS_ATTR = "rungs"
+"""User attribute of a trial: {rung: {"values": its objectives there, "violation": by how much it broke the
+limits of the study there}}."""
+
+
+def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:
+    """Return what a trial with these user attributes was at each rung, the first rung first."""
+    return {float(rung): at for rung, at in sorted(attributes.get(RUNGS_ATTR, {}).items(), key=_by_rung)}
+
+
+def _by_rung(item: tuple[str, Any]) -> float:
+    return float(item[0])
+
 
 @dataclass(frozen=True)
 class Stage:

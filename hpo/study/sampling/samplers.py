@@ -7,10 +7,10 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
   mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was infeasible.
 - GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
   pause by several objectives.
-- Random, QMC and the grid do not learn: with them, such a trial ends before training.
+- Random and QMC do not learn: with them, such a trial ends before training.
 
-TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The sampler `grid` is
-our own, `grid_sampler.SharedGrid`.
+TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
+or of a comparison are chosen when their trials are made. A sampler draws only what they leave open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Container, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -33,7 +32,6 @@ from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
-from hpo.study.sampling.grid_sampler import Lock, SharedGrid, grid_points
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -46,20 +44,16 @@ def build_sampler(
     worker_number: int = 0,
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
-    lock: Lock = nullcontext,
     explores: bool = False,
 ) -> BaseSampler:
-    """Return the sampler of one worker of a study; that of a comparison is `PlannedPoints`.
+    """Return the sampler of one worker of a study.
 
     Args:
-        worker_number: added to the seed, so that no two workers try the same configurations; `grid` and `qmc`
-            continue one sequence among all workers and share the seed.
+        worker_number: added to the seed, so that no two workers try the same configurations. The workers of
+            `qmc` continue one sequence and share the seed.
         skipped: precisions that this worker does not draw.
-        lock: held while a point of the grid is chosen.
         explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
-    if config.name == "grid":
-        return SharedGrid(grid_points(space, config.seed), skipped, lock)
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32
@@ -94,6 +88,8 @@ def _build_optuna_sampler(
     if name == "qmc":
         options["independent_sampler"] = RandomSampler(seed=seed)
     options["seed"] = config.seed if name == "qmc" else seed
+    if name == "grid":
+        return RandomSampler(seed=seed)
     sampler: BaseSampler = _build(optuna.samplers, config, options)
     if name == "gp" or explores:
         sampler = PrunedAwareSampler(sampler, 1 if name == "gp" else 2)
