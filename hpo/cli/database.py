@@ -106,7 +106,7 @@ def copy(
         num_trials = copy_study(source, target, name)
         if checkpoints.is_dir():  # they stay, and belong to the copy
             note_database(checkpoints, target)
-        slots = target.slot_counts(name)
+        slots = target.trial_counts(name)
     done, total = slots["done"], sum(slots.values())
     lines = [f"{name} is in {place(target.url)}: {num_trials} trials, {done} of {total} done."]
     if done < total:

@@ -89,7 +89,7 @@ def init(
     from hpo.study.store.database import place, storage_url
 
     record = Study(study, storage=storage, quiet=as_json).init(n_trials=n_trials, hours=hours)
-    total, where = sum(record.slots.values()), place(storage_url(storage))
+    total, where = sum(record.counts.values()), place(storage_url(storage))
     text = f"The study {record.name} with {total} trials is ready in {where}."
     answer(study_status(record), text, as_json=as_json)
 
@@ -141,7 +141,7 @@ def say_how_to_go_on(result: RunResult) -> None:
     from hpo.study.store.database import redact
 
     record = result.record
-    counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
+    counts = trials_done(record.counts, has_budget=record.definition.get("budget") is not None)
     if result.ended == "closed":
         typer.echo(
             f"The study {record.name} is {record.state}: {counts}. To open it again: hpo resume {record.name}"

@@ -55,7 +55,7 @@ def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: J
 
     with existing_database(storage) as database:
         before = set_state(database, study, "open")
-        slots = database.slot_counts(study)
+        slots = database.trial_counts(study)
     again = "is open already" if before == "open" else f"was {before} and is open again"
     answer(
         {"study": study, "state": "open", "before": before, "trials": slots},
@@ -125,7 +125,7 @@ def delete(
     with existing_database(storage) as database:
         folder = lifecycle.checkpoints_folder(database, study, RUNS)
         config = lifecycle.checkpoint_config(study, database.read_definition(study))
-        done = database.slot_counts(study)["done"]
+        done = database.trial_counts(study)["done"]
         if left := lifecycle.wait_for_workers(database, study, 0):
             raise InputError(
                 f"The study `{study}` must have no worker, but has {', '.join(left)}. `hpo cancel {study}` "
@@ -153,7 +153,7 @@ def _close(study: str, state: StudyState, storage: str | None, *, as_json: bool)
         before = set_state(database, study, state)
         _wait(database, study, state)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
-        slots = database.slot_counts(study)
+        slots = database.trial_counts(study)
     ends = f", {ended} unfinished ended" if ended else ""
     answer(
         {"study": study, "state": state, "before": before, "trials": slots, "ended": ended},

@@ -34,7 +34,7 @@ from hpo.outcome import Outcome
 from hpo.study.claims.lease import Lease
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import WorkerOptions, run_worker
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.storage import open_storage
 from hpo.trial.telemetry import TrialResult
 
@@ -96,7 +96,7 @@ class Trainer:
 
     def __init__(self, case: Case, config: StudyConfig) -> None:
         self.case, self.config = case, config
-        self.promotion = promotion_of(config.pruner, config.directions, config.num_slots)
+        self.promotion = promotion_of(config.pruner, config.directions, config.num_trials)
         rungs = () if self.promotion is None else self.promotion.rungs
         self.evaluate_at = (*rungs, 1.0)
         self.starts: Counter[str] = Counter()
@@ -116,12 +116,12 @@ class Trainer:
                 return self._result(params, Outcome.NONFINITE)
             score = self._score(params, share)
             row = EvaluationRow(index, epoch=share, seconds=share, metrics={"score": score})
-            lease.report(trial, row, index, score)
+            lease.report(row, index, score)
             rung = self.promotion and self.promotion.pauses_at(share, begin)
             if rung:
                 self.compute[precision] += share - begin
-                trial.set_user_attr(PAUSED_ATTR, rung)
-                return self._result(params, Outcome.PRUNED)
+                lease.pause(rung, [score])
+                return self._result(params, Outcome.PAUSED)
         self.compute[precision] += 1.0 - begin
         return self._result(params, Outcome.COMPLETE, score)
 

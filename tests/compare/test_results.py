@@ -15,7 +15,7 @@ from hpo.compare.planning import Request
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.study.reading.row_statistics import read_row_statistics
-from hpo.study.sampling.grid_sampler import grid_points
+from hpo.study.sampling.points import grid_points
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study

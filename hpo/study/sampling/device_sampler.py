@@ -30,8 +30,6 @@ from hpo.precision.table import named_choices
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
-LIMITS = "limits"
-"""The constraint of a trial that breaks limits of the study and has not ended."""
 MORE_MEMORY = 1.05
 """What did not fit is tried again with so many times the memory: cards of one model differ a little."""
 
@@ -200,6 +198,6 @@ def _as_pruned(trial: FrozenTrial, at_rung: Mapping[str, Any]) -> FrozenTrial:
     reports = trial.intermediate_values
     last = max((step for step, value in reports.items() if value == values[0]), default=-1)
     shown.intermediate_values = {step: value for step, value in reports.items() if step <= last}
-    if violation := at_rung.get("violation", 0.0):
-        shown.set_constraint(LIMITS, violation)
+    for name, violation in at_rung.get("constraints", {}).items():
+        shown.set_constraint(name, violation)
     return shown

@@ -16,7 +16,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE, violation
-from hpo.study.sampling.device_sampler import LIMITS, NewlyEnded, WrapperSampler
+from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
 from hpo.study.sampling.infeasible import is_infeasible
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView
@@ -49,9 +49,8 @@ class PrunedAwareSampler(WrapperSampler):
         ended, unfinished = self._ended.split(trials)
         self._worst, self._broken = _extremes(ended, directions, self._worst, self._broken)
         worst, broken = _extremes(unfinished, directions, self._worst, self._broken)
-        names = broken.keys() - {LIMITS} or broken.keys()
-        if names != self._names:
-            self._names, self._shown = {*names}, {}
+        if broken.keys() != self._names:
+            self._names, self._shown = {*broken}, {}
         return [
             self._shown.get(trial.number) or self._show(trial, directions, worst, broken) for trial in trials
         ]
@@ -73,7 +72,7 @@ class PrunedAwareSampler(WrapperSampler):
             shown.state, shown.values = TrialState.COMPLETE, values
         shown.system_attrs = {}
         for name in sorted(self._names):
-            shown.set_constraint(name, limits.get(name, limits.get(LIMITS, 0.0)))
+            shown.set_constraint(name, limits.get(name, 0.0))
         return shown
 
 

@@ -10,7 +10,7 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
 - Random and QMC do not learn: with them, such a trial ends before training.
 
 TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
-or of a comparison are chosen when their trials are made. A sampler draws only what they leave open.
+are chosen with the claim of a trial (`points`). A sampler draws only what they leave open.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_gp_sees_every_trial_as_of_its_first_rung() -> None:
         trial, _ = current.ask()
         rungs = dict(zip(("0.04", "0.12"), scores, strict=False))
         trial.set_user_attr(
-            "rungs", {at: {"values": [score], "violation": 0.0} for at, score in rungs.items()}
+            "rungs", {at: {"values": [score], "constraints": {}} for at, score in rungs.items()}
         )
         trial.set_user_attr("paused_at", 0.12)
         for step, score in enumerate(scores, 1):

@@ -20,7 +20,7 @@ CHOICES = {
     "batch_size": CategoricalDistribution((8, 16, 32)),
     "encoder": CategoricalDistribution(("a", "b")),
 }
-AT_RUNG = {"0.04": {"values": [0.5], "violation": 0.0}}
+AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
 HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
 
 
@@ -37,7 +37,7 @@ def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, 
         user_attrs={
             "outcome": outcome,
             "telemetry": telemetry or {},
-            "rungs": {str(rung): {"values": [0.5], "violation": 0.0} for rung in rungs},
+            "rungs": {str(rung): {"values": [0.5], "constraints": {}} for rung in rungs},
             "paused_at": max(rungs, default=0.0),
         },
         system_attrs={} if is_paused or not Outcome(outcome).infeasible else {"constraints:feasible": 1.0},
