@@ -11,13 +11,12 @@ from optuna.trial import FrozenTrial
 from scripted_study import Params, ScriptedStudy
 from worker_process import study
 
-from hpo.config.limits import violation
-from hpo.outcome import Outcome
+from hpo.config.limits import violation, violations
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
-from hpo.study.sampling.promotion import PAUSED_ATTR, Promotion
+from hpo.study.sampling.promotion import Promotion, Standings
 from hpo.study.sampling.samplers import build_sampler
 
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
@@ -100,18 +99,18 @@ def test_gp_is_shown_all_limits_of_every_trial() -> None:
     assert told == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]
 
 
-def test_a_paused_trial_that_breaks_a_limit_goes_on_last() -> None:
-    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
-    current = ScriptedStudy(config, measured=measured)
+def test_a_paused_trial_that_breaks_a_limit_is_promoted_last() -> None:
+    current = ScriptedStudy(study(4, sampler={"name": "random"}, constraints=LIMITS), measured=measured)
     for rate, value in [(1e-3, 0.9), (1e-5, 0.2), (2e-5, 0.4)]:
         current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
-        trial, _ = current.ask()
-        trial.report(value, 1)
-        current.end(trial, str(Outcome.PRUNED), **{PAUSED_ATTR: 0.2})
-    numbers: list[int | None] = [0, 1, 2]
-    promotion = Promotion((0.2,), 9, 2, ("maximize",), num_trials=9)
-    assert promotion.going_on(current.trials, numbers) == [2, 1]
-    assert Promotion((0.2,), 9, 3, ("maximize",), num_trials=9).going_on(current.trials, numbers) == [2, 1, 0]
+        trial, params = current.ask()
+        at_rung = {"values": [value], "constraints": violations(current.limits, measured(params))}
+        trial.set_user_attr("rungs", {"0.2": at_rung})
+        trial.set_user_attr("paused_at", 0.2)
+    for keep, expected in [(2, [2, 1]), (3, [2, 1, 0])]:
+        standings = Standings(Promotion((0.2,), 9, keep, ("maximize",), num_trials=9))
+        rungs = standings.rungs(current.trials, lambda _: True)
+        assert standings.promoted(rungs, more_begin=False) == expected
 
 
 def test_a_paused_trial_that_breaks_a_limit_is_shown_as_breaking_it() -> None:
