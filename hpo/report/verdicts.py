@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from hpo.json_safe import is_number
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
 from hpo.report.formats import format_cell, format_interval, format_number
 from hpo.report.tables import StudyTables
-from hpo.study.reading.study_record import StudyRecord, is_number
+from hpo.study.reading.study_record import StudyRecord
 
 MARGIN_COLOR = "#6B6B6B"
 

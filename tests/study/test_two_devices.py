@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
+from hpo.study.sampling.grid_sampler import POINT_ATTR
 from scripted_study import ScriptedStudy
 from tiny import CPU
 from worker_process import result, run_trials, study
@@ -25,7 +26,6 @@ from hpo.study.reading.reader import read_study
 from hpo.study.running.run import check_precisions
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.grid_sampler import POINT_ATTR
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study

@@ -76,8 +76,10 @@ class Lease:
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted. The trial is to stop, and may continue later."""
     budget: StudyBudget | None = None
-    waits_for_checkpoint: bool = False
-    """Whether other machines write their checkpoints into the same folder as this one."""
+    host: str = field(default_factory=socket.gethostname)
+    """The worker's machine."""
+    shares_checkpoints: bool = True
+    """Whether all machines write their checkpoints to the same place."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 
@@ -94,6 +96,12 @@ class Lease:
     def number(self) -> int:
         """The trial's number."""
         return int(self.row.trial_number)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The step of the newest checkpoint that this machine must have or will see; 0: it has none."""
+        is_here = self.shares_checkpoints or self.row.host in (None, self.host)
+        return self.saved_step if is_here else 0
 
     @property
     def crash(self) -> str:
@@ -119,7 +127,7 @@ class Lease:
         mine = (claims.c.study == self.study, claims.c.trial_number == self.number)
         saved: dict[str, Any] = {}
         if self.saved_step != self._saved_before:
-            saved = {"saved_step": self.saved_step, "host": socket.gethostname()}
+            saved = {"saved_step": self.saved_step, "host": self.host}
         times = {"active_seconds": self.active_seconds, "device_seconds": self.clock.seconds()}
         change = sa.update(claims).where(
             *mine, claims.c.owner == self.owner, is_stored(self.study, self.token)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -79,7 +80,8 @@ class WorkerLease(Membership):
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
-    """Whether other machines read and write the same checkpoints. Else a worker prefers its own."""
+    """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
+    live workers of the machine that has its checkpoint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +122,10 @@ class WorkerLease(Membership):
             return
         for group in (seen.free, seen.promoted):
             runnable = [trial for trial in group if self.runnable(known_params(trial))]
-            yield from sorted(runnable, key=lambda at: not (self.shares_checkpoints or seen.is_here(at)))
+            here = [trial for trial in runnable if self.shares_checkpoints or seen.host(trial) == self.host]
+            yield from here
+            others = (trial for trial in runnable if trial not in here)
+            yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in seen.waiting:
             if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.write(lambda it: give_up(it, trial, Outcome.FAILED, why))  # noqa: B023
@@ -160,7 +165,8 @@ class WorkerLease(Membership):
             row,
             study_closed=self.study_closed,
             budget=self.budget,
-            waits_for_checkpoint=self.shares_checkpoints,
+            host=self.host,
+            shares_checkpoints=self.shares_checkpoints,
         )
         if self.budget is not None:
             self._lease.clock.num_sharing = self._storage.read(self._num_sharing)
@@ -261,9 +267,9 @@ class WorkerLease(Membership):
 
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
         """End trials that no worker has, unless one was faster."""
-        name = self._study.study_name
         for trial in trials:
-            self._storage.write(lambda it, at=trial: end_unclaimed(it, name, at, seen.owner(at), reason))
+            end = partial(end_unclaimed, study=self._study.study_name, trial=trial, reason=reason)
+            self._storage.write(partial(end, owner=seen.owner(trial)))
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +17,12 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.errors import StorageError
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
 from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
-from hpo.study.sampling.promotion import Promotion, Standings, is_paused, rungs_of
+from hpo.study.sampling.promotion import Promotion, Standings, check_attributes, is_paused, rungs_of
 from hpo.study.store.optuna_internals import all_trials
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
@@ -47,6 +47,8 @@ class Snapshot:
     """The parameters that a new trial may get; [{}]: any."""
     is_spent: bool
     """Whether the study has spent its budget."""
+    hosts: Set[str] = frozenset()
+    """The machines of other live workers."""
     may_begin: bool = False
     """Whether a live worker may begin another trial."""
     free: list[FrozenTrial] = field(default_factory=list)
@@ -63,11 +65,13 @@ class Snapshot:
 
     def owner(self, trial: FrozenTrial) -> str | None:
         """The worker that had the trial."""
-        return self.rows[trial.number].owner
+        owner: str | None = self.rows[trial.number].owner
+        return owner
 
-    def is_here(self, trial: FrozenTrial) -> bool:
-        """Whether this machine wrote the newest checkpoint of a trial, or there is none."""
-        return self.rows[trial.number].host in (None, socket.gethostname())
+    def host(self, trial: FrozenTrial) -> str | None:
+        """The machine that wrote the newest checkpoint of a trial; None: it has none."""
+        host: str | None = self.rows[trial.number].host
+        return host
 
     def unfinished(self) -> list[Mapping[str, Any]]:
         """Return the parameters so far of the trials that are to run before the study is finished.
@@ -92,8 +96,9 @@ class Watch:
         self._storage = storage
         self._study = study
         self._budget = budget
-        self._standings = promotion and Standings(promotion, self._continues_last)
+        self._standings = None if promotion is None else Standings(promotion, self._continues_last)
         self._failures, self._blamed = Failures(), frozenset[Choice]()
+        self._num_objectives = len(study.directions)
         self._unfinished: list[int] = []
         self._num_seen = 0
         self._dead: set[str] = set()
@@ -112,9 +117,15 @@ class Watch:
 
     def _unfinished_of(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """The unfinished trials; those that have ended since the last look are added to the standings."""
+        if trials and trials[-1].number != len(trials) - 1:
+            raise StorageError(
+                f"The trials of the study `{self._study.study_name}` must have the numbers from 0 to "
+                f"{len(trials) - 1}, but the last one has {trials[-1].number}. Somebody has changed the rows."
+            )
         looked_at = [*(trials[number] for number in self._unfinished), *trials[self._num_seen :]]
         unfinished = []
         for trial in looked_at:
+            check_attributes(trial, self._num_objectives)
             if not trial.state.is_finished():
                 unfinished.append(trial)
             elif self._standings is not None:
@@ -157,7 +168,10 @@ class Watch:
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
                 kind.append(trial)
-        live = [runnable, *self._others(connection, worker, runnable.precisions)]
+        others = self._others(connection, worker)
+        seen.hosts = {row.host for row in others}
+        left_out = {frozenset(json.loads(row.left_out or "[]")) for row in others}
+        live = [runnable, *(Runnable(runnable.precisions, lacking) for lacking in left_out)]
         self._plan(connection, seen, live)
         return seen
 
@@ -168,12 +182,11 @@ class Watch:
         of_study = workers.c.study == self._study.study_name
         self._dead = owners - self._storage.live_workers(connection, of_study).keys()
 
-    def _others(self, connection: sa.Connection, worker: str, precisions: Sequence[str]) -> list[Runnable]:
-        """What the other live workers can run."""
+    def _others(self, connection: sa.Connection, worker: str) -> list[Any]:
+        """The other live workers."""
         live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
-        query = sa.select(workers.c.id, workers.c.left_out).where(*live)
-        found = {row.left_out or "[]" for row in connection.execute(query) if row.id not in self._dead}
-        return [Runnable(precisions, frozenset(json.loads(left_out))) for left_out in sorted(found)]
+        query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)
+        return [row for row in connection.execute(query) if row.id not in self._dead]
 
     def _plan(self, connection: sa.Connection, seen: Snapshot, live: Sequence[Runnable]) -> None:
         """Fill in which trials may begin, continue or end now, on any live worker."""

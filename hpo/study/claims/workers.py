@@ -51,7 +51,8 @@ class Membership:
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
 
     def __post_init__(self) -> None:
-        self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.host = socket.gethostname()
+        self.id = f"{self.host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.study_closed = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
         self._lease: Lease | None = None
@@ -77,7 +78,7 @@ class Membership:
             self.number = 0 if last is None else last + 1
             me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
             me["left_out"] = json.dumps(sorted(self.runnable.left_out))
-            me |= {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid()}
+            me |= {"host": self.host, "machine": this_machine(), "pid": os.getpid()}
             me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
             times = {"started": storage.now, "last_seen": storage.now}
             connection.execute(sa.insert(workers).values({**me, **times}))
