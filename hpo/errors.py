@@ -135,6 +135,8 @@ class Invalid(TrialEnd):
 
 class Nonfinite(TrialEnd):
     outcome = Outcome.NONFINITE
+    finite_in_fp32: bool | None = None
+    """Whether the step that broke is finite if it is repeated in fp32; None: unknown."""
 
 
 class OutOfMemory(TrialEnd):

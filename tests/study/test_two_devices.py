@@ -12,7 +12,6 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from hpo.study.sampling.grid_sampler import POINT_ATTR
 from scripted_study import ScriptedStudy
 from tiny import CPU
 from worker_process import result, run_trials, study
