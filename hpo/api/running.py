@@ -4,35 +4,112 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from optuna.trial import TrialState
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
+from hpo.report.formats import trials_done
 from hpo.study.reading.reader import read_study
-from hpo.study.running.run import OpenOptions, open_study, run_study
-from hpo.study.running.stopping import Stop
+from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import storage_url
+from hpo.study.store.database import redact, storage_url
+from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from hpo.report.terminal import Part
     from hpo.study.reading.study_record import StudyRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult(RunSummary):
-    """What a run on this machine was."""
+class WorkResult(RunSummary):
+    """The work of one process, or of those that it started, in a study."""
 
-    record: StudyRecord = field(repr=False)
+    study: str
     left_out: Mapping[str, str]
     """Precisions of the study that no trial drew here, with the reason."""
+    stored: StoredStudy | None = field(repr=False)
+    """The study after it; None if it was deleted."""
+    has_complete: bool
+    """Whether a trial of the study is complete."""
+
+    @property
+    def error(self) -> str:
+        """The reason for an exit code of 1; empty: there is none."""
+        if self.exit_code != 1:
+            return ""
+        ended = sum(self.outcomes.values())
+        why = f"`hpo report {self.study}` shows why."
+        return f"{self.num_failed} of the {ended} trials that ended here failed. {why}"
+
+    def as_json(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
+        return {**told, "outcomes": dict(self.outcomes)}
+
+    def text(self) -> Iterable[Part]:
+        return self.how_to_go_on() if self.ended in ("elsewhere", "closed", "timeout") else ()
+
+    def how_to_go_on(self) -> Iterator[str]:
+        """The reason why it ended before the study, and the command that continues the study."""
+        if self.stored is None:
+            yield f"The study {self.study} was deleted."
+            return
+        counts = trials_done(self.stored.slots, has_budget=bool(self.stored.definition.get("budget")))
+        if self.ended == "closed":
+            again = f"To open it again: hpo resume {self.study}"
+            yield f"The study {self.study} is {self.stored.state}: {counts}. {again}"
+            return
+        why = {
+            "stopped": "Stopped and checkpointed",
+            "timeout": "Out of time",
+            "elsewhere": f"What is left needs a device with {' or '.join(self.elsewhere)}",
+        }[self.ended]
+        none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"
+        where = " there" if self.ended == "elsewhere" else ""
+        command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
+        yield f"{why}: {counts}{none}. To go on{where}: {command}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(WorkResult):
+    """A run on this machine, and the study after it."""
+
+    record: StudyRecord = field(repr=False)
+
+    @property
+    def error(self) -> str:
+        if self.ended != "finished" or self.has_complete:
+            return super().error
+        last = next(trial for trial in reversed(self.record.trials) if trial.state != "WAITING")
+        trace = last.attributes.get("traceback")
+        return (
+            f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
+            f"{last.reason}" + (f"\n{trace}" if trace else "")
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        from hpo.report.status import study_status
+
+        return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
+
+    def text(self) -> Iterator[Part]:
+        from hpo.report.screens import summary  # not before the first trial
+
+        yield from summary(self.record)
+        if self.ended != "finished":
+            yield from self.how_to_go_on()
 
 
 def worker_processes(
@@ -73,7 +150,32 @@ def run_here(
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
-        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
+        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet, stop=stop):
             summary = run_study(opened, processes, stop=stop)
         record = read_study(opened.storage, config.name)
-        return RunResult(**vars(summary), record=record, left_out=opened.left_out)
+        return RunResult(**_facts(opened, summary), record=record)
+
+
+def work_here(
+    config: StudyConfig, processes: WorkerProcesses, how: OpenOptions, storage: str | None, *, quiet: bool
+) -> WorkResult:
+    """Be one or more workers of a study, and keep its number of trials."""
+    here, stop = not processes.shares, how.stop or Stop()
+    how = replace(how, resize=False, trials_run="in this process" if here else "in workers")
+    with (
+        open_study(config, storage_url(storage), RUNS, how) as opened,
+        shown(opened, quiet=quiet, stop=stop, own=here),
+    ):
+        summary = run_study(opened, processes, stop=stop)
+        if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
+            summary = replace(summary, outcomes={})
+        return WorkResult(**_facts(opened, summary))
+
+
+def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
+    """The fields of a `WorkResult`."""
+    storage, name = opened.storage, opened.config.name
+    stored = read_stored(storage, name)
+    ended = storage.load_study(name).get_trials(False, (TrialState.COMPLETE,)) if stored else []
+    facts = {"study": name, "left_out": opened.left_out, "stored": stored, "has_complete": bool(ended)}
+    return vars(summary) | facts

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import logging
 import os
@@ -17,9 +18,10 @@ from command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refu
 from tiny import write_study
 
 import hpo
-from hpo.cli.options import stop_signals
+from hpo.cli.options import ended_at_once
 from hpo.errors import DataError
 from hpo.precision.table import PRECISION_NAMES
+from hpo.study.running.stopping import stop_on_signals
 from hpo.study.store.storage import open_storage
 
 
@@ -103,8 +105,7 @@ def test_report(folder: Path) -> None:
 
 
 def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
-    (default,) = [option.default for option in COMMANDS["dashboard"].params if option.name == "host"]
-    assert default == "127.0.0.1"
+    assert inspect.signature(hpo.Study.dashboard).parameters["host"].default == "127.0.0.1"
     options = ("--port", "0", "--host", "127.0.0.2")
     process = start_hpo(folder, "dashboard", "tiny.yaml", *options, PYTHONUNBUFFERED="1")
     assert process.stdout is not None
@@ -251,7 +252,7 @@ def test_slow_steps_are_logged_on_stderr(
 
 def test_a_second_interrupt_ends_at_once_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     def twice() -> None:
-        with stop_signals() as stop:
+        with ended_at_once(), stop_on_signals() as stop:
             stop.can_checkpoint = True
             signal.raise_signal(signal.SIGINT)
             assert stop.wait(60)

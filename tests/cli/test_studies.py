@@ -132,7 +132,7 @@ def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
     assert "\x1b" not in ended.err, "the host of a worker is what its row says"
     assert [*kept[0].glob("trial-*/best-*")]
-    monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("hpo.api.lifecycle.WAIT_SECONDS", 0.1)
     ended = hpo_command(folder, "cancel", "tiny")
     assert ended.exit_code == 1
     assert "is cancelled, but after 0.1 s it has process" in ended.err
