@@ -27,7 +27,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
         ├── Nonfinite              loss, gradients or logits stay NaN or infinite
         ├── OutOfMemory            one example does not fit
         ├── Pruned                 the pruner stopped the trial, or a limit that it breaks
-        ├── Paused                 a short start; the trial goes on if it is among the best
+        ├── Paused                 the trial waits at a rung, and continues if it is among the best
         └── Preempted              told to stop; the checkpoint is written
 """
 
@@ -146,7 +146,7 @@ class Pruned(TrialEnd):
 
 
 class Paused(TrialEnd):
-    outcome = Outcome.PRUNED
+    outcome = Outcome.PAUSED
 
 
 class Preempted(TrialEnd):

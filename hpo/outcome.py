@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     """Its process died again and again at the same place."""
     FAILED = "failed"
     """A bug or the infrastructure; tried again."""
+    PAUSED = "paused"
+    """Waits at a rung; continues if it is among the best."""
     PREEMPTED = "preempted"
     """Told to stop; checkpointed, and goes on as the same trial."""
 
@@ -63,7 +65,12 @@ _INFEASIBLE = frozenset(
         Outcome.CRASHED,
     }
 )
-_OPTUNA_STATES = {Outcome.COMPLETE: "COMPLETE", Outcome.FAILED: "FAIL", Outcome.PREEMPTED: "RUNNING"}
+_OPTUNA_STATES = {
+    Outcome.COMPLETE: "COMPLETE",
+    Outcome.FAILED: "FAIL",
+    Outcome.PAUSED: "RUNNING",
+    Outcome.PREEMPTED: "RUNNING",
+}
 
 
 def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:

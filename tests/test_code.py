@@ -61,7 +61,7 @@ def test_killed_resumed_exported_and_in_use(tmp_path: Path) -> None:
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
     process.kill()
     assert finish(process).exit_code == -signal.SIGKILL
-    assert stored(tmp_path).slots["done"] == 0, "killed too late to test anything"
+    assert stored(tmp_path).counts["done"] == 0, "killed too late to test anything"
 
     code = tmp_path / "own_kind.py"
     code.write_text(EXAMPLE + NOTED + "# changed\n")
@@ -114,7 +114,7 @@ def test_the_database_has_nothing_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ok(finish(start_hpo(here, *trusted)))
     assert runs_of(code) == 3  # here and in each of the workers
     with open_storage(url, create=False) as storage:
-        assert storage.slot_counts("tiny")["done"] == 2
+        assert storage.trial_counts("tiny")["done"] == 2
 
 
 def test_the_ranks_of_torchrun_run_the_code_that_the_first_names(tmp_path: Path) -> None:

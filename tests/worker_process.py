@@ -20,12 +20,13 @@ import sqlalchemy as sa
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
+from hpo.study.claims import lease as lease_module
 from hpo.study.claims import leases
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.store.schema import slots, workers
+from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -100,7 +101,7 @@ def evaluate(
     """
     fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
     row = EvaluationRow(step or index, **fields)
-    return lease_of(storage, trial).report(trial, row, index, value)
+    return lease_of(storage, trial).report(row, index, value)
 
 
 def worker_on(storage: Storage, config: StudyConfig, **options: Any) -> WorkerLease:
@@ -109,19 +110,19 @@ def worker_on(storage: Storage, config: StudyConfig, **options: Any) -> WorkerLe
 
 
 def begin(worker: WorkerLease) -> tuple[Lease, Any]:
-    """Claim a slot and open its trial."""
+    """Claim a trial."""
     lease = worker.claim()
     assert lease is not None
-    return lease, worker.open_trial(lease)
+    return lease, lease.trial
 
 
 def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
     """The lease of the worker that has a trial, or had it last."""
     name = trial.study.study_name
-    of_trial = (slots.c.study == name, slots.c.trial_number == trial.number)
+    of_trial = (claims.c.study == name, claims.c.trial_number == trial.number)
     with storage.engine.connect() as connection:
-        row = connection.execute(sa.select(slots).where(*of_trial)).one()
-    return Lease(storage, name, row.owner, row.slot, trial=trial)
+        row = connection.execute(sa.select(claims).where(*of_trial)).one()
+    return Lease(storage, name, storage.study_token(name), row.owner, trial, row)
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:
@@ -253,16 +254,17 @@ def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **
 
 _OPTUNAS = type(optuna.storages.get_storage("sqlite://"))
 _PLACES: dict[str, Callable[[_Killer], None]] = {
-    "claimed": _after(WorkerLease, "_claim"),
     "trial made": _after(leases, "make_trial"),
-    "number stored": _after(WorkerLease, "_make_trial"),
+    "claimed": _after(WorkerLease, "_claim"),
+    "handed out": _after(WorkerLease, "_lease_of"),
     "half suggested": _after(_OPTUNAS, "set_trial_param", lambda *args: args[2] == "learning_rate"),
     "suggested": _after(Lease, "store_params"),
     "training": lambda _: None,
     "evaluation reported": _after(Lease, "report"),
-    "pruner asked": _after(_OPTUNAS, "set_trial_intermediate_value"),
-    "half of the outcome": _after(_OPTUNAS, "set_trial_user_attr"),
-    "trial ended": _after(_OPTUNAS, "set_trial_state_values"),
+    "half of the report": _after(lease_module, "set_intermediate_value"),
+    "pause noted": _after(Lease, "pause"),
+    "half of the outcome": _after(lease_module, "end_trial"),
+    "trial ended": _after(Lease, "end"),
     "outcome stored": _after(WorkerLease, "record_outcome"),
 }
 PLACES = tuple(_PLACES)
@@ -277,12 +279,12 @@ def die_at(place: str, time: int) -> Callable[[], None]:
 
 
 def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collection[int] = ()) -> None:
-    """Every slot ended once, nothing is left over, and no trial changed its parameters.
+    """Every trial ended once, nothing is left over, and no trial changed its parameters.
 
     Those with the numbers `crashed` were given up after their process had died again and again.
     """
     record = read_study(storage, config.name)
-    assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
+    assert record.counts == {"open": 0, "running": 0, "done": config.n_trials}
     retried = {trial.attributes["retry_of"] for trial in record.trials if "retry_of" in trial.attributes}
     last = [trial for trial in record.trials if trial.number not in retried]
     assert len(last) == config.n_trials

@@ -20,6 +20,7 @@ from hpo.errors import InputError, RunError
 from hpo.report.formats import trials_done
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
+from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import place
 from hpo.study.store.lifecycle import StudyState
@@ -120,6 +121,8 @@ def enqueue(
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")
+    if not fixed:
+        raise InputError("A configuration must have at least one setting: give --param NAME=VALUE.")
     if problems := [f"--param {problem}" for problem in fixed_problems(config.search_space, fixed)]:
         raise InputError("\n".join(problems))
     ahead, to_begin = database.read(lambda connection: lifecycle.enqueued(connection, name))
@@ -128,7 +131,7 @@ def enqueue(
             f"The study `{name}` must have a trial left to begin, but has {to_begin}, and {ahead} are "
             "enqueued. Raise --n-trials of `hpo run`."
         )
-    attributes = {"source": "hpo enqueue"} | ({"whole": True} if whole else {})
+    attributes = {"source": "hpo enqueue"} | ({WHOLE_ATTR: True} if whole else {})
     database.persist(lambda: database.load_study(name).enqueue_trial(fixed, attributes))
     return Enqueued(name, fixed, ahead, whole)
 
@@ -144,7 +147,7 @@ def set_state(database: Storage, name: str, state: StudyState) -> StateChange:
                 "leave at their next step; one killed on another machine counts for 60 s. Try again."
             )
     ended = lifecycle.end_unfinished(database, name) if state == "cancelled" else 0
-    return StateChange(name, state, before, database.slot_counts(name), ended)
+    return StateChange(name, state, before, database.trial_counts(name), ended)
 
 
 def delete(database: Storage, name: str, confirm: Callable[[str], bool]) -> Deleted:
@@ -156,7 +159,7 @@ def delete(database: Storage, name: str, confirm: Callable[[str], bool]) -> Dele
             f"The study `{name}` must have no worker, but has {', '.join(left)}. `hpo cancel {name}` stops "
             "them."
         )
-    done = database.slot_counts(name)["done"]
+    done = database.trial_counts(name)["done"]
     if not confirm(f"the study {name} with {done} finished trials from {place(database.url)}"):
         return Deleted(name, False, str(folder), False, f"The study {name} was not deleted.")
     noted, there = noted_database(database), folder.exists()
@@ -173,4 +176,4 @@ def copy_study(source: Storage, target: Storage, name: str) -> Copied:
     num_trials = copy.copy_study(source, target, name)
     if checkpoints.is_dir():  # it stays, and belongs to the copy
         note_database(checkpoints, target)
-    return Copied(name, num_trials, target.slot_counts(name), place(target.url))
+    return Copied(name, num_trials, target.trial_counts(name), place(target.url))

@@ -100,6 +100,6 @@ def diagnose_checkpoint(
     config = config_of(record)
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)
-    key = f"{database.study_token(config.name)}/{chosen.origin}"
+    key = f"{database.study_token(config.name)}/{chosen.number}"
     stored = StoredTrial(number, chosen.outcome, params, chosen.telemetry, folder, key)
     return diagnose(executor, stored)

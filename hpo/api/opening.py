@@ -195,7 +195,7 @@ def checkpoint_of(
     make_runs_folder(config.name)
     executor = Executor(config, probe_device(device or config.device), RUNS)
     check_data(database, config.name, executor.dataset.fingerprint)
-    folder = executor.trial_folder(database.study_token(config.name), trial.origin)
+    folder = executor.trial_folder(database.study_token(config.name), trial.number)
     if (remote := open_remote_store(config.checkpoint)) is not None:
         remote.fetch_newest(kind, folder)
     return executor, folder

@@ -39,7 +39,7 @@ class StudyDisplay:
     def __init__(self, config: StudyConfig, *, console: Console | None = None) -> None:
         self._console = console or Console()
         self._objectives = config.objective
-        self._total = "" if config.budget else f"/{config.num_slots}"
+        self._total = "" if config.budget else f"/{config.num_trials}"
         self._printed_at = time.monotonic()
 
     def show(self, look: Look) -> None:
@@ -98,9 +98,9 @@ def shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> I
         yield
         return
     stored, storage, config = opened.stored, opened.storage, opened.config
-    done = stored.slots["done"]
+    done = stored.counts["done"]
     state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
-    counts = trials_done(stored.slots, has_budget=config.budget is not None)
+    counts = trials_done(stored.counts, has_budget=config.budget is not None)
     typer.echo(
         f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."

@@ -66,7 +66,7 @@ class WorkResult(RunSummary):
         if self.stored is None:
             yield f"The study {self.study} was deleted."
             return
-        counts = trials_done(self.stored.slots, has_budget=bool(self.stored.definition.get("budget")))
+        counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
         if self.ended == "closed":
             again = f"To open it again: hpo resume {self.study}"
             yield f"The study {self.study} is {self.stored.state}: {counts}. {again}"

@@ -399,7 +399,7 @@ class Study(NamedStudy):
         from hpo.report.tables import StudyTables, brief_summary
 
         record = self.record
-        counts = trials_done(record.slots, has_budget=record.definition.get("budget") is not None)
+        counts = trials_done(record.counts, has_budget=record.definition.get("budget") is not None)
         summary = brief_summary(StudyTables(record)).to_html(index=False)
         return f"<b>{record.name}</b>: {counts}{summary}"
 

@@ -41,7 +41,7 @@ def init(study: hpo.Study, **options: Any) -> Answer:
     from hpo.report.status import study_status
 
     record = study.init(**options)
-    text = f"The study {record.name} with {sum(record.slots.values())} trials is ready in {study.place}."
+    text = f"The study {record.name} with {sum(record.counts.values())} trials is ready in {study.place}."
     return Answer(study_status(record), text)
 
 

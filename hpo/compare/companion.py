@@ -81,7 +81,7 @@ def _stored(storage: Storage, name: str, of: str, request: Request, device: Devi
     _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
     if request.max_seeds is not None:
         plan = plan.model_copy(update={"max_seeds": request.max_seeds})
-    if storage.slot_counts(name)["done"] < stored.num_slots:
+    if storage.trial_counts(name)["done"] < stored.num_trials:
         _refuse_device(stored, device, plan, has_begun=True)
     return grown(stored, plan)
 

@@ -67,4 +67,4 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
             and fits not in [params for params, _ in found]
         ):
             found.append((fits, source))
-    return found[: math.ceil(SHARE * config.num_slots)]
+    return found[: math.ceil(SHARE * config.num_trials)]

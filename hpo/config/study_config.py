@@ -184,7 +184,7 @@ class StudyConfig(CheckedSection):
         return (self.training.fp_precision,) if self.training.fp_precision else ()
 
     @property
-    def num_slots(self) -> int:
+    def num_trials(self) -> int:
         """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
         if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials

@@ -170,8 +170,8 @@ def _three_digits(value: Any) -> str:
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"
 
 
-def trials_done(slots: Mapping[str, int], *, has_budget: bool = False) -> str:
-    """How far a study is, by its slots; one that has a budget may end with fewer."""
-    paused = f", {slots['paused']} paused" if slots.get("paused") else ""
+def trials_done(counts: Mapping[str, int], *, has_budget: bool = False) -> str:
+    """Describe the progress of a study. A study that has a budget may end with fewer trials."""
+    paused = f", {counts['paused']} paused" if counts.get("paused") else ""
     at_most = "at most " if has_budget else ""
-    return f"{slots['done']} of {at_most}{sum(slots.values())} trials done{paused}"
+    return f"{counts['done']} of {at_most}{sum(counts.values())} trials done{paused}"

@@ -110,7 +110,7 @@ def _facts(tables: StudyTables) -> list[str]:
         f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
         *limits_told(record),
         *spending_told(record),
-        f"Planned: {sum(record.slots.values())}, of which {record.slots['done']} are done.",
+        f"Planned: {sum(record.counts.values())}, of which {record.counts['done']} are done.",
         f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",

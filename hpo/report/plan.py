@@ -93,11 +93,13 @@ def make_plan(
     """
     seconds = fmean(cost.seconds for cost in costs)
     spent = _spent_seconds(record) if record else 0.0
-    num_trials = config.num_slots
+    num_trials = config.num_trials
     promotion = promotion_of(config.pruner, config.directions, num_trials)
     if config.budget is not None:
         whole = config.budget.seconds / seconds
-        fitting = (n for n in range(config.num_slots, 0, -1) if _whole_trials(_stages(promotion, n)) <= whole)
+        fitting = (
+            n for n in range(config.num_trials, 0, -1) if _whole_trials(_stages(promotion, n)) <= whole
+        )
         num_trials = next(fitting, 1)
     stages = list(_stages(promotion, num_trials))
     return Plan(

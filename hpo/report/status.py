@@ -17,7 +17,7 @@ from hpo.study.reading.study_record import (
     lost_weights,
     unverified_precisions,
 )
-from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion, promotion_of
+from hpo.study.sampling.promotion import Promotion, promotion_of
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -25,11 +25,12 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
     Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
     """
-    remaining: float = sum(record.slots.values()) - record.slots["done"]
+    remaining: float = sum(record.counts.values()) - record.counts["done"]
     if remaining and (promotion := _promotion(record)):
-        begins = [trial.attributes.get(RESUMED_ATTR, 0.0) for trial in record.trials if trial.ended]
-        done, total = promotion.work(begins)
-        remaining = (total - done) * len(begins) / done if done else remaining
+        done = sum(promotion.trained(trial.attributes, trial.outcome) for trial in record.trials)
+        total = sum(stage.whole_trials for stage in promotion.stages(promotion.num_trials))
+        num_ended = sum(trial.ended is not None for trial in record.trials)
+        remaining = max(0.0, total - done) * num_ended / done if done else remaining
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None
@@ -41,8 +42,8 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     return {
         "study": record.name,
         "state": record.state,
-        "n_trials": sum(record.slots.values()),
-        "trials": dict(record.slots),
+        "n_trials": sum(record.counts.values()),
+        "trials": dict(record.counts),
         "states": dict(Counter(trial.state for trial in record.trials)),
         "outcomes": dict(Counter(trial.outcome for trial in record.trials)),
         "best": [
@@ -76,18 +77,13 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 def _promotion(record: StudyRecord) -> Promotion | None:
     pruner = PrunerConfig.model_validate(record.definition.get("pruner", {}))
-    return promotion_of(pruner, record.directions, sum(record.slots.values()))
+    return promotion_of(pruner, record.directions, sum(record.counts.values()))
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial, without its waits and without the trial that it continues."""
-    if trial.telemetry.get("resumed_from_step") is None:
-        return trial.seconds
-    parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
-    worked = sum(parts) or trial.seconds
-    return (
-        worked if trial.origin == trial.number else min(filter(None, (worked, trial.seconds)), default=None)
-    )
+    """Seconds in which a worker had the trial: without the time in which it was paused."""
+    active: float | None = trial.attributes.get("active_seconds")
+    return trial.seconds if active is None else active
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 OUTCOME_STYLES: dict[str, str] = {
     **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
     Outcome.COMPLETE: "green",
+    Outcome.PAUSED: "cyan",
     Outcome.PRUNED: "yellow",
     Outcome.PREEMPTED: "yellow",
     Outcome.CRASHED: "bold red",

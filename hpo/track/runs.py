@@ -17,7 +17,6 @@ from hpo.errors import printable, shorten
 from hpo.outcome import Outcome
 from hpo.report.formats import format_value, observed_precision, stored_precisions
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, is_number
-from hpo.study.sampling.promotion import PAUSED_ATTR
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 2000
@@ -60,44 +59,36 @@ class Run:
 
 def runs_of(record: StudyRecord, token: str) -> list[Run]:
     """The runs of a study whose token this is, in the order of their trials."""
-    trials: dict[int, list[TrialRecord]] = {}
-    for trial in record.trials:
-        if trial.started is not None:  # else it waits in the queue
-            trials.setdefault(trial.origin, []).append(trial)
-    return [_run(record, f"{token}-{origin}", same) for origin, same in trials.items()]
+    begun = [trial for trial in record.trials if trial.started is not None]  # the others wait
+    return [_run(record, f"{token}-{trial.number}", trial) for trial in begun]
 
 
 def is_over(record: StudyRecord) -> bool:
-    return record.state == "cancelled" or record.slots["done"] == sum(record.slots.values())
+    return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
-def _run(record: StudyRecord, key: str, trials: Sequence[TrialRecord]) -> Run:
-    first, last = trials[0], trials[-1]
-    assert first.started is not None
-    started, status = first.started.timestamp(), _status(last, is_over(record))
-    rows = {row.step: row for trial in trials for row in trial.evaluations}
-    numbers = ", ".join(str(trial.number) for trial in trials)
-    params = {name: _value(value) for name, value in named(last.params.items())}
+def _run(record: StudyRecord, key: str, trial: TrialRecord) -> Run:
+    assert trial.started is not None
+    started, status = trial.started.timestamp(), _status(trial)
+    params = {name: _value(value) for name, value in named(trial.params.items())}
     return Run(
         key=key,
-        name=f"trial {numbers}",
+        name=f"trial {trial.number}",
         status=status,
         started=started,
-        ended=None if status in ("running", "waiting") or not last.ended else last.ended.timestamp(),
+        ended=None if status in ("running", "waiting") or not trial.ended else trial.ended.timestamp(),
         params=params,
-        facts={"study": record.name, "trial": numbers, **_facts(last)},
-        points=[_point(rows[step], started) for step in sorted(rows)],
-        results=dict(_results(record, last)),
+        facts={"study": record.name, "trial": str(trial.number), **_facts(trial)},
+        points=[_point(row, started) for row in trial.evaluations],
+        results=dict(_results(record, trial)),
     )
 
 
-def _status(trial: TrialRecord, study_is_over: bool) -> Status:
+def _status(trial: TrialRecord) -> Status:
     if trial.state == "COMPLETE":
         return "finished"
     if trial.state == "RUNNING":
         return "running" if trial.outcome == "running" else "waiting"
-    if trial.outcome == Outcome.PRUNED and PAUSED_ATTR in trial.attributes and not study_is_over:
-        return "waiting"
     return "stopped" if trial.outcome in (Outcome.PRUNED, Outcome.PREEMPTED) else "failed"
 
 

@@ -17,7 +17,5 @@ class Callbacks:
     on_evaluation: Callable[[ScoredEvaluation], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
     """Asked between micro-batches; True: the trial is checkpointed and ends as `preempted`."""
-    on_resume: Callable[[float], None] = lambda _: None
-    """Before it trains, with the share of its budget that was used up at the checkpoint."""
     on_progress: Callable[[Progress], None] = lambda _: None
     """After each step but the last."""

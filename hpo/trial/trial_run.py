@@ -205,7 +205,6 @@ class TrialRun:
             hooks,
         )
         try:
-            distributed.decide(lambda: self.callbacks.on_resume(self.args.budget.used(self.state)))
             for evaluation in evaluations:
                 distributed.decide(partial(self._on_evaluation, evaluation))
         except (Preempted, Paused) as end:

@@ -178,7 +178,7 @@ def test_data_are_found_on_another_machine_and_must_be_the_same(
     other = hpo_command(here, "worker", "tiny", "--storage", url)
     assert other.exit_code == 2
     assert "The data of the study `tiny` have changed since it was made" in other.err
-    assert stored(tmp_path).slots["done"] == 4
+    assert stored(tmp_path).counts["done"] == 4
 
 
 def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:

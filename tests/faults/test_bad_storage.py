@@ -179,7 +179,7 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
             query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
             assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
             create_or_resume_study(storage, study(2))
-            assert read_study(storage, "tiny").slots["open"] == 2
+            assert read_study(storage, "tiny").counts["open"] == 2
         assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
 
 
@@ -234,11 +234,11 @@ def test_database_that_stays_away_ends_the_run(postgres_server: PostgresServer, 
         postgres_server.stop()
         try:
             with pytest.raises(RunError, match="no database answers there") as raised:
-                storage.slot_counts("tiny")
+                storage.trial_counts("tiny")
         finally:
             postgres_server.start()
         assert raised.value.exit_code == 1
-        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 0}
 
 
 @pytest.mark.postgres

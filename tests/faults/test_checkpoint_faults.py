@@ -116,7 +116,7 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path, s3: str) -> None
 
     ok(finish(start(machine(tmp_path / "b", s3, every_seconds=60, n_trials=2))))
     record = stored(tmp_path)
-    assert record.slots == {"open": 0, "running": 0, "done": 2}
+    assert record.counts == {"open": 0, "running": 0, "done": 2}
     assert record.trials[0].telemetry["resumed_from_step"] == max(steps), "the newest complete one"
     best = max(record.trials, key=lambda trial: trial.values).number
     assert [name[:4] for name in uploaded(s3, best)] == ["best", "step"], "the best and the last"

@@ -54,7 +54,7 @@ def test_killed_worker_is_continued(
     run_until_killed(work, storage_url, config, log, kill=place, kill_at=2)
     before = notes(log)
     with open_storage(storage_url) as storage:
-        counts = storage.slot_counts(config.name)
+        counts = storage.trial_counts(config.name)
         assert counts["done"] < config.n_trials, "the kill came too late to test anything"
 
         finish(start(storage_url, config, log))
@@ -69,7 +69,7 @@ def test_configuration_that_kills_its_process_ends_as_crashed(sqlite_url: str, t
     config, log = study(6), tmp_path / "log"
     with open_storage(sqlite_url) as storage:
         opened = create_or_resume_study(storage, config)
-        while storage.slot_counts("tiny")["done"] < config.n_trials:
+        while storage.trial_counts("tiny")["done"] < config.n_trials:
             pair = [start(sqlite_url, config, log, crash=signal.SIGSEGV) for _ in range(2)]
             alive = {process.sentinel: process for process in pair}
             while alive:  # one may wait for what the other, dead, has

@@ -120,7 +120,7 @@ def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
     with open_storage(url) as storage:
         record = read_study(storage, config.name)
         optuna_trials = storage.load_study(config.name).trials
-    assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
+    assert record.counts == {"open": 0, "running": 0, "done": config.n_trials}
     assert [trial.outcome for trial in record.trials] == ["complete"] * config.n_trials
     for trial, frozen in zip(record.trials, optuna_trials, strict=True):
         assert [row.step for row in trial.evaluations] == EVALUATED

@@ -54,7 +54,7 @@ def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:
 def check_goes_on(folder: Path) -> None:
     """One process continues the trial that was running, and the study ends as if nothing had happened."""
     before = stored(folder)
-    assert before.slots == {"open": 2, "running": 0, "done": 0}
+    assert before.counts == {"open": 2, "running": 0, "done": 0}
     assert not any(worker.alive for worker in before.workers)
     assert [(trial.state, trial.outcome) for trial in before.trials] == [("RUNNING", "preempted")]
     ok(hpo_command(folder, "run", "tiny.yaml"))

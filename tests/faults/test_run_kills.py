@@ -34,7 +34,7 @@ def resume(folder: Path) -> str:
 
 def check_whole(record: StudyRecord, n_trials: int = 2) -> None:
     """As if nothing had happened: each trial once, complete, with all its steps and evaluations."""
-    assert record.slots == {"open": 0, "running": 0, "done": n_trials}
+    assert record.counts == {"open": 0, "running": 0, "done": n_trials}
     assert [trial.number for trial in record.trials] == list(range(n_trials))
     for trial in record.trials:
         assert (trial.state, trial.outcome) == ("COMPLETE", "complete")
@@ -59,7 +59,7 @@ def test_killed_in_the_middle_of_a_trial(folder: Path) -> None:
     process.kill()
     assert finish(process).exit_code == -signal.SIGKILL
     before = stored(folder)
-    assert before.slots == {"open": 1, "running": 0, "done": 1}, "killed too late to test anything"
+    assert before.counts == {"open": 1, "running": 0, "done": 1}, "killed too late to test anything"
     assert before.trials[1].outcome == "preempted"
     status = ok(hpo_command(folder, "status", "tiny.yaml")).out
     assert "1 of 2 trials done, 0 running, 1 to come" in status
@@ -89,7 +89,7 @@ def test_killed_with_two_workers(folder: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     before = stored(folder)
-    assert before.slots["running"] == 0, "they gave their trials back"
+    assert before.counts["running"] == 0, "they gave their trials back"
     assert "preempted" in [trial.outcome for trial in before.trials]
 
     resume(folder)
@@ -111,7 +111,7 @@ def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
     """The trials that a stopped run has begun are open, and nobody has them."""
     assert left.exit_code == 130, left
     record = stored(folder)
-    assert record.slots == {"open": n_trials, "running": 0, "done": 0}
+    assert record.counts == {"open": n_trials, "running": 0, "done": 0}
     assert {trial.outcome for trial in record.trials} == {"preempted"}
     assert not any(worker.alive for worker in record.workers)
 

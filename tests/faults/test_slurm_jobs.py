@@ -40,7 +40,7 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     """The job ends by itself, and its one trial went on from a checkpoint after a restart."""
     slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
     record = read(url)
-    assert record.slots == {"open": 0, "running": 0, "done": 1}
+    assert record.counts == {"open": 0, "running": 0, "done": 1}
     [trial] = record.trials
     assert (trial.number, trial.outcome) == (0, "complete")
     assert 0 < trial.telemetry["resumed_from_step"] <= trial.telemetry["num_steps"]
@@ -102,7 +102,7 @@ def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
     slurm.wait(lambda: "PENDING" in slurm.states(job).values())
     slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 180)
     record = read(postgres_url)
-    assert record.slots == {"open": 0, "running": 0, "done": 4}
+    assert record.counts == {"open": 0, "running": 0, "done": 4}
     assert {trial.state for trial in record.trials} == {"COMPLETE", "PRUNED"}
     starts = [trial for trial in record.trials if trial.origin == trial.number]
     assert len(starts) == 4
@@ -130,7 +130,7 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     slurm.run(f"scancel {job}")
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     record = read(postgres_url)
-    assert record.slots == {"open": 1, "running": 0, "done": 0}
+    assert record.counts == {"open": 1, "running": 0, "done": 0}
     assert [trial.outcome for trial in record.trials] == ["preempted"]
     check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
 
@@ -187,7 +187,7 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
     slurm.start_missing_nodes()
     record = read(postgres_url)
-    assert record.slots == {"open": 0, "running": 0, "done": 1}
+    assert record.counts == {"open": 0, "running": 0, "done": 1}
     [trial] = record.trials
     assert (trial.outcome, len(trial.evaluations)) == ("complete", 4)
     assert "resumed_from_step" not in trial.telemetry, "the first worker kept it"

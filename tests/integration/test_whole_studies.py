@@ -40,7 +40,7 @@ def test_two_workers_on_one_device_run_exactly_n_trials(tmp_path: Path) -> None:
     )
     text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "2")).out
     record = stored(tmp_path)
-    assert record.slots == {"open": 0, "running": 0, "done": 5}
+    assert record.counts == {"open": 0, "running": 0, "done": 5}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 5
     assert len({trial.attributes["worker"] for trial in record.trials}) <= 2
     assert len({str(trial.params) for trial in record.trials}) == 5
@@ -81,7 +81,7 @@ def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tm
         )
         assert "trial " not in refused.out
     after = stored(tmp_path)
-    assert (after.trials, after.slots, after.definition) == (before.trials, before.slots, before.definition)
+    assert (after.trials, after.counts, after.definition) == (before.trials, before.counts, before.definition)
     write_study(tmp_path, sampler={"name": "tpe"}, n_trials=3, checkpoint={"top_k": 1})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     assert len(stored(tmp_path).trials) == 3

@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
+from hpo.study.sampling.grid_sampler import POINT_ATTR
 from scripted_study import ScriptedStudy
 from tiny import CPU
 from worker_process import result, run_trials, study
@@ -25,7 +26,6 @@ from hpo.study.reading.reader import read_study
 from hpo.study.running.run import check_precisions
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.grid_sampler import POINT_ATTR
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -119,7 +119,7 @@ def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> N
         assert set(worker.drawn) <= RUNS[worker.device.name]
     assert {summary.ended for summary in summaries} <= {"finished", "elsewhere"}
     with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 16}
+        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 16}
         trials = storage.load_study("tiny").get_trials()
     everything = optuna.distributions.CategoricalDistribution(CHOICES)
     assert all(trial.distributions["fp_precision"] == everything for trial in trials)
@@ -136,10 +136,10 @@ def test_points_for_another_device_are_left_and_not_waited_for(
     assert {(summary.ended, summary.elsewhere, summary.exit_code) for summary in summaries} == {
         ("elsewhere", ("bf16",), 0)
     }
-    each = config.num_slots // 3
+    each = config.num_trials // 3
     assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": each, "fp16": each}
     with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": each, "running": 0, "done": 2 * each}
+        assert storage.trial_counts("tiny") == {"open": each, "running": 0, "done": 2 * each}
     last = Worker(config, AMX)
     assert last.run(sqlite_url).ended == "finished"
     assert last.drawn == ["bf16"] * each
@@ -271,9 +271,9 @@ def test_a_new_slot_of_a_grid_of_which_every_point_was_tried_tries_one_again(sql
             connection.execute(killed.values(state="running", owner="gone"))
         for n_trials in (2, 3):
             create_or_resume_study(storage, config(n_trials))
-        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
         assert run_worker(config(3), storage, worker.execute).outcomes == {"complete": 1}
-        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 3}
+        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 3}
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid"])
@@ -286,7 +286,7 @@ def test_a_device_that_can_run_nothing_of_a_study_leaves_it(sqlite_url: str, nam
         create_or_resume_study(storage, config)
         summary = run_worker(config, storage, Worker(config, old).execute, device=device)
         assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
-        assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0}
+        assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 0}
         assert not read_study(storage, "tiny").trials
 
 

@@ -32,7 +32,7 @@ def test_killed_and_resumed_each_trial_is_one_run(tmp_path: Path, monkeypatch: p
     wait_until(lambda: bool(saved_steps(tmp_path, trial=1)), process)
     process.kill()
     finish(process)
-    assert sum(stored(tmp_path).slots.values()) == 4
+    assert sum(stored(tmp_path).counts.values()) == 4
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
 
     record, found = stored(tmp_path), runs("killed and resumed")

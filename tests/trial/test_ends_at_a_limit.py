@@ -77,7 +77,7 @@ def test_a_trial_that_ends_at_a_limit_does_not_pause(tmp_path: Path) -> None:
     finished = hpo_command(tmp_path, "run", "tiny.yaml", width=1000)
     assert finished.exit_code == 1, "no trial is complete"
     record = stored(tmp_path)
-    assert record.slots == {"open": 0, "running": 0, "done": 2}
+    assert record.counts == {"open": 0, "running": 0, "done": 2}
     for trial in record.trials:
         assert (trial.outcome, len(trial.evaluations)) == ("pruned", 1)
         assert "train_examples_per_second must be >= 1e+09" in trial.reason

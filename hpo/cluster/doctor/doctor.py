@@ -17,7 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
@@ -26,9 +26,11 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.claims.ending import give_up
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -76,20 +78,25 @@ def _is_readable(row: sa.Row[Any]) -> bool:
 
 
 def lost_trials(about: Examined) -> Iterator[Finding]:
-    """Trials that are RUNNING, and that no slot has."""
+    """Trials that are RUNNING, and that no worker of the study made."""
     for row in about.studies():
         study = about.storage.load_study(row.name)
-        before = {trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
-        # A slot is closed after its trial has ended, so one that still runs was in none.
-        lost = before - about.storage.trials_in_work(row.name)
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if lost else ():
-            if trial.number in lost:
-                reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        # A claim is made together with its trial.
+        query = sa.select(claims.c.trial_number).where(claims.c.study == row.name)
+        claimed = set(about.storage.read(lambda it: it.execute(query).scalars().all()))  # noqa: B023
+        for trial in running:
+            if trial.number not in claimed:
+                reason = "it was RUNNING, but no worker of the study made it, so no worker continues it."
                 yield Finding(
-                    f"Study {row.name}: trial {trial.number} is RUNNING, but no slot of the study has it.",
+                    f"Study {row.name}: trial {trial.number} is RUNNING, but no worker of the study made it.",
                     "Ends it as FAIL, which samplers do not see.",
-                    partial(about.storage.fail_trial, trial, Outcome.FAILED, reason),
+                    partial(about.storage.write, partial(_give_up, trial, reason)),
                 )
+
+
+def _give_up(trial: FrozenTrial, reason: str, connection: sa.Connection) -> None:
+    give_up(connection, trial, Outcome.FAILED, reason)
 
 
 def checkpoints(about: Examined) -> Iterator[Finding]:
@@ -116,10 +123,9 @@ def checkpoints(about: Examined) -> Iterator[Finding]:
             yield Finding(what, "Removes it.", partial(shutil.rmtree, folder))
             continue
         of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-        in_work = about.storage.trials_in_work(row.name)
         study = about.storage.load_study(row.name)
         trials = {trial.number for trial in study.get_trials(deepcopy=False)}
-        gone = without_checkpoints(study, configs[row.name].top_k, in_work)
+        gone = without_checkpoints(study, configs[row.name].top_k)
         for of_trial in of_trials:
             number = int(of_trial.name.removeprefix("trial-"))
             if number not in trials or number in gone:

@@ -69,7 +69,9 @@ class FolderCheckpoints:
     """The checkpoints of one trial in a folder that workers may share, for `CheckpointStore`.
 
     A network file system may show a new checkpoint late on another machine. So the database holds the step of
-    the newest one, and a worker that continues the trial waits for it.
+    the newest one, and a worker that continues the trial waits for it. If the study names no
+    `checkpoint.location`, each machine has a folder of its own, and a worker waits for no other machine's
+    checkpoint.
     """
 
     wait_seconds = 20.0
@@ -77,7 +79,7 @@ class FolderCheckpoints:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._newest = lease.saved_step
+        self._newest = lease.checkpoint_step
 
     def names(self, kind: str, _resume_key: str) -> Sequence[str]:
         """The checkpoints that there must be, whether they can be seen here or not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,8 @@ from optuna.trial import TrialState
 from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
+from hpo.study.claims.budget import BUDGET_SPENT
 from hpo.study.sampling.fronts import loss_signs, pareto_front
-from hpo.study.sampling.promotion import origin_of
 
 if TYPE_CHECKING:
     from hpo.study.checkpoints.remote_store import RemoteStore
@@ -27,15 +26,12 @@ NUM_NONFINITE = 2
 """Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
 
 
-def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = frozenset()) -> set[int]:
+def without_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
     """Return the numbers of the finished trials that keep no checkpoints.
 
     The first `top_k` by the first objective keep theirs: the Pareto front first, and trials that break limits
-    of the study last. So do the last trials that were not finite, for `hpo diagnose`. A trial that goes on
-    has the number of its origin.
-
-    Args:
-        in_work: trials that may go on, or be tried again, though they have ended: as of before this call.
+    of the study last. So do the last trials that were not finite, for `hpo diagnose`, and trials that stopped
+    because the budget of the study was spent, since it may be raised.
     """
     trials = study.get_trials(deepcopy=False)
     ended = [trial for trial in trials if trial.state.is_finished()]
@@ -48,10 +44,8 @@ def without_checkpoints(study: optuna.Study, top_k: int, in_work: Set[int] = fro
     best = sorted(range(len(complete)), key=lambda i: (outside[i], not front[i], losses[i], i))[:top_k]
     nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
     last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
-    origins = [origin_of(trial.number, trial.user_attrs) for trial in trials]
-    kept = {*(complete[i].number for i in best), *last, *in_work}
-    kept |= {trial.number for trial in trials if not trial.state.is_finished()}
-    return {origins[trial.number] for trial in ended} - {origins[number] for number in kept}
+    stopped = [trial.number for trial in ended if trial.user_attrs.get("outcome_reason") == BUDGET_SPENT]
+    return {trial.number for trial in ended} - {*(complete[i].number for i in best), *last, *stopped}
 
 
 def keep_best_checkpoints(
@@ -59,10 +53,16 @@ def keep_best_checkpoints(
     study_folder: Path,
     top_k: int,
     remote: RemoteStore | None = None,
-    in_work: Set[int] = frozenset(),
+    removed: set[int] | None = None,
 ) -> None:
-    """Remove the checkpoints of finished trials but the best, here and in the remote store if it answers."""
-    numbers = without_checkpoints(study, top_k, in_work)
+    """Remove the checkpoints of finished trials but the best, here and in the remote store if it answers.
+
+    Args:
+        removed: the trials whose checkpoints an earlier call removed; this call adds its own.
+    """
+    removed = set() if removed is None else removed
+    numbers = without_checkpoints(study, top_k) - removed
+    removed |= numbers
     for number in numbers:
         shutil.rmtree(study_folder / f"trial-{number:05d}", ignore_errors=True)
     if remote is not None:

@@ -1,16 +1,23 @@
-"""The right of one worker to run the trial of one slot, and what may be stored under it."""
+"""The right of one worker to run one trial, and the changes of the trial that need this right.
+
+Each change is one transaction, which first locks the claim's row. So a worker that has lost its trial stores
+nothing, and a worker that is killed leaves the change before or after it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import optuna
 import sqlalchemy as sa
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE
@@ -18,186 +25,253 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.sampling.promotion import ORIGIN_ATTR, VALUES_ATTR
-from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import NO_PROGRESS, evaluations, slots
-from hpo.study.store.storage import Storage
+from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR
+from hpo.study.store.optuna_internals import (
+    end_trial,
+    lock_trials,
+    make_trial,
+    set_intermediate_value,
+    set_trial_attributes,
+    study_id_of,
+    trial_id_of,
+)
+from hpo.study.store.schema import claims, evaluations
+from hpo.study.store.storage import Storage, is_stored
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import EvaluationRow
     from hpo.trial.telemetry import Progress, TrialResult
 
 MAX_DEATHS = 3
-"""So many workers of a trial that died in a row, without progress in between, end it as `crashed`."""
-BUDGET_SPENT = "the study has spent its budget."
+"""After so many deaths of its workers in a row, without progress in between, a trial ends as `crashed`."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
     """The user attributes of a trial that ended as `result`: scalars, and the telemetry as one document."""
-    return {
+    attributes = {
         "outcome": result.outcome,
         "outcome_reason": result.reason,
         **result.headline,
         "telemetry": result.telemetry,
         **({"traceback": result.traceback} if result.traceback else {}),
     }
+    return {name: json_safe(value) for name, value in attributes.items()}
 
 
 @dataclass(eq=False)
 class Lease:
-    """The right of one worker to run one slot's trial."""
+    """The right of one worker to run one trial."""
 
     storage: Storage
     study: str
+    token: str
+    """Of the study, which tells it from a later study of the same name."""
     owner: str
-    slot: int
-    trial_number: int | None = None
-    """Of the slot's last Optuna trial."""
-    trial: optuna.trial.Trial | None = None
-    saved_step: int = 0
-    """Of the newest checkpoint that was written of its trial."""
-    deaths: int = 0
-    death_step: int = 0
-    """From where it would go on after the last of them."""
+    """The worker's id."""
+    trial: optuna.trial.Trial
+    row: sa.Row[Any]
+    """Of the claim, when it was claimed."""
     lost: threading.Event = field(default_factory=threading.Event)
-    """Set when another worker has the slot."""
+    """Set when another worker has the trial."""
     study_closed: threading.Event = field(default_factory=threading.Event)
-    """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
+    """Set when the study was paused, cancelled or deleted. The trial is to stop, and may continue later."""
     budget: StudyBudget | None = None
-    clock: DeviceClock = field(default_factory=DeviceClock)
+    host: str = field(default_factory=socket.gethostname)
+    """The worker's machine."""
+    shares_checkpoints: bool = True
+    """Whether all machines write their checkpoints to the same place."""
     progress: Progress | None = None
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 
+    def __post_init__(self) -> None:
+        self.saved_step: int = self.row.saved_step
+        """Of the trial's newest checkpoint."""
+        self._saved_before = self.saved_step
+        self._rung: float | None = None
+        """At which it paused under this lease."""
+        self._started = time.monotonic()
+        self.clock = DeviceClock(self.row.device_seconds)
+
+    @property
+    def number(self) -> int:
+        """The trial's number."""
+        return int(self.row.trial_number)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The step of the newest checkpoint that this machine must have or will see; 0: it has none."""
+        is_here = self.shares_checkpoints or self.row.host in (None, self.host)
+        return self.saved_step if is_here else 0
+
     @property
     def crash(self) -> str:
-        """Why its trial is to end as `crashed`; empty: it is not."""
-        if self.deaths < MAX_DEATHS:
+        """The reason why its trial is to end as `crashed`; empty: it is not."""
+        if self.row.deaths < MAX_DEATHS:
             return ""
-        where = f"after step {self.death_step}" if self.death_step else "before its first checkpoint"
-        return f"its process died {self.deaths} times {where}, without progress."
+        step = self.row.death_step
+        where = f"after step {step}" if step else "before its first checkpoint"
+        return f"its process died {self.row.deaths} times {where}, without progress."
+
+    @property
+    def active_seconds(self) -> float:
+        """Seconds in which a worker has had the trial so far, this one included."""
+        return float(self.row.active_seconds + time.monotonic() - self._started)
 
     def check(self) -> None:
-        """Raise LeaseLostError if another worker has the slot. Called between steps; it reads a flag only."""
+        """Raise LeaseLostError if another worker has the trial. It reads a flag only."""
         if self.lost.is_set():
-            raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
+            raise LeaseLostError(f"Another worker has taken over trial {self.number}.")
 
-    def update(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> bool:
-        """Change the slot's row, which stays locked until the end of the transaction; False: another worker
-        has it, or one of the `conditions` does not hold."""
-        owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
-        saved = {"saved_step": self.saved_step} if self.saved_step else {}
-        change = sa.update(slots).where(*owned, *conditions).values({"owner": self.owner, **saved, **values})
-        if not connection.execute(change).rowcount:
-            return False
-        if self.budget is not None and self.trial_number is not None:
-            self.clock.store(connection, self.study, self.trial_number)
-        return True
+    def update(self, connection: sa.Connection, **values: Any) -> bool:
+        """Change the claim's row and lock it until the end of the transaction; False: the claim is lost."""
+        mine = (claims.c.study == self.study, claims.c.trial_number == self.number)
+        saved: dict[str, Any] = {}
+        if self.saved_step != self._saved_before:
+            saved = {"saved_step": self.saved_step, "host": self.host}
+        times = {"active_seconds": self.active_seconds, "device_seconds": self.clock.seconds()}
+        change = sa.update(claims).where(
+            *mine, claims.c.owner == self.owner, is_stored(self.study, self.token)
+        )
+        return bool(connection.execute(change.values({**saved, **times, **values})).rowcount)
 
-    def is_budget_spent(self) -> bool:
-        """Whether the trial is to end because the study has spent what it may."""
-        return self.budget is not None and self.storage.read(self.budget.is_spent)
-
-    def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
-        """Call `update`; raise LeaseLostError if another worker has the slot."""
-        if not self.update(connection, *conditions, **values):
+    def hold(self, connection: sa.Connection, **values: Any) -> None:
+        """Call `update`. Raises LeaseLostError if the claim is lost."""
+        if not self.update(connection, **values):
             self.lost.set()
             self.check()
+
+    def is_budget_spent(self) -> bool:
+        """Whether the study has spent its budget."""
+        return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def store_params(self) -> None:
         """Make sure that the database has the parameters that were suggested to the trial.
 
-        Optuna keeps a parameter that is already stored, such as one of a worker that had lost the slot. A
+        Optuna keeps a parameter that is stored already, such as one of a worker that has lost the trial. A
         server that fell back to an older state lacks some. Raises LeaseLostError if the stored parameters
-        differ, or another worker has the slot: then the trial is to be opened again.
+        differ, or another worker has the trial.
         """
         self.storage.persist(self._store_params)
 
     def _store_params(self) -> None:
-        assert self.trial is not None
         with self.storage.engine.begin() as connection:
             self.hold(connection)
-        stored, params = self._stored(self.trial).params, self.trial.params
-        for name, distribution in self.trial.distributions.items():
+        trial = self.trial
+        stored, params = self._stored().params, trial.params
+        for name, distribution in trial.distributions.items():
             if name not in stored:
                 value = distribution.to_internal_repr(params[name])
-                self.storage.optuna.set_trial_param(trial_id_of(self.trial), name, value, distribution)
+                self.storage.optuna.set_trial_param(trial_id_of(trial), name, value, distribution)
             elif stored[name] != params[name]:
-                raise LeaseLostError(f"The database has another `{name}` of trial {self.trial.number}.")
+                raise LeaseLostError(f"The database has another `{name}` of trial {self.number}.")
 
-    def _stored(self, trial: optuna.trial.Trial) -> FrozenTrial:
+    def _stored(self) -> FrozenTrial:
         try:
-            return self.storage.optuna.get_trial(trial_id_of(trial))
+            return self.storage.optuna.get_trial(trial_id_of(self.trial))
         except KeyError as error:
-            raise LeaseLostError(f"Trial {trial.number} is gone: its study was deleted.") from error
+            raise LeaseLostError(f"Trial {self.number} is gone: its study was deleted.") from error
 
-    def report(
-        self, trial: optuna.trial.Trial, evaluation: EvaluationRow, index: int, value: float | None
-    ) -> bool:
-        """Store one evaluation of the trial and return whether the pruner would stop it.
+    def report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
+        """Store one evaluation of the trial and return whether the pruner would stop the trial.
 
         Evaluations of this step and later ones are deleted: a worker that died made them after the checkpoint
-        from which the trial went on. Raises LeaseLostError, and stores nothing, if another worker has the
+        from which the trial continued. Raises LeaseLostError, and stores nothing, if another worker has the
         trial.
 
         Args:
-            index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
+            index: counts the trial's evaluations. It is Optuna's `step`, so that pruners compare trials of
                 different batch sizes at the same share of their budget.
-            value: the objective; Optuna gets it if it is finite and the only objective.
+            value: the objective. Optuna gets it if it is finite and the only objective.
         """
-        return self.storage.persist(lambda: self._report(trial, evaluation, index, value))
+        return self.storage.persist(lambda: self._report(evaluation, index, value))
 
-    def _report(
-        self, trial: optuna.trial.Trial, evaluation: EvaluationRow, index: int, value: float | None
-    ) -> bool:
+    def _report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
         row = json_safe(asdict(evaluation))
-        key = {"study": self.study, "trial_number": trial.number}
+        key = {"study": self.study, "trial_number": self.number}
         of_trial = [evaluations.c[column] == value for column, value in key.items()]
+        study, trial_id = self.trial.study, trial_id_of(self.trial)
+        has_value = len(study.directions) == 1 and value is not None and math.isfinite(value)
         with self.storage.engine.begin() as connection:
             self.hold(connection)
             connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
             values = {**row, **key, "metrics": json.dumps(row["metrics"])}
             connection.execute(sa.insert(evaluations).values(values))
-        study, trial_id, optunas = trial.study, trial_id_of(trial), self.storage.optuna
-        if len(study.directions) > 1:
+            if has_value and value is not None:
+                set_intermediate_value(connection, trial_id, index, value)
+        if len(study.directions) > 1 or isinstance(study.pruner, NopPruner):
             return False
-        if value is not None and math.isfinite(value):
-            optunas.set_trial_intermediate_value(trial_id, index, value)
-        # Not `trial.report`, which keeps an older value of the same step, as of before a checkpoint.
-        return study.pruner.prune(study, optunas.get_trial(trial_id))
+        # Not `trial.should_prune`, which looks at an older copy of the trial.
+        return study.pruner.prune(study, self.storage.optuna.get_trial(trial_id))
 
-    def record(self, result: TrialResult, slot_state: str) -> None:
-        """Store how the trial ended, then the state of its slot; killed in between, the next claim does that.
+    def pause(self, rung: float, values: Sequence[float]) -> None:
+        """Note that the trial has come to a rung. The worker keeps it until its checkpoint is written.
 
-        Raises LeaseLostError if another worker has the slot, or somebody else has ended the trial.
+        A worker that dies in between leaves a trial that is paused, and continues from an older checkpoint.
         """
-        assert self.trial is not None
-        mine = slots.c.trial_number == self.trial.number
-        with self.storage.engine.begin() as connection:
-            self.hold(connection, mine)
-        try:
-            self._end_trial(self.trial, result)
-        except UpdateFinishedTrialError as error:
-            raise LeaseLostError(f"Trial {self.trial.number} was ended by somebody else.") from error
-        is_begun_anew = slot_state == "open" and ORIGIN_ATTR not in self.trial.user_attrs
-        fresh = NO_PROGRESS if is_begun_anew else {}
-        with self.storage.engine.begin() as connection:
-            self.hold(connection, mine, state=slot_state, **fresh)
+        self._note_rung(rung, {"values": json_safe(list(values)), "constraints": {}})
 
-    def _end_trial(self, trial: optuna.trial.Trial, result: TrialResult) -> None:
-        state, stored = TrialState[result.outcome.optuna_state], self._stored(trial)
+    def _note_rung(self, rung: float, at: Mapping[str, Any], **values: Any) -> None:
+        self._rung = rung
+        rungs = {**self.trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at}
+
+        def write(connection: sa.Connection) -> None:
+            self.hold(connection, paused_at=rung, **values)
+            attributes = {PAUSED_ATTR: rung, RUNGS_ATTR: rungs, **self._work()}
+            set_trial_attributes(connection, trial_id_of(self.trial), attributes)
+
+        self.storage.write(write)
+
+    def _work(self) -> dict[str, Any]:
+        """User attributes of who has worked on the trial."""
+        return {"worker": self.owner, "active_seconds": round(self.active_seconds, 3)}
+
+    def release(self, result: TrialResult | None = None) -> None:
+        """Give the trial up for another worker. With `result`, the trial has paused."""
+        if result is not None and result.constraints and self._rung is not None:
+            at = self._stored().user_attrs[RUNGS_ATTR][str(self._rung)]
+            self._note_rung(self._rung, {**at, "constraints": json_safe(result.constraints)}, owner=None)
+        else:
+            self.storage.write(lambda connection: self.hold(connection, owner=None))
+
+    def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
+        """End the trial.
+
+        Raises LeaseLostError if another worker has the trial, or somebody else has ended it.
+
+        Args:
+            retry: user attributes of a trial that tries the same parameters again; None: there is none.
+        """
+        self.storage.persist(lambda: self._end(result, retry))
+
+    def _end(self, result: TrialResult, retry: Mapping[str, Any] | None) -> None:
+        state, stored = TrialState[result.outcome.optuna_state], self._stored()
         if stored.state == state and stored.user_attrs.get("outcome") == result.outcome:
-            return  # the answer was lost
-        if stored.state == TrialState.RUNNING:
-            self._store_params()  # again: see there
-        for key, value in trial_attributes(result).items():
-            trial.set_user_attr(key, json_safe(value))
+            return  # an earlier attempt succeeded, and its answer was lost
+        if stored.state != TrialState.RUNNING:
+            raise LeaseLostError(f"Trial {self.number} was ended by somebody else.")
+        self._store_params()  # again, see there
         infeasible = {FEASIBLE: 1.0} if result.outcome.infeasible else {}
-        for name, value in {**result.constraints, **infeasible}.items():
-            if name not in stored.constraints:
-                trial.set_constraint(name, value)
-        values = result.values if result.outcome == Outcome.COMPLETE else None
-        if result.outcome == Outcome.PRUNED:
-            values = stored.user_attrs.get(VALUES_ATTR)
-            if stored.last_step is not None:
-                values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
-        self.storage.optuna.set_trial_state_values(trial_id_of(trial), state, values)
+        attributes = self._work() | trial_attributes(result)
+        values = result.values if result.outcome == Outcome.COMPLETE else ()
+        if result.outcome == Outcome.PRUNED and stored.last_step is not None:
+            values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
+        study_id = study_id_of(self.trial.study)
+        with self.storage.engine.begin() as connection:
+            if retry is not None:
+                lock_trials(connection, study_id)
+            self.hold(connection, owner=None, paused_at=None, counts=retry is None)
+            is_ended = end_trial(
+                connection,
+                trial_id_of(self.trial),
+                state,
+                values=values or (),
+                user_attrs=attributes,
+                constraints={**result.constraints, **infeasible},
+            )
+            if not is_ended:
+                raise LeaseLostError(f"Trial {self.number} was ended by somebody else.")
+            if retry is not None:
+                fixed = {**stored.system_attrs.get("fixed_params", {}), **stored.params}
+                number = make_trial(connection, study_id, fixed_params=fixed, user_attrs=retry, waiting=True)
+                point = {"study": self.study, "trial_number": number, "point": self.row.point}
+                connection.execute(sa.insert(claims).values(point))

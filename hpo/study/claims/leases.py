@@ -1,393 +1,333 @@
-"""Claims: the trial that a worker runs next, and its fate when the worker dies.
+"""Claims: the trial that a worker runs next, and what happens to the trial if the worker dies.
 
-A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
-slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the slot;
-when it has ended, the slot is closed. So wherever a worker was killed, the slot's last trial decides:
+One configuration is one Optuna trial, from its start to its end, also if it pauses. A study starts exactly
+`n_trials` of them, besides attempts that failed and are tried again. Optuna's trials and the rows of
+`hpo_claims` say everything, so a worker may be killed anywhere:
 
-    there is none  -> take one that somebody enqueued, else make one
-    RUNNING        -> it goes on, with its number, its parameters and its checkpoint
-    paused         -> in an open slot it is among the best (`promotion`): make one that goes on from its
-                      checkpoint; else the slot is paused
-    FAIL           -> make one with the same parameters, until the retries are used up; but only after an
-                      unexpected exception
-    anything else  -> the slot is done
+    WAITING                   enqueued, or the retry of a failed attempt: a worker starts it
+    RUNNING, with a worker    runs
+    RUNNING, without          continues from its checkpoint, with its number and its parameters
+    RUNNING, paused           continues if it is promoted (`promotion`); no worker has it
+    any other state           ended
 
-A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
-gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat runs only inside
-`study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
+A worker reads all trials, decides, and claims by one conditional change: the trial must still have the owner
+that was seen. A trial is made, or started, in the transaction that counts how many the study has.
+
+On the same machine the others see at once that a worker's process is gone; elsewhere its lease runs out.
+Leases are ours because Optuna's heartbeat runs only inside `study.optimize`, ends for good when the database
+restarts, and fails a trial instead of continuing it.
 
 A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
 taken over for ever, but most deaths are not its fault: a node that is taken away, `kill -9`. So a trial ends
 as `crashed` only when `MAX_DEATHS` of its workers died in a row without progress. The worker that takes over
-the slot counts the death, in the same transaction. A worker that lost its GPU counts its own.
+the trial counts the death, in the same transaction. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.budget import BUDGET_SPENT, StudyBudget
+from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up
 from hpo.study.claims.lease import Lease as Lease
-from hpo.study.claims.openings import Openings, is_open_study
+from hpo.study.claims.runnable import known_params
+from hpo.study.claims.snapshot import Snapshot, Watch, has_place, num_trials_of_points
 from hpo.study.claims.workers import Membership
-from hpo.study.sampling.grid_sampler import known_params
-from hpo.study.sampling.promotion import (
-    ORIGIN_ATTR,
-    PAUSED_ATTR,
-    RESUMED_ATTR,
-    Promotion,
-    is_paused,
-    origin_of,
+from hpo.study.sampling.points import Point, point_key, unused_points
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
+from hpo.study.store.optuna_internals import (
+    lock_trials,
+    make_trial,
+    set_trial_attributes,
+    start_trial,
+    study_id_of,
+    trial_id_of,
 )
-from hpo.study.store.optuna_internals import copy_reports, make_trial, start_trial, study_id_of, trial_id_of
-from hpo.study.store.schema import NO_PROGRESS, copy_evaluations, evaluations, slots, workers
+from hpo.study.store.schema import claims, evaluations, studies, workers
+from hpo.study.store.storage import is_stored
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
 
-LOOK_SECONDS = 1.0
-"""How often a worker that finds free slots looks for dead workers too; of many workers each less often."""
-LOOK_AT_ONCE = 8
-"""So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
-
-
-@lru_cache(maxsize=1)
-def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
-    """How the worker `by` claims an open slot of the study `of_study`, without a look at the others."""
-    of_study, number = slots.c.study == sa.bindparam("of_study"), slots.c.trial_number
-    free = sa.select(slots.c.slot).where(of_study, slots.c.state == "open", runnable)
-    free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
-    first = (
-        free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
-        for has_trial in (number.is_not(None), number.is_(None))
-    )
-    is_next = slots.c.slot == sa.func.coalesce(*first)
-    claim = sa.update(slots).where(of_study, is_next, is_open_study(sa.bindparam("of_study")))
-    return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
+Change = Callable[[sa.Connection], sa.Row[Any] | None]
+"""A change of the claims, which returns the row of the claimed trial; None: it is undone."""
 
 
 @dataclass(eq=False)
 class WorkerLease(Membership):
-    """A worker that claims slots of a study and runs their trials.
+    """A worker that claims trials of a study and runs them.
 
-    On leaving the block, a slot that is still claimed opens again. `promotion` and `budget`: see `Openings`.
+    On leaving the block, a trial that is still claimed is given up for another worker.
     """
 
     _: KW_ONLY
     max_retries: int
-    can_run: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether this worker can run a trial with these parameters, perhaps not yet all, and {} for one that is
-    not made yet; it leaves the others to other workers. None: it can run all."""
     refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
+    """How trials pause and continue; None: they do not."""
+    continues_last: Callable[[FrozenTrial], bool] = lambda _: False
+    """Whether a paused trial continues after all others, because its precision has broken in other trials."""
+    read_points: Callable[[], Sequence[Point]] | None = None
+    """Reads the points of a grid or a comparison; None: the sampler proposes."""
     budget: StudyBudget | None = None
+    shares_checkpoints: bool = True
+    """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
+    live workers of the machine that has its checkpoint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._openings = Openings(self._study, self.promotion, self.budget)
-        self._may_have_slot = False
-        self._looks_at = -math.inf  # for dead workers
+        self._watch = Watch(self._storage, self._study, self.promotion, self.budget, self.continues_last)
+        self._study_id = study_id_of(self._study)
+        self.left: list[Mapping[str, Any]] = []
+        """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
 
     # Claims
 
     def claim(self) -> Lease | None:
-        """Claim a slot: first one whose owner died, then one with a trial that goes on, then a fresh one.
+        """Claim a trial: first one without a worker, then one that is promoted, a waiting one, a new one.
 
-        Returns None if the study is not open, or no slot is left that this worker can run.
+        Returns None if the study is not open, or if no trial is left that this worker can run now; see
+        `left`.
         """
         self._lease = None
-        lease = self._storage.persist(self._claim)
-        if lease is not None and self.budget is not None:
-            lease.clock.num_sharing = self._storage.read(self._num_sharing)
-        self._lease = lease
-        return self._lease
-
-    def _claim(self) -> Lease | None:
-        runnable = self._runnable()
-        with self._storage.engine.begin() as connection:
-            if slot := self._claimed_before(connection):
-                return self._lease_of(slot)
-            self._may_have_slot = True
-            may_begin = self._openings.may_begin(connection)
-            if not may_begin:
-                runnable = sa.and_(runnable, slots.c.trial_number.is_not(None))
-            if self.promotion is not None:
-                self._openings.let_go_on(connection)
-            looks = time.monotonic() >= self._looks_at
-            if not looks and (slot := self._open_slot(connection, runnable)):
-                return self._lease_of(slot)
-            if not self._look_whether_open(connection):
-                return None
-            slot = self._take_over(connection, runnable)
-            if slot is None and looks:
-                slot = self._open_slot(connection, runnable)
-            if slot is None and self.promotion is None:  # paused ones are of a pruner that the study had
-                self._openings.let_go_on(connection)
-            if slot is None and not may_begin:
-                self._openings.drop_fresh_slots(connection)
-            return self._lease_of(slot) if slot else None
-
-    def _lease_of(self, slot: sa.Row[Any]) -> Lease:
-        return Lease(
-            self._storage,
-            self._study.study_name,
-            self.id,
-            slot.slot,
-            slot.trial_number,
-            saved_step=slot.saved_step,
-            deaths=slot.deaths,
-            death_step=slot.death_step,
-            study_closed=self.study_closed,
-            budget=self.budget,
-        )
-
-    def _claimed_before(self, connection: sa.Connection) -> sa.Row[Any] | None:
-        """A slot that this worker has already: the connection broke after the commit of its claim, say."""
-        if not self._may_have_slot:
+        while self._storage.read(self._look_whether_open):
+            points = self.read_points() if self.read_points else None
+            seen = self._watch.look(self.id, self.runnable, points)
+            self._end(seen.fallen_behind, seen, NOT_PROMOTED)
+            trial = next(self._candidates(seen), None)
+            if trial is not None:
+                if lease := self._claim(lambda it: self._take_or_start(it, seen, trial, points)):  # noqa: B023
+                    return lease
+                continue  # another worker was faster
+            if seen.may_begin and (lease := self._claim(lambda it: self._begin(it, points))):  # noqa: B023
+                return lease
+            self.left = seen.unfinished()
+            if not self.left:
+                self._finish(seen)
             return None
-        mine = (self._of_study, slots.c.state == "running", slots.c.owner == self.id)
-        slot = connection.execute(sa.select(slots).where(*mine)).first()
-        self._may_have_slot = slot is not None
-        return slot
-
-    def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """Claim an open slot, first one with an unfinished trial; None: none is open."""
-        about = {"of_study": self._study.study_name, "by": self.id}
-        return connection.execute(_claim_open(runnable), about).one_or_none()
-
-    def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """Claim the slot of a worker that is dead; None: there is none."""
-        while slot := self._abandoned(connection, runnable):
-            unchanged = (self._of_study, slots.c.slot == slot.slot, slots.c.state == "running")
-            claim = sa.update(slots).where(*unchanged, slots.c.owner == slot.owner).returning(slots)
-            values = {"owner": self.id, **self._death(connection, slot)}
-            if claimed := connection.execute(claim.values(values)).one_or_none():
-                return claimed
         return None
 
-    def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
-        """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet.
+    def _candidates(self, seen: Snapshot) -> Iterator[FrozenTrial]:
+        """The trials that this worker may claim, the first to be claimed first."""
+        if seen.is_spent:
+            return
+        for group in (seen.free, seen.promoted):
+            runnable = [trial for trial in group if self.runnable(known_params(trial))]
+            here = [trial for trial in runnable if self.shares_checkpoints or seen.host(trial) == self.host]
+            yield from here
+            others = (trial for trial in runnable if trial not in here)
+            yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
+        for trial in seen.waiting:
+            if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
+                self._storage.write(lambda it: give_up(it, trial, Outcome.FAILED, why))  # noqa: B023
+            elif self.runnable(known_params(trial)):
+                yield trial
 
-        Paused trials count while a live worker runs one, whose end may let them go on.
+    def _claim(self, change: Change) -> Lease | None:
+        """Make a claim in one transaction; None: there is none, or the database went away.
+
+        Then the caller looks again: a claim whose answer was lost is a trial of this worker.
         """
-        query = sa.select(slots.c.state, slots.c.trial_number, slots.c.owner)
 
-        def read(connection: sa.Connection) -> set[int | None]:
-            rows = connection.execute(query.where(self._of_study, slots.c.state != "done")).all()
-            if any(row.state == "paused" for row in rows):
-                alive = self._storage.live_workers(connection, workers.c.study == self._study.study_name)
-                if not any(row.state == "running" and row.owner in alive for row in rows):
-                    rows = [row for row in rows if row.state != "paused"]
-            numbers = {row.trial_number for row in rows}
-            return numbers & self._openings.in_work(connection).keys()
+        def claim() -> sa.Row[Any] | None:
+            with self._storage.engine.connect() as connection, connection.begin() as transaction:
+                row = change(connection)
+                if row is None:
+                    transaction.rollback()
+                return row
 
-        return self._params_of(self._storage.read(read))
-
-    def _params_of(self, numbers: Iterable[int | None]) -> dict[int | None, Mapping[str, Any]]:
-        trials = self._study.get_trials(deepcopy=False)
-        return {number: {} if number is None else known_params(trials[number]) for number in numbers}
-
-    def _runnable(self) -> sa.ColumnElement[bool]:
-        """The condition that this worker can run the trial of a slot, or begin one where there is none."""
-        if self.can_run is None:
-            return sa.true()
-        unfinished = self._params_of(self._storage.read(self._openings.states))
-        refused = {number for number, params in unfinished.items() if not self.can_run(params)}
-        number = slots.c.trial_number
-        others = sa.or_(number.is_(None), number.not_in(refused - {None}))
-        return sa.and_(number.is_not(None), others) if None in refused else others
-
-    def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
-        rows = connection.execute(query.order_by(slots.c.slot)).all()
-        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(rows) / LOOK_AT_ONCE)
-        if not rows:
+        try:
+            row = self._storage.attempt(claim)
+        except StoppedError:
+            raise
+        except OutageError:
             return None
-        storage, members = self._storage, workers.c.study == self._study.study_name
-        witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
-        alive = storage.live_workers(connection, members, witnessed_seconds=witnessed)
-        return next((row for row in rows if row.owner not in alive), None)
+        return None if row is None else self._lease_of(row)
 
-    def _death(self, connection: sa.Connection, slot: sa.Row[Any]) -> dict[str, int]:
-        """How the death of its owner changes an abandoned slot; {} if the owner was not in the trial.
-
-        A checkpoint that the owner wrote after its last heartbeat is no progress here.
-        """
-        owner = connection.execute(sa.select(workers.c.id).where(workers.c.id == slot.owner)).first()
-        if owner is None or slot.trial_number is None:  # owner: its row was lost, see `Membership`
-            return {}
-        if "outcome" in self._trial(slot.trial_number).user_attrs:  # it had ended
-            return {}
-        last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
-            evaluations.c.study == slot.study, evaluations.c.trial_number == slot.trial_number
+    def _lease_of(self, row: sa.Row[Any]) -> Lease:
+        trials = self._storage.persist(lambda: self._study.get_trials(deepcopy=False))
+        trial_id = trial_id_of(trials[row.trial_number])
+        self._lease = Lease(
+            self._storage,
+            self._study.study_name,
+            self.token,
+            self.id,
+            self._storage.persist(lambda: optuna.trial.Trial(self._study, trial_id)),
+            row,
+            study_closed=self.study_closed,
+            budget=self.budget,
+            host=self.host,
+            shares_checkpoints=self.shares_checkpoints,
         )
-        step = max(connection.execute(last_evaluation).scalar() or 0, slot.saved_step)
-        count = 1 if step > slot.death_step else slot.deaths + 1
-        return {"deaths": count, "death_step": max(step, slot.death_step)}
+        if self.budget is not None:
+            self._lease.clock.num_sharing = self._storage.read(self._num_sharing)
+        return self._lease
 
-    # The trial of a slot
+    def _take_or_start(
+        self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, points: Sequence[Point] | None
+    ) -> sa.Row[Any] | None:
+        row = seen.rows.get(trial.number)
+        if trial.state == TrialState.WAITING:
+            return self._start(connection, trial, row, points)
+        assert row is not None
+        return self._take(connection, trial, row)
 
-    def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
-        """Return the trial to run in a claimed slot, or None when the slot proves to be done.
+    def _take(self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any]) -> sa.Row[Any] | None:
+        """Take a RUNNING trial that nobody has, or whose worker is dead."""
+        this = (self._of_study, claims.c.trial_number == trial.number)
+        unchanged = claims.c.owner.is_not_distinct_from(row.owner)
+        values: dict[str, Any] = {"owner": self.id, "paused_at": None}
+        if row.owner not in (None, self.id) and not is_paused(trial):
+            values |= self._death(connection, row)
+        take = sa.update(claims).where(*this, unchanged, self._is_open()).values(values).returning(claims)
+        taken = connection.execute(take).one_or_none()
+        if taken is not None and is_paused(trial):
+            resumed = {RESUMED_ATTR: trial.user_attrs[PAUSED_ATTR]}
+            set_trial_attributes(connection, trial_id_of(trial), resumed)
+        return taken
 
-        A retried trial has the parameters of the failed one, and its number in the user attribute `retry_of`.
-        Raises LeaseLostError if another worker has the slot.
+    def _start(
+        self,
+        connection: sa.Connection,
+        trial: FrozenTrial,
+        row: sa.Row[Any] | None,
+        points: Sequence[Point] | None,
+    ) -> sa.Row[Any] | None:
+        """Start a WAITING trial. It takes a place of the study unless it has one."""
+        if not self._locks_open_study(connection) or not start_trial(connection, trial_id_of(trial)):
+            return None
+        if row is not None:
+            this = (self._of_study, claims.c.trial_number == trial.number)
+            take = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
+            return connection.execute(take).one_or_none()
+        if not has_place(connection, self._study.study_name):
+            return None
+        fixed = trial.system_attrs.get("fixed_params", {})
+        point = None if points is None else self._next_point(connection, points, fixed)
+        if point is not None:
+            set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
+        return self._insert(connection, trial.number, point)
+
+    def _begin(self, connection: sa.Connection, points: Sequence[Point] | None) -> sa.Row[Any] | None:
+        """Begin a new trial; None: the study has no place for one that this worker can run."""
+        if points is None and not self.runnable({}):
+            return None
+        if not self._locks_open_study(connection) or not has_place(connection, self._study.study_name):
+            return None
+        point = None if points is None else self._next_point(connection, points)
+        if points is not None and point is None:
+            return None
+        return self._insert(connection, make_trial(connection, self._study_id, fixed_params=point), point)
+
+    def _locks_open_study(self, connection: sa.Connection) -> bool:
+        """Lock the trials of the study; False: it is not open."""
+        if not lock_trials(connection, self._study_id):
+            return False
+        return bool(connection.execute(sa.select(self._is_open())).scalar())
+
+    def _is_open(self) -> sa.ColumnElement[bool]:
+        return is_stored(self._study.study_name, self.token, studies.c.state == "open")
+
+    def _next_point(
+        self, connection: sa.Connection, points: Sequence[Point], fixed: Mapping[str, Any] = {}
+    ) -> Point | None:
+        """The next point that this worker can run; None: there is none."""
+        num_trials = num_trials_of_points(connection, self._study.study_name)
+        return next(filter(self.runnable, unused_points(points, num_trials, fixed)), None)
+
+    def _insert(self, connection: sa.Connection, number: int, point: Point | None) -> sa.Row[Any]:
+        values = {"study": self._study.study_name, "trial_number": number, "owner": self.id}
+        key = None if point is None else point_key(point)
+        return connection.execute(sa.insert(claims).values(**values, point=key).returning(claims)).one()
+
+    def _death(self, connection: sa.Connection, row: sa.Row[Any]) -> dict[str, int]:
+        """How the death of its worker changes a claim.
+
+        A checkpoint that the worker wrote after its last heartbeat is no progress here.
         """
-        lease.trial = self._storage.persist(lambda: self._open_trial(lease))
-        return lease.trial
+        if connection.execute(sa.select(workers.c.id).where(workers.c.id == row.owner)).first() is None:
+            return {}  # the worker's row was lost, see `Membership`
+        last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
+            evaluations.c.study == row.study, evaluations.c.trial_number == row.trial_number
+        )
+        step = max(connection.execute(last_evaluation).scalar() or 0, row.saved_step)
+        count = 1 if step > row.death_step else row.deaths + 1
+        return {"deaths": count, "death_step": max(step, row.death_step)}
 
-    def _open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
-        while True:
-            last = None if lease.trial_number is None else self._trial(lease.trial_number)
-            if last is not None and last.state == TrialState.RUNNING:
-                return optuna.trial.Trial(self._study, trial_id_of(last))
-            if last is not None and self.promotion is not None and is_paused(last):
-                unfinished = self._storage.read(self._openings.in_work).keys()
-                trials = self._study.get_trials(deepcopy=False)
-                if last.number not in self.promotion.going_on(trials, unfinished):
-                    self.release(lease, "paused")  # its worker had not told the slot that it has paused, say
-                    return None
-                origin = origin_of(last.number, last.user_attrs)
-                at = {RESUMED_ATTR: last.user_attrs[PAUSED_ATTR]}
-                self._make_trial(lease, last, {ORIGIN_ATTR: origin, **at})
-                continue
-            # Where no worker ended it as `failed`, somebody gave it up.
-            failed = last is not None and last.user_attrs.get("outcome") == Outcome.FAILED
-            if last is None or (last.state == TrialState.FAIL and not failed):
-                if not self._start_enqueued(lease):
-                    self._make_trial(lease)
-            elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs.get("traceback")):
-                goes_on = {k: last.user_attrs[k] for k in (ORIGIN_ATTR, RESUMED_ATTR) if k in last.user_attrs}
-                self._make_trial(lease, last, {"retry_of": last.number, **goes_on})
-            else:
-                self._storage.write(lambda connection: lease.hold(connection, state="done"))
-                self._forget()
-                return None
+    # Ends
 
-    def _trial(self, number: int) -> FrozenTrial:
-        return self._study.get_trials(deepcopy=False)[number]
+    def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
+        """End trials that no worker has, unless one was faster."""
+        name = self._study.study_name
+        for trial in trials:
+            self._storage.write(lambda it, at=trial: end_unclaimed(it, name, at, seen.owner(at), reason))
 
-    def _make_trial(
-        self, lease: Lease, last: FrozenTrial | None = None, user_attrs: Mapping[str, Any] = {}
-    ) -> None:
-        """Make a trial for the slot, unless it has got another one meanwhile.
+    def _finish(self, seen: Snapshot) -> None:
+        """End the study: nothing runs, and nothing is to continue or to begin."""
+        self._end(seen.paused, seen, BUDGET_SPENT if seen.is_spent else NOT_PROMOTED)
+        self._end(seen.free, seen, BUDGET_SPENT)
+        if self.budget is not None:  # it has fewer trials than it might have had
+            counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()
+            this = (studies.c.name == self._study.study_name, studies.c.n_trials > counted)
+            self._storage.write(
+                lambda it: it.execute(sa.update(studies).where(*this).values(n_trials=counted))
+            )
 
-        It has the parameters of the `last` trial, and if it goes on from its checkpoint also its evaluations.
-        """
-        system_attrs = {} if last is None else {"fixed_params": last.params}
-        goes_on, study_id = ORIGIN_ATTR in user_attrs, study_id_of(self._study)
-        with self._storage.engine.begin() as connection:
-            number = make_trial(connection, study_id, system_attrs, user_attrs)
-            if not self._note_trial(connection, lease, number, saved_step=lease.saved_step if goes_on else 0):
-                connection.rollback()
-            elif last is not None and goes_on:
-                copy_reports(connection, study_id, last.number, number)
-                copy_evaluations(connection, self._study.study_name, last.number, number)
-        self._reread(lease)
-
-    def _start_enqueued(self, lease: Lease) -> bool:
-        """Start the first enqueued trial for the slot; False: none waits.
-
-        A trial that no worker can run ends at once and takes no slot.
-        """
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
-                self._storage.fail_trial(trial, Outcome.FAILED, refusal)
-                continue
-            with self._storage.engine.begin() as connection:
-                if not start_trial(connection, trial_id_of(trial)):
-                    continue  # another worker was faster
-                if not self._note_trial(connection, lease, trial.number):
-                    connection.rollback()
-            self._reread(lease)
-            return True
-        return False
-
-    def _note_trial(
-        self, connection: sa.Connection, lease: Lease, number: int, *, saved_step: int = 0
-    ) -> bool:
-        """Note the slot's new trial and the step of its checkpoint; False: the slot has changed."""
-        lease.deaths, lease.saved_step, lease.progress = 0, saved_step, None
-        unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
-        progress = NO_PROGRESS | {"saved_step": saved_step}
-        return lease.update(connection, unchanged, trial_number=number, **progress)
-
-    def _reread(self, lease: Lease) -> None:
-        """Look which trial the slot has now."""
-        mine = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
-        query = sa.select(slots.c.trial_number).where(*mine)
-        row = self._storage.read(lambda connection: connection.execute(query).one_or_none())
-        if row is None:
-            lease.lost.set()
-            lease.check()
-        else:
-            lease.trial_number = row.trial_number
-
-    def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, traceback: str | None) -> bool:
-        """Return whether a failed trial is tried again; a decided failure has no traceback."""
-        num_failures, number = 1, failed.user_attrs.get("retry_of")
-        while number is not None:
-            num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
-        return bool(traceback) and num_failures <= self.max_retries
-
-    def release(self, lease: Lease, state: str = "open") -> None:
-        """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
-        self._storage.write(lambda connection: lease.hold(connection, state=state))
-        self._forget()
+    def release(self, lease: Lease, result: TrialResult | None = None) -> None:
+        """Give a trial up; it continues with the next worker. With `result`, it has paused."""
+        lease.release(result)
+        self._lease = None
 
     def record_death(self, lease: Lease) -> None:
-        """Open a claimed slot again, and count a death of its worker, which has lost its GPU.
+        """Give a trial up, and count a death of this worker, which has lost its GPU.
 
         This process may stay alive, as in a notebook, and then no other worker would count its death.
         """
 
         def write(connection: sa.Connection) -> None:
-            mine = (self._of_study, slots.c.slot == lease.slot)
-            if lease.update(connection, slots.c.state == "running"):  # else another worker has it
-                slot = connection.execute(sa.select(slots).where(*mine)).one()
-                lease.update(connection, state="open", **self._death(connection, slot))
+            if lease.update(connection):  # else another worker has it
+                this = (self._of_study, claims.c.trial_number == lease.number)
+                row = connection.execute(sa.select(claims).where(*this)).one()
+                lease.update(connection, owner=None, **self._death(connection, row))
 
         self._storage.write(write)
-        self._forget()
+        self._lease = None
 
-    def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
-        """Store how a trial ended and close its slot.
+    def record_outcome(self, lease: Lease, result: TrialResult) -> None:
+        """Store how the run of a trial ended.
 
-        The slot opens again for a `preempted` trial, which is still RUNNING, and for the retry of a `failed`
-        one. Raises LeaseLostError, and stores nothing, if another worker has the slot.
+        A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one is tried again, until
+        `max_retries` attempts have failed. Raises LeaseLostError, and stores nothing, if another worker has
+        the trial.
         """
-        if result.outcome == Outcome.PREEMPTED:
-            self.release(lease)
+        if result.outcome in (Outcome.PREEMPTED, Outcome.PAUSED):
+            self.release(lease, result if result.outcome == Outcome.PAUSED else None)
             return
         values = result.values if result.outcome == Outcome.COMPLETE else (0.0,)
         if not values or not all(map(math.isfinite, values)):
             raise ValueError(f"a complete trial must have finite values, but got {values}")
-        lease.trial = trial
-
-        def record() -> None:
-            failed = result.outcome == Outcome.FAILED
-            if failed and self._is_retried(trial, result.traceback):
-                lease.record(result, "open")
-            elif result.outcome == Outcome.PRUNED and self.promotion and PAUSED_ATTR in trial.user_attrs:
-                lease.record(result, "paused")
-            else:
-                lease.record(result, "done")
-
-        self._storage.persist(record)
-        self._forget()
-
-    def _forget(self) -> None:
-        """The slot is not this worker's any more; the heartbeat says nothing more of it."""
-        self._may_have_slot = False
+        lease.end(result, self._retry(lease, result))
         self._lease = None
+
+    def _retry(self, lease: Lease, result: TrialResult) -> dict[str, Any] | None:
+        """The user attributes of the next attempt of a failed trial; None: there is none.
+
+        A decided failure has no traceback.
+        """
+        if result.outcome != Outcome.FAILED or not result.traceback:
+            return None
+        trials = self._study.get_trials(deepcopy=False)
+        num_failures, number = 1, lease.trial.user_attrs.get("retry_of")
+        while number is not None:
+            num_failures, number = num_failures + 1, trials[number].user_attrs.get("retry_of")
+        return {"retry_of": lease.number} if num_failures <= self.max_retries else None

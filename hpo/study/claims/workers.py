@@ -18,9 +18,10 @@ from hpo.errors import HpoError, OutageError, StoppedError
 from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.process import process_start, this_job, this_machine
+from hpo.study.claims.runnable import EVERYTHING, Runnable
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
-from hpo.study.store.schema import slots, workers
+from hpo.study.store.schema import claims, workers
 from hpo.study.store.sqlite_place import refuse_other_hosts
 
 if TYPE_CHECKING:
@@ -43,16 +44,20 @@ class Membership:
     _: KW_ONLY
     device: str | None = None
     """The `DeviceInfo.device_id` of what its trials run on, where known."""
+    runnable: Runnable = EVERYTHING
+    """The trials that it can run."""
 
     number: int = field(init=False)
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
 
     def __post_init__(self) -> None:
-        self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.host = socket.gethostname()
+        self.id = f"{self.host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.study_closed = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
         self._lease: Lease | None = None
-        self._of_study = slots.c.study == self._study.study_name
+        self.token = self._storage.study_token(self._study.study_name)
+        self._of_study = claims.c.study == self._study.study_name
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -72,7 +77,8 @@ class Membership:
             last: int | None = connection.execute(numbers).scalar()
             self.number = 0 if last is None else last + 1
             me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
-            me |= {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid()}
+            me["left_out"] = json.dumps(sorted(self.runnable.left_out))
+            me |= {"host": self.host, "machine": this_machine(), "pid": os.getpid()}
             me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
             times = {"started": storage.now, "last_seen": storage.now}
             connection.execute(sa.insert(workers).values({**me, **times}))
@@ -83,11 +89,11 @@ class Membership:
             return  # no time to wait for a database that is away; the others see that this process is gone
         self._thread.join()
         me = sa.update(workers).where(workers.c.id == self.id)
-        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         try:
             with self._storage.engine.begin() as connection:
-                self._renew_slot(connection)
-                connection.execute(sa.update(slots).where(*mine).values(state="open"))
+                self._renew_claim(connection)
+                mine = (self._of_study, claims.c.owner == self.id)
+                connection.execute(sa.update(claims).where(*mine).values(owner=None))
                 connection.execute(me.values(state="left", last_seen=self._storage.now))
         except SQLAlchemyError as error:  # the others see that this process is gone
             _logger.warning("Could not sign off: %s", explain(self._storage.url, error))
@@ -104,36 +110,36 @@ class Membership:
     def _beat_once(self) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
         with self._storage.engine.begin() as connection:
-            progress = self._renew_slot(connection)
+            progress = self._renew_claim(connection)
             self._look_whether_open(connection)
             # Last, as everywhere: two threads never wait for each other's rows.
             renewed = connection.execute(me.values(last_seen=self._storage.now, progress=progress))
         if not (renewed.rowcount or self.study_closed.is_set()):
             self._register()  # after a failover to a server that lagged behind, say
 
-    def _renew_slot(self, connection: sa.Connection) -> str | None:
-        """Keep the claimed slot; return the progress of its trial as JSON."""
+    def _renew_claim(self, connection: sa.Connection) -> str | None:
+        """Keep the claimed trial; return its progress as JSON."""
         lease = self._lease
         if lease is None:
             return None
         if lease.budget is not None:
             lease.clock.num_sharing = self._num_sharing(connection)
-        if not lease.update(connection, slots.c.state == "running"):
+        if not lease.update(connection):
             lease.lost.set()
         if lease.progress is None:
             return None
-        return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.trial_number}))
+        return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.number}))
 
     def _num_sharing(self, connection: sa.Connection) -> int:
         """How many live workers have a trial on this one's device; at least this one."""
         if self.device is None:
             return 1
         here = (workers.c.machine == this_machine(), workers.c.device == self.device)
-        has_trial = sa.exists().where(slots.c.owner == workers.c.id, slots.c.state == "running")
+        has_trial = sa.exists().where(claims.c.owner == workers.c.id)
         return max(1, len(self._storage.live_workers(connection, *here, has_trial)))
 
     def _look_whether_open(self, connection: sa.Connection) -> bool:
         """Whether the study is open; where it is not, `study_closed` is set."""
-        if study_state(connection, self._study.study_name) != "open":
+        if study_state(connection, self._study.study_name, self.token) != "open":
             self.study_closed.set()
         return not self.study_closed.is_set()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from hpo.config.study_file import show
 from hpo.study.store.database import snapshot
-from hpo.study.store.schema import slots
-from hpo.study.store.storage import Storage
+from hpo.study.store.schema import claims
+from hpo.study.store.storage import Storage, count_trials
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class StudyOverview:
     state: str
     """`open`, `paused`, `cancelled`; `done` where it is open and each trial has ended."""
     trials: dict[str, int]
-    """`open`, `running`, `done` and the `total`; one whose worker died counts as open."""
+    """`open`, `running`, `done`, `paused` if any, and the `total`. `open` includes trials of dead workers."""
     workers: int
     created: float
     now: float
@@ -52,14 +52,12 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
             alive = storage.live_workers(connection)
-            counts = _counts(connection, alive)
+            counts = _counts(connection, [row.name for row in rows], alive)
         num_workers = Counter(worker.study for worker in alive.values())
         overviews = []
         for row in rows:
             trials = counts[row.name]
-            if paused := trials.pop("paused", 0):  # a worker is needed where none can let one of them go on
-                trials["running" if trials["running"] else "open"] += paused
-            unfinished = trials["open"] + trials["running"]
+            unfinished = sum(trials.values()) - trials["done"]
             try:
                 json.loads(row.definition)  # raises where the row is damaged
                 overview = StudyOverview(
@@ -85,11 +83,14 @@ def say_damaged(name: str, reason: str) -> None:
     _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
 
 
-def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
-    """How many slots of each study are `open`, `running` and `done`."""
-    counts: dict[str, dict[str, int]] = defaultdict(lambda: Counter({"open": 0, "running": 0, "done": 0}))
-    kind = (slots.c.study, slots.c.state, slots.c.owner)
-    for study, state, owner, count in connection.execute(sa.select(*kind, sa.func.count()).group_by(*kind)):
-        # One whose worker died waits for the next one, as an open slot does.
-        counts[study]["open" if state == "running" and owner not in alive else state] += count
+def _counts(
+    connection: sa.Connection, names: Iterable[str], alive: Container[str]
+) -> dict[str, dict[str, int]]:
+    """How many trials of each study are `open`, `running`, `done` and `paused`."""
+    counts = {name: count_trials(connection, name) for name in names}
+    query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
+    for study, owner in connection.execute(query):
+        if owner not in alive and study in counts:  # the trial waits for the next worker
+            counts[study]["running"] -= 1
+            counts[study]["open"] += 1
     return counts

@@ -46,8 +46,8 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
     of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
     study = connection.execute(of_study).one()
     definition = json.loads(study.definition)
-    slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
-    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
+    claims = connection.execute(sa.select(schema.claims).where(schema.claims.c.study == name)).all()
+    running = {claim.owner: claim.trial_number for claim in claims if claim.owner is not None}
     members = sa.select(schema.workers, *storage.clock).where(schema.workers.c.study == name)
     workers = [
         WorkerRecord(
@@ -65,23 +65,37 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
         for row in connection.execute(members.order_by(schema.workers.c.started))
     ]
     alive = {worker.id for worker in workers if worker.alive}
-    # A slot whose worker died waits for the next one, as an open slot does.
-    states = ["open" if slot.state == "running" and slot.owner not in alive else slot.state for slot in slots]
-    slot_of_trial = {
-        slot.trial_number: (state, slot.owner) for slot, state in zip(slots, states, strict=True)
-    }
+    state_of = {claim.trial_number: _state_of(claim, alive) for claim in claims}
+    trials = _read_trials(connection, study_id, name, state_of)
+    counted = {claim.trial_number for claim in claims if claim.counts}
+    counts = Counter({"open": 0, "running": 0, "done": 0})
+    counts.update(_count_of(trial) for trial in trials if trial.number in counted)
+    counts["open"] += max(0, study.n_trials - counts.total())
     return StudyRecord(
         name=name,
         metric_names=tuple(objective["metric"] for objective in definition["objective"]),
         directions=tuple(objective["direction"] for objective in definition["objective"]),
         definition=definition,
-        trials=_read_trials(connection, study_id, name, slot_of_trial),
+        trials=trials,
         workers=workers,
-        slots={"open": 0, "running": 0, "done": 0} | Counter(states),
+        counts=dict(counts),
         state=study.state,
         spent=StudyBudget(name).spent(connection),
         comparisons=_read_comparisons(connection, study_id),
     )
+
+
+def _state_of(claim: Any, alive: set[str]) -> tuple[str, str | None]:
+    """What a RUNNING trial with this claim is, and its worker."""
+    if claim.owner in alive:
+        return "running", claim.owner
+    return Outcome.PREEMPTED if claim.paused_at is None else Outcome.PAUSED, None
+
+
+def _count_of(trial: TrialRecord) -> str:
+    if trial.ended is not None:
+        return "done"
+    return trial.outcome if trial.outcome in ("running", "paused") else "open"
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
@@ -92,9 +106,9 @@ def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any
 
 
 def _read_trials(
-    connection: sa.Connection, study_id: int, name: str, slot_of_trial: dict[int, tuple[str, str | None]]
+    connection: sa.Connection, study_id: int, name: str, state_of: dict[int, tuple[str, str | None]]
 ) -> list[TrialRecord]:
-    """`slot_of_trial` has the state and the owner of the slot of each trial, by its number."""
+    """`state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number."""
     trials = optuna_internals.trials
     parts = _read_parts(connection, study_id)
     evaluations = _read_evaluations(connection, name)
@@ -102,7 +116,7 @@ def _read_trials(
     query = sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
     return [
         replace(
-            _trial(row, parts, *slot_of_trial.get(row.number, ("running", None))),
+            _trial(row, parts, *state_of.get(row.number, ("running", None))),
             evaluations=evaluations[row.number],
             detailed=detailed.get(row.number, {}),
         )
@@ -133,7 +147,7 @@ def _read_parts(connection: sa.Connection, study_id: int) -> _Parts:
         distribution = _distribution(row.distribution_json)
         parts.distributions[row.trial_id][row.param_name] = distribution
         parts.params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
-    for row in of_trials(optuna_internals.values, "trial_id", "objective"):
+    for row in of_trials(optuna_internals.table_of_values, "trial_id", "objective"):
         parts.values[row.trial_id].append(row.value)
     for row in of_trials(optuna_internals.user_attributes, "trial_user_attribute_id"):
         parts.attributes[row.trial_id][row.key] = json.loads(row.value_json)
@@ -142,7 +156,7 @@ def _read_parts(connection: sa.Connection, study_id: int) -> _Parts:
     return parts
 
 
-def _trial(row: Any, parts: _Parts, slot_state: str, owner: str | None) -> TrialRecord:
+def _trial(row: Any, parts: _Parts, running_as: str, owner: str | None) -> TrialRecord:
     """Of a row of Optuna's table of trials, without its evaluations."""
     own, state = parts.attributes[row.trial_id], row.state
     if owner is not None:
@@ -150,7 +164,7 @@ def _trial(row: Any, parts: _Parts, slot_state: str, owner: str | None) -> Trial
     not_stored = Outcome.FAILED if state == TrialState.FAIL else state.name.lower()
     outcome = own.pop("outcome", "") or not_stored
     if state == TrialState.RUNNING:
-        outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
+        outcome = running_as
     started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
     return TrialRecord(
         number=row.number,

@@ -14,7 +14,7 @@ from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import loss_signs, pareto_front
-from hpo.study.sampling.promotion import PAUSED_ATTR, origin_of
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -42,7 +42,8 @@ class TrialRecord:
     state: str
     """Optuna's: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
     outcome: str
-    """As stored, or the state in small letters; of an unfinished trial `preempted` if no worker has it."""
+    """As stored, or the state in small letters; of a RUNNING trial `running`, `paused` at a rung, or
+    `preempted` if no worker has it."""
     reason: str
     params: dict[str, Any]
     values: tuple[float, ...] | None
@@ -60,11 +61,6 @@ class TrialRecord:
     evaluations: list[EvaluationRow] = field(default_factory=list)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
-
-    @property
-    def origin(self) -> int:
-        """The number by which its checkpoints are known: that of the trial from which it goes on, if any."""
-        return origin_of(self.number, self.attributes)
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,10 @@ class StudyRecord:
     """The study file, without its path."""
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
-    slots: dict[str, int]
-    """How many of the study's logical trials are `open`, `running`, `done`, and `paused` where any is;
-    together its `n_trials`.
+    counts: dict[str, int]
+    """How many of the study's `n_trials` are `open`, `running`, `done` and, if any, `paused`.
 
-    `open` are also those whose worker died: their trials are `preempted`.
+    Trials whose worker died count as `open`; they are `preempted`.
     """
     state: str = "open"
     """`open`, `paused` or `cancelled`."""
@@ -171,7 +166,9 @@ def limit_counts(record: StudyRecord) -> dict[str, Any]:
 def _ended_by_limit(trial: TrialRecord) -> bool:
     """Whether the trial ended early because of what it costs; the limit of a metric is judged at the end."""
     costs = {name: value for name, value in trial.constraints.items() if name in MEASURED_METRICS}
-    return trial.outcome == Outcome.PRUNED and PAUSED_ATTR not in trial.attributes and violation(costs) > 0
+    attributes = trial.attributes
+    ended_at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
+    return trial.outcome == Outcome.PRUNED and not ended_at_rung and violation(costs) > 0
 
 
 def best_trials(record: StudyRecord) -> list[TrialRecord]:

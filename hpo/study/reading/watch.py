@@ -23,7 +23,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
-from hpo.study.store.schema import slots, workers
+from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
+from hpo.study.store.schema import claims, workers
+from hpo.study.store.storage import count_trials
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -37,14 +39,14 @@ class Look:
     running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
     """Each with the fields of `hpo.trial.telemetry.Progress` as of its worker's last heartbeat, or none."""
     ended: Sequence[FrozenTrial] = ()
-    """Trials that have ended since the look before, and whose slots say so: `num_done` counts them."""
+    """Trials that have ended or paused since the look before."""
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial that meets the study's limits."""
     num_done: int = 0
 
 
 class StudyWatch:
-    """Looks at a study again and again; trials that had ended before the watch was made are not reported.
+    """Looks at a study again and again. Trials that had ended before the watch was made are not reported.
 
     With `own`, it looks only at trials that this process has, or had last.
     """
@@ -55,7 +57,7 @@ class StudyWatch:
         self._study = storage.load_study(config.name)
         self._better = max if config.objective[0].direction == "maximize" else min
         trials = self._study.get_trials(deepcopy=False)
-        self._ended = {trial.number for trial in trials if trial.state.is_finished()}
+        self._rested = {_rest_of(trial) for trial in trials}
         self._last = Look()
 
     def look(self) -> Look:
@@ -67,41 +69,50 @@ class StudyWatch:
         return self._last
 
     def _read(self) -> Look:
-        slot_of, num_done = self._read_slots()
+        trials = self._study.get_trials(deepcopy=False)
+        progress_of, ours, num_done = self._read_claims()
         running, ended, complete = [], [], []
-        for trial in self._study.get_trials(deepcopy=False):
-            slot = slot_of.get(trial.number)
-            held = slot if slot is not None and slot.state == "running" else None
+        for trial in trials:
+            rest = _rest_of(trial)
             if trial.state == TrialState.COMPLETE and not violation(trial.constraints):
                 complete.append((trial.values[0], trial.number))
-            if held is not None and not trial.state.is_finished():
-                progress = json.loads(held.progress or "{}")
+            if trial.number in progress_of and not trial.state.is_finished():
+                progress = json.loads(progress_of[trial.number] or "{}")
                 is_of_trial = progress.get("trial") == trial.number  # and not of its worker's last one
                 running.append((trial, progress if is_of_trial else {}))
-            elif trial.state.is_finished() and held is None and trial.number not in self._ended:
-                self._ended.add(trial.number)
-                if slot is not None or not self._own:
+            elif rest is not None and rest not in self._rested:
+                self._rested.add(rest)
+                if not self._own or trial.user_attrs.get("worker") in ours:
                     ended.append(trial)
         best = self._better(complete, key=lambda each: each[0], default=None)
         return Look(running, ended, best, num_done)
 
-    def _read_slots(self) -> tuple[dict[int | None, sa.Row[*tuple[Any, ...]]], int]:
-        """The slots that are looked at by the number of their trial, and how many of all are done."""
-        of_study = slots.c.study == self._study.study_name
-        query = sa.select(slots.c.trial_number, slots.c.state, workers.c.progress)
-        query = query.where(of_study).join(workers, workers.c.id == slots.c.owner)
+    def _read_claims(self) -> tuple[dict[int, str | None], set[str], int]:
+        """The progress of each running trial by its number, the ids of the workers, and how many are done."""
+        name = self._study.study_name
+        of_study = [workers.c.study == name]
         if self._own:
-            query = query.where(workers.c.machine == this_machine(), workers.c.pid == os.getpid())
-        else:
-            query = query.where(slots.c.state == "running")
-        done = sa.select(sa.func.count()).where(of_study, slots.c.state == "done")
+            of_study += [workers.c.machine == this_machine(), workers.c.pid == os.getpid()]
+        query = sa.select(workers.c.id, workers.c.progress, claims.c.trial_number)
+        query = query.join(claims, (claims.c.owner == workers.c.id) & (claims.c.study == name), isouter=True)
         with self._storage.engine.connect() as connection:
-            slot_of = {row.trial_number: row for row in connection.execute(query)}
-            return slot_of, connection.execute(done).scalar_one()
+            rows = connection.execute(query.where(*of_study)).all()
+            num_done = count_trials(connection, name)["done"]
+        progress_of = {row.trial_number: row.progress for row in rows if row.trial_number is not None}
+        return progress_of, {row.id for row in rows}, num_done
+
+
+def _rest_of(trial: FrozenTrial) -> tuple[int, float | None] | None:
+    """What tells the end or the pause of a trial from its earlier ones; None: it runs, or may run."""
+    if trial.state.is_finished():
+        return trial.number, None
+    return (trial.number, trial.user_attrs[PAUSED_ATTR]) if is_paused(trial) else None
 
 
 def outcome_of(trial: FrozenTrial) -> str:
-    """How a trial has ended."""
+    """How a trial has ended, or that it has paused."""
+    if is_paused(trial):
+        return Outcome.PAUSED
     outcome: str = trial.user_attrs.get("outcome", Outcome.FAILED)  # in the dashboard one may be given up
     return outcome
 

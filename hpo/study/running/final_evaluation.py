@@ -50,8 +50,7 @@ def evaluate_best(
     name = executor.study.name
     lock = folder(0).parent / "evaluation.lock"
     with _logged(), lost_device_raised(executor.device), _held(lock) as is_held:
-        counts = storage.slot_counts(name)
-        if not is_held or counts["done"] < sum(counts.values()):
+        if not is_held or not storage.is_finished(name):
             return
         split = "test" if "test" in executor.dataset.splits else "validation"
         token = storage.study_token(name)
@@ -62,8 +61,8 @@ def evaluate_best(
             raise RunError(said)
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
         if remote is not None:
-            remote.fetch_newest("best", folder(best.origin))
-        document = _evaluate(executor, folder(best.origin), best, split, stop)
+            remote.fetch_newest("best", folder(best.number))
+        document = _evaluate(executor, folder(best.number), best, split, stop)
         store_detailed_evaluation(storage, name, token, best.number, document)
         release_free_memory(executor.device)
 

@@ -26,7 +26,7 @@ from hpo.memory import release_free_memory
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
-from hpo.study.checkpoints.remote_store import RemoteStore, open_remote_store
+from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_memory
@@ -38,8 +38,6 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
 
 if TYPE_CHECKING:
-    import optuna
-
     from hpo.trial.executor import Executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
@@ -115,8 +113,8 @@ def open_study(
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
         lacking: Mapping[str, str] = {}
-        num_slots = config.num_slots if resize or stored is None else sum(stored.slots.values())
-        if stored is None or stored.slots["done"] < num_slots:
+        num_trials = config.num_trials if resize or stored is None else sum(stored.counts.values())
+        if stored is None or stored.counts["done"] < num_trials:
             device, lacking = _check_device(config, trials_run)
             must_check = not (stored and stored.has_trained) and WORKERS_ON_DEVICE not in os.environ
             if trains_here or must_check:
@@ -137,8 +135,8 @@ def open_study(
         made = read_stored(storage, config.name)
         if made is None:
             raise StorageError(f"The study `{config.name}` was deleted while it was opened.")
-        config = config.with_values(n_trials=sum(made.slots.values()))
-        if trains_here and made.slots["done"] < config.n_trials:
+        config = config.with_values(n_trials=sum(made.counts.values()))
+        if trains_here and made.counts["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
                 device, lacking = _check_device(config, trials_run)
                 executor = _build_executor(config, device, runs_dir)
@@ -257,7 +255,7 @@ def run_study(
     config, stop = study.config, stop or Stop()
     if study.stored.state != "open":
         return RunSummary("closed")
-    if study.stored.slots["done"] == config.n_trials:
+    if study.stored.counts["done"] == config.n_trials:
         return RunSummary("finished")
     stop.can_checkpoint = True
     try:
@@ -287,11 +285,13 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     study_folder = folder(0).parent
     note_database(study_folder, storage)
     remote = open_remote_store(config.checkpoint)
-    shared = _num_on_device() > 1
+    shared, removed = _num_on_device() > 1, set[int]()
     runner = TrialRunner(executor, storage, stop, remote=remote, shared_device=shared)
     options = WorkerOptions(
         deadline=stop.deadline,
-        after_trial=partial(_remove_checkpoints, study, stored, study_folder, remote),
+        after_trial=partial(
+            keep_best_checkpoints, stored, study_folder, config.checkpoint.top_k, remote, removed
+        ),
     )
     device = WorkerDevice(
         executor.device.device_id,
@@ -304,11 +304,3 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     if summary.ended == "finished" and config.comparison is None:
         evaluate_best(executor, storage, folder, stop, remote)
     return summary
-
-
-def _remove_checkpoints(
-    study: OpenStudy, stored: optuna.Study, folder: Path, remote: RemoteStore | None
-) -> None:
-    """Remove the checkpoints of trials that have ended, but those of the best and of those that may go on."""
-    in_work = study.storage.trials_in_work(study.config.name)
-    keep_best_checkpoints(stored, folder, study.config.checkpoint.top_k, remote, in_work)

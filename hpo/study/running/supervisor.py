@@ -232,8 +232,7 @@ def run_workers(
     outcomes = Counter(map(outcome_of, watch.look().ended))
     if stop.is_set():
         return RunSummary("stopped", outcomes)
-    counts = storage.slot_counts(config.name)
-    if counts["done"] == sum(counts.values()):
+    if storage.is_finished(config.name):
         return RunSummary("finished", outcomes)
     if read_state(storage, config.name) != "open":
         return RunSummary("closed", outcomes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import optuna
 
@@ -17,11 +16,12 @@ from hpo.lost_device import lost_device_raised
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
-from hpo.study.claims.lease import BUDGET_SPENT, Lease
+from hpo.study.claims.budget import BUDGET_SPENT
+from hpo.study.claims.lease import Lease
 from hpo.study.reading.study_record import EvaluationRow, is_number
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, VALUES_ATTR, origin_of, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -61,30 +61,28 @@ class TrialRunner:
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
         study = executor.study
-        self._promotion = promotion_of(study.pruner, study.directions, study.num_slots)
+        self._promotion = promotion_of(study.pruner, study.directions, study.num_trials)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
-        """Run the trial of a claimed slot to its outcome.
+        """Run a claimed trial to its outcome.
 
         Errors that concern more than this trial are raised: a lost lease, device or database, wrong input.
         """
         executor, storage = self._executor, self._storage
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
-        origin = origin_of(trial.number, trial.user_attrs)
-        folder = executor.trial_folder(self._token, origin)
+        folder = executor.trial_folder(self._token, trial.number)
         device = executor.device.device_id
         shared = self._shared_device or storage.has_other_workers_on(device)
         with self.pace.trial():
             result = executor.run(
                 params,
                 folder,
-                f"{self._token}/{origin}",
+                f"{self._token}/{trial.number}",
                 Callbacks(
-                    partial(self._report, trial, lease),
+                    partial(self._report, lease, trial.user_attrs),
                     partial(self._should_stop, lease),
-                    partial(self._pause_again, trial),
                     partial(self._note_progress, lease),
                 ),
                 shared_device=shared,
@@ -100,8 +98,8 @@ class TrialRunner:
             result = shared_from_within(result, executor.study.named_metrics)
         return result
 
-    def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
-        """Store an evaluation. Raises Pruned where the pruner stops the trial, Paused where it pauses."""
+    def _report(self, lease: Lease, attributes: Mapping[str, Any], scored: ScoredEvaluation) -> None:
+        """Store an evaluation. Raises Pruned if the pruner stops the trial, Paused if it pauses."""
         evaluation = scored.evaluation
         row = EvaluationRow(
             step=evaluation.step,
@@ -113,28 +111,20 @@ class TrialRunner:
         )
         lease.check()
         with self.pace.reporting():
-            is_pruned = lease.report(trial, row, evaluation.index, scored.values[0])
-        if scored.broken:
+            is_pruned = lease.report(row, evaluation.index, scored.values[0])
+        if scored.broken or evaluation.budget_used >= 1:
             return  # the trial ends by itself
-        if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
+        whole = attributes.get(WHOLE_ATTR, False)
+        if is_pruned and not whole:
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        if evaluation.budget_used < 1 and lease.is_budget_spent():
-            raise Pruned(BUDGET_SPENT)
-        if self._promotion is None or not all(map(is_number, scored.values)):  # by which it is ranked
-            return
-        rung = self._promotion.pauses_at(evaluation.budget_used, trial.user_attrs.get(RESUMED_ATTR, 0.0))
-        if rung is not None:
-            # Before the checkpoint, so that whoever goes on from that knows.
-            if len(scored.values) > 1:
-                values = list(scored.values)
-                self._storage.persist(lambda: trial.set_user_attr(VALUES_ATTR, values))
-            self._storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
-            raise _paused(evaluation.budget_used)
-
-    def _pause_again(self, trial: optuna.trial.Trial, budget_used: float) -> None:
-        """Raise Paused for a trial whose worker died when it was to pause, and had its checkpoint."""
-        if budget_used >= trial.user_attrs.get(PAUSED_ATTR, math.inf):
-            raise _paused(budget_used)
+        if self._promotion is not None and not whole and all(map(is_number, scored.values)):
+            rung = self._promotion.pauses_at(evaluation.budget_used, attributes.get(RESUMED_ATTR, 0.0))
+            if rung is not None:
+                # Before the checkpoint, so that whoever continues from that knows.
+                lease.pause(rung, scored.values)
+                raise Paused(f"paused at {evaluation.budget_used:.0%} of its budget.")
+        if lease.is_budget_spent():
+            raise Paused(BUDGET_SPENT)
 
     def _should_stop(self, lease: Lease) -> bool:
         lease.check()
@@ -179,7 +169,3 @@ def shared_from_within(result: TrialResult, named_metrics: Collection[str]) -> T
         return result
     reason = f"{ENERGY} is not known: {missing} Run one worker on each GPU."
     return replace(result, outcome=Outcome.FAILED, reason=reason, values=None, constraints={})
-
-
-def _paused(budget_used: float) -> Paused:
-    return Paused(f"paused at {budget_used:.0%} of its budget; the best of the study go on.")

@@ -27,6 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.search_space import SearchSpace, grid
 from hpo.outcome import Outcome
 from hpo.precision.table import named_choices
+from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
 MORE_MEMORY = 1.05
@@ -130,6 +131,9 @@ class DeviceSampler(WrapperSampler):
     def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
         if self._device.says_nothing(trial):
             return None
+        if trial.state == TrialState.RUNNING and (rungs := rungs_of(trial.user_attrs)):
+            trial = copy.copy(trial)
+            trial.state, trial.values = TrialState.PRUNED, [*rungs.values()][-1]["values"]
         if not (self._narrow and self._models_choices):
             return trial
         shown = copy.copy(trial)

@@ -39,11 +39,11 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
     else:
         fits = [fitting(config.search_space, params) for params in config.first]
         found = [(params, f"first.{index}") for index, params in enumerate(fits)]
-    if (surplus := len(found) - config.num_slots) > 0:
-        _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_slots)
+    if (surplus := len(found) - config.num_trials) > 0:
+        _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
     asked_for = [params for params, _ in found]
     found += [(params, f"portfolio: {of}") for params, of in portfolio(config) if params not in asked_for]
-    return [(params, {SOURCE_ATTR: source}) for params, source in found[: config.num_slots]]
+    return [(params, {SOURCE_ATTR: source}) for params, source in found[: config.num_trials]]
 
 
 def _fitting_ones(storage: Storage, config: StudyConfig, earlier: EarlierResults) -> Iterator[Configuration]:

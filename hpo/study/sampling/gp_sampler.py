@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.limits import FEASIBLE, violation
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.sampling.feasible_sampler import is_infeasible
-from hpo.study.sampling.promotion import ORIGIN_ATTR, origin_of
+from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView
 
 
@@ -42,17 +42,15 @@ class PrunedAwareSampler(WrapperSampler):
 
 def _with_pruned(study: Study) -> list[FrozenTrial]:
     every = study.get_trials(deepcopy=False)
-    origins = [origin_of(trial.number, trial.user_attrs) for trial in every]
-    infeasible = {origin for origin, trial in zip(origins, every, strict=True) if is_infeasible(trial)}
-    last = dict(zip(origins, every, strict=True))  # of one that paused, that which goes on from it
-    trials = [trial for trial in every if ORIGIN_ATTR not in trial.user_attrs]
+    infeasible = {trial.number for trial in every if is_infeasible(trial)}
+    trials = every
     values_of = {t.number: _values(study, t) for t in trials if t.number not in infeasible}
     known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
         for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
     ]
-    limits_of = {t.number: _limits(last[t.number]) or _limits(t) for t in trials}
+    limits_of = {t.number: _limits(t) for t in trials}
     names = {name for limits in limits_of.values() for name in limits}
     broken = {name: max(0.0, *(limits.get(name, 0.0) for limits in limits_of.values())) for name in names}
     shown = []
@@ -75,6 +73,8 @@ def _limits(trial: FrozenTrial) -> dict[str, float]:
 
 def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
     """Of a COMPLETE trial its values, of a PRUNED one its best evaluation; None: there is nothing finite."""
+    if rungs := rungs_of(trial.user_attrs):
+        return list(next(iter(rungs.values()))["values"])
     if trial.state == TrialState.COMPLETE or len(study.directions) > 1:
         return trial.values and list(trial.values)
     reports = filter(math.isfinite, trial.intermediate_values.values())

@@ -1,14 +1,16 @@
-"""Short starts, of which the best go on: the pruner `promote`.
+"""Short starts, of which the best continue: the pruner `promote`.
 
-A trial *pauses* at each *rung*, which is a share of its budget. To Optuna it has ended there, as PRUNED with
-its value. Its checkpoint stays, and its slot is `paused`. The best of a rung *go on* to the next one: each as
-a new trial, with the parameters, the evaluations so far and the checkpoint. The schedule knew the whole
-budget from the start, so the result is that of a trial which never paused.
+A trial *pauses* at each *rung*, a share of its budget. To Optuna it stays RUNNING; no worker has it, and its
+checkpoint is kept. The best of a rung are *promoted*: a worker continues the same trial, with its number and
+its curve. The schedule knew the whole budget from the start, so the result is that of a trial that never
+paused.
 
-Of `reduction_factor` trials at a rung one goes on, at once and before another trial starts (asynchronous
-successive halving). When every trial of the study has begun, more go on so that `keep` reach the end. A trial
-that pauses late and is among the best goes on as well. With several objectives the best are the first fronts
-(`hpo.study.sampling.fronts`).
+Of `reduction_factor` trials at a rung one is promoted, at once and before another trial starts (asynchronous
+successive halving). When every trial of the study has begun, more are promoted so that `keep` trials for each
+objective reach the end. A trial that pauses late and is among the best is promoted as well. With several
+objectives the best are the first fronts (`hpo.study.sampling.fronts`). At each rung the best `MOST_PAUSED` of
+the waiting trials are kept, because Optuna reads every unfinished trial again and again. The others end as
+PRUNED, and so do all of them when the study ends.
 
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
@@ -17,36 +19,52 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
-from hpo.outcome import Outcome
-from hpo.study.sampling.fronts import loss_signs, num_better, order
-from hpo.study.store.optuna_internals import non_domination_ranks
+from hpo.study.sampling.fronts import loss_signs, order
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
-"""User attribute of a trial: the rung at which it is to pause."""
-VALUES_ATTR = "paused_values"
-"""User attribute of a trial with several objectives: their values at that rung, which become its own when it
-pauses; Optuna keeps reports for one objective only."""
+"""User attribute of a trial: the rung at which it paused last."""
 RESUMED_ATTR = "resumed_at"
-"""User attribute of a trial that goes on: the rung at which it had paused."""
-ORIGIN_ATTR = "origin"
-"""User attribute of a trial that goes on: the number of the one that started, whose checkpoints it has."""
+"""User attribute of a trial that was promoted: the rung from which it continued."""
+RUNGS_ATTR = "rungs"
+"""User attribute of a trial: {rung: {"values": its objectives there, "constraints": how far it was outside of
+each limit of the study there}}."""
+WHOLE_ATTR = "whole"
+"""User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
+MOST_PAUSED = 36
+"""At each rung so many paused trials wait at most."""
+
+
+def is_paused(trial: FrozenTrial) -> bool:
+    """Whether the trial has come to a rung and has not continued from it."""
+    attributes = trial.user_attrs
+    at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
+    return bool(at_rung) and trial.state == TrialState.RUNNING
+
+
+def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:
+    """Return what a trial with these user attributes was at each rung, the first rung first."""
+    return {float(rung): at for rung, at in sorted(attributes.get(RUNGS_ATTR, {}).items(), key=_by_rung)}
+
+
+def _by_rung(item: tuple[str, Any]) -> float:
+    return float(item[0])
 
 
 @dataclass(frozen=True)
 class Stage:
-    """So many trials train from one share of their budget to another."""
+    """A number of trials that train from one share of their budget to another."""
 
     begin: float
     end: float
@@ -54,13 +72,13 @@ class Stage:
 
     @property
     def whole_trials(self) -> float:
-        """How much that is."""
+        """The training of the stage, in whole trials."""
         return self.num_trials * (self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """Where trials pause, and how many of them go on."""
+    """The rungs at which trials pause, and how many trials are promoted."""
 
     rungs: tuple[float, ...]
     reduction_factor: int
@@ -68,189 +86,196 @@ class Promotion:
     directions: tuple[str, ...]
     """`minimize` or `maximize`, of each objective."""
     num_trials: int
-    """Of the study. At a rung from which all of them would go on, none pauses."""
+    """Of the study. No trial pauses at a rung from which all of them would be promoted."""
 
     def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
-        """The rung at which a trial is to pause at an evaluation; None: it trains on.
+        """Return the rung at which a trial is to pause at an evaluation; None: it trains on.
 
         Args:
-            resumed_at: the rung at which it paused before; 0: it has not.
+            resumed_at: the rung from which it continued; 0: it has not paused yet.
         """
-        reached = (rung for rung in self._used if resumed_at < rung <= budget_used < 1)
+        reached = (rung for rung in self.used if resumed_at < rung <= budget_used < 1)
         return max(reached, default=None)
 
-    def going_on(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[int]:
-        """The numbers of the paused trials that go on now, those of the last rungs first.
-
-        A trial that went on and broke leaves its place to the next.
-
-        Args:
-            unfinished: the trials of the unfinished slots, None for a slot that has not begun. Only these
-                can go on, and a failed one among them is tried again.
-        """
-        rungs = self._at_rungs(trials, unfinished)
-        chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_promoted)]
-        if chosen or None in unfinished:
-            return chosen
-        # Where there are more to come, the last rungs wait for the first.
-        at_least = (rung.chosen(rung.at_least) for rung in rungs)
-        return next(filter(None, at_least), [])
-
-    def hopeless(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> set[int]:
-        """The numbers of the paused trials that will never go on: there are better ones.
-
-        Some of each rung are kept: for the places of trials that break, and as more go on when more trials
-        come.
-        """
-        return {
-            number
-            for rung in self._at_rungs(trials, unfinished)
-            for number in rung.beyond(max(rung.at_least, rung.num_promoted * 3 // 2) + 2 * self.keep)
-        }
-
-    def left(
-        self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None], num_new: int = 0
-    ) -> float:
-        """What it takes, in whole trials, until all that have begun and so many new ones have ended."""
-        running = (trial for trial in trials if trial.state == TrialState.RUNNING)
-        starts = [trial for trial in running if RESUMED_ATTR not in trial.user_attrs]
-        arriving = len(starts) + num_new
-        left = arriving * self.rungs[0]
-        ends = (*self.rungs[1:], 1.0)
-        for share, end, rung in zip(self.rungs, ends, self._at_rungs(trials, unfinished), strict=True):
-            num_promoted = self._num_promoted(rung.num_paused + arriving, rung.at_least)
-            arriving = max(0, num_promoted - rung.num_kept) + rung.num_running
-            left += arriving * (end - share)
-        return left
-
-    def work(self, resumed_at: Iterable[float]) -> tuple[float, float]:
-        """How much of a study is done, and about how much there is, in whole trials.
-
-        `resumed_at` has the rung at which each ended trial had paused before; 0 for none.
-        """
-        total = sum(stage.whole_trials for stage in self.stages(self.num_trials))
-        return min(total, self.done(resumed_at)), total
-
-    def stages(self, num_trials: int) -> Iterator[Stage]:
-        """What so many trials train, if none breaks: to the first rung, and so on to the end."""
-        ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
-        for begin, end, at_least in ends:
-            yield Stage(begin, end, num_trials)
-            num_trials = self._num_promoted(num_trials, at_least)
-
-    def _num_promoted(self, num_paused: int, at_least: int) -> int:
-        """How many of so many go on from a rung in the end."""
-        return min(num_paused, max(num_paused // self.reduction_factor, at_least))
-
-    def _at_rungs(self, trials: Sequence[FrozenTrial], unfinished: Collection[int | None]) -> list[_Rung]:
-        return [_Rung(self, rung, trials, unfinished) for rung in self.rungs]
-
-    def done(self, resumed_at: Iterable[float]) -> float:
-        """What trials that have ended took, in whole trials, by the rungs at which they had paused before."""
-        ends = (*self._used, 1.0)
-        return sum(ends[bisect_right(ends, begin)] - begin for begin in resumed_at)
-
     @property
-    def _used(self) -> list[float]:
+    def used(self) -> list[float]:
+        """The rungs at which trials pause."""
         pairs = zip(self.rungs, self.at_least, strict=True)
         return [rung for rung, at_least in pairs if at_least < self.num_trials]
 
     @property
     def at_least(self) -> list[int]:
-        """How many trials of each rung go on, if so many have begun."""
-        last = len(self.rungs) - 1
-        return [self.keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
+        """How many trials are promoted from each rung, if so many have begun."""
+        last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
+        return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
 
+    def num_promoted(self, num_paused: int, at_least: int) -> int:
+        """Return how many of the trials that pause at a rung are promoted in the end."""
+        return min(num_paused, max(num_paused // self.reduction_factor, at_least))
 
-class _Rung:
-    """The trials of a study that have paused at a rung."""
+    def stages(self, num_trials: int) -> Iterator[Stage]:
+        """Yield what so many trials train, if none breaks: to the first rung, and so on to the end."""
+        ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
+        for begin, end, at_least in ends:
+            yield Stage(begin, end, num_trials)
+            num_trials = self.num_promoted(num_trials, at_least)
 
-    def __init__(
-        self,
-        promotion: Promotion,
-        rung: float,
-        trials: Sequence[FrozenTrial],
-        unfinished: Collection[int | None],
-    ) -> None:
-        self._unfinished = unfinished
-        # The last one, where one that failed was tried again.
-        self._later = {
-            trial.user_attrs[ORIGIN_ATTR]: trial
-            for trial in trials
-            if trial.user_attrs.get(RESUMED_ATTR) == rung
-        }
-        paused = [trial for trial in trials if is_paused(trial) and trial.user_attrs[PAUSED_ATTR] == rung]
-        self.num_paused = len(paused)
-        self.num_promoted = len(paused) // promotion.reduction_factor
-        # A slot may be gone with its trial: `n_trials` was lowered, or the study was cancelled.
-        known = [trial for trial in paused if trial.number in unfinished or _origin(trial) in self._later]
-        signs_K = loss_signs(promotion.directions)
-        losses_NK = np.array([t.values for t in known], dtype=float).reshape(-1, len(signs_K)) * signs_K
-        # What breaks limits is behind all that meets them.
-        behind_K = 1 + losses_NK.max(axis=0, initial=0) - losses_NK.min(axis=0, initial=0)
-        losses_NK[[violation(trial.constraints) > 0 for trial in known]] += behind_K
-        order_N = order(losses_NK)
-        self._losses_NK = losses_NK[order_N]
-        self._origin_of = {known[index].number: _origin(known[index]) for index in order_N}
-        self.at_least = promotion.at_least[promotion.rungs.index(rung)]
-        if len(signs_K) > 1:
-            self.at_least = max(self.at_least, int((non_domination_ranks(self._losses_NK) == 0).sum()))
-        later = self._later.values()
-        self.num_running = sum(not trial.state.is_finished() for trial in later)
-        self.num_kept = sum(not self._broke(trial) for trial in later)
+    def trained(self, attributes: Mapping[str, Any], outcome: str) -> float:
+        """Return the share of its budget that a trial has trained, by its user attributes and outcome.
 
-    def beyond(self, place: int) -> list[int]:
-        """Those that have not gone on, behind so many that are better.
-
-        With several objectives a trial that comes may change the order of others, but not who beats whom.
+        A trial that broke counts as if it had come to the next rung.
         """
-        return [
-            number
-            for row, (number, origin) in enumerate(self._origin_of.items())
-            if row >= place and origin not in self._later
-            if self._losses_NK.shape[1] == 1 or num_better(self._losses_NK, row) >= place
-        ]
+        if outcome == "complete":
+            return 1.0
+        paused_at, resumed_at = attributes.get(PAUSED_ATTR, 0.0), attributes.get(RESUMED_ATTR, 0.0)
+        if outcome in ("running", "preempted", "paused") or paused_at > resumed_at:
+            return float(paused_at)
+        return next((rung for rung in self.used if rung > resumed_at), 1.0)
+
+
+class Standing(NamedTuple):
+    """A trial at a rung. The lower, the better."""
+
+    is_last: bool
+    """Whether it continues after all others, because it breaks limits or its precision broke elsewhere."""
+    losses: tuple[float, ...]
+    number: int
+
+
+@dataclass
+class Rung:
+    """The trials of a study that have come to a rung."""
+
+    num_paused: int = 0
+    """How many have paused here, whatever became of them."""
+    promoted: list[Standing] = field(default_factory=list)
+    """Those that continued and have not broken since; sorted."""
+    num_running: int = 0
+    """Those of the promoted that have not come to the next rung yet."""
+    waiting: list[Standing] = field(default_factory=list)
+    """The paused trials that a live worker can run."""
 
     def chosen(self, num_promoted: int) -> list[int]:
-        """Those that go on now, so that so many have gone on without breaking."""
-        chosen, num_kept = [], 0
-        for number, origin in self._origin_of.items():
-            later = self._later.get(origin)
-            if later is not None and self._broke(later):
-                continue
-            if num_kept == num_promoted:
-                break
-            num_kept += 1
-            if later is None:
-                chosen.append(number)
-        return chosen
+        """Return the paused trials to promote, so that the best `num_promoted` have been promoted."""
+        ranked = self._ranked()
+        return [standing.number for place, standing in ranked if place < num_promoted]
 
-    def _broke(self, trial: FrozenTrial) -> bool:
-        """Whether a trial that went on has ended without a value, and is not to be tried again."""
-        is_over = trial.state.is_finished() and trial.number not in self._unfinished
-        return is_over and trial.state != TrialState.COMPLETE and not is_paused(trial)
+    def beyond(self, place: int) -> list[int]:
+        """Return the paused trials behind so many better ones that wait, too."""
+        return [standing.number for _, standing in self._ranked()[place:]]
+
+    def _ranked(self) -> list[tuple[int, Standing]]:
+        """The paused trials with their places among all that count, the best first."""
+        if not self.waiting or len(self.waiting[0].losses) == 1:
+            waiting = sorted(self.waiting)
+            return [(bisect_left(self.promoted, one) + place, one) for place, one in enumerate(waiting)]
+        every = [*self.promoted, *self.waiting]
+        losses_NK = np.array([standing.losses for standing in every], dtype=float)
+        behind_K = 1 + losses_NK.max(axis=0) - losses_NK.min(axis=0)
+        losses_NK[[standing.is_last for standing in every]] += behind_K
+        is_waiting = range(len(self.promoted), len(every))
+        ranked = enumerate(order(losses_NK))
+        return [(place, every[index]) for place, index in ranked if index in is_waiting]
+
+
+class Standings:
+    """The rungs of a study as one worker sees them. A trial that has ended is added once and for all.
+
+    Args:
+        continues_last: whether a paused trial continues after all others.
+    """
+
+    def __init__(
+        self, promotion: Promotion, continues_last: Callable[[FrozenTrial], bool] = lambda _: False
+    ) -> None:
+        self.promotion = promotion
+        self._continues_last = continues_last
+        self._signs = loss_signs(promotion.directions)
+        self._ended = {rung: Rung() for rung in promotion.rungs}
+
+    def add_ended(self, trial: FrozenTrial) -> None:
+        """Add a trial that has ended. A trial that FAILed does not count."""
+        if trial.state == TrialState.FAIL:
+            return
+        at_rungs = rungs_of(trial.user_attrs)
+        last = max(at_rungs, default=0.0)
+        for number, at in at_rungs.items():
+            rung = self._ended.get(number)
+            if rung is None:
+                continue  # the study had other rungs
+            rung.num_paused += 1
+            if number < last or trial.state == TrialState.COMPLETE:
+                insort(rung.promoted, self._standing(trial, at))
+
+    def rungs(
+        self, unfinished: Sequence[FrozenTrial], is_waiting: Callable[[FrozenTrial], bool]
+    ) -> list[Rung]:
+        """Return the rungs with the unfinished trials.
+
+        Args:
+            is_waiting: whether a paused trial may be promoted now.
+        """
+        rungs = {
+            number: Rung(ended.num_paused, list(ended.promoted)) for number, ended in self._ended.items()
+        }
+        for trial in unfinished:
+            at_rungs = rungs_of(trial.user_attrs)
+            last = max(at_rungs, default=0.0)
+            for number, at in at_rungs.items():
+                rung = rungs.get(number)
+                if rung is None:
+                    continue
+                rung.num_paused += 1
+                if number < last or not is_paused(trial):
+                    insort(rung.promoted, self._standing(trial, at))
+                    rung.num_running += number == last
+                elif is_waiting(trial):
+                    rung.waiting.append(self._standing(trial, at, self._continues_last(trial)))
+        return [*rungs.values()]
+
+    def promoted(self, rungs: Sequence[Rung], *, more_begin: bool) -> list[int]:
+        """Return the numbers of the trials that are promoted now, those of the last rungs first.
+
+        Args:
+            more_begin: whether other trials of the study may still begin.
+        """
+        factor = self.promotion.reduction_factor
+        chosen = [number for rung in reversed(rungs) for number in rung.chosen(rung.num_paused // factor)]
+        if chosen or more_begin:
+            return chosen
+        # Where more are to come, the last rungs wait for the first.
+        pairs = zip(rungs, self.promotion.at_least, strict=True)
+        return next(filter(None, (rung.chosen(at_least) for rung, at_least in pairs)), [])
+
+    def fallen_behind(self, rungs: Sequence[Rung]) -> list[int]:
+        """Return the numbers of the paused trials that wait behind `MOST_PAUSED` better ones."""
+        pairs = zip(rungs, self.promotion.at_least, strict=True)
+        return [number for rung, at_least in pairs for number in rung.beyond(max(MOST_PAUSED, at_least))]
+
+    def left(self, rungs: Sequence[Rung], num_starts: int) -> float:
+        """Return what it takes until all trials have ended, in whole trials.
+
+        Args:
+            num_starts: trials that have not come to the first rung yet, or are still to begin.
+        """
+        promotion, arriving = self.promotion, num_starts
+        left = arriving * promotion.rungs[0]
+        ends = (*promotion.rungs[1:], 1.0)
+        for share, end, rung, at_least in zip(promotion.rungs, ends, rungs, promotion.at_least, strict=True):
+            num_promoted = promotion.num_promoted(rung.num_paused + arriving, at_least)
+            arriving = max(0, num_promoted - len(rung.promoted)) + rung.num_running
+            left += arriving * (end - share)
+        return left
+
+    def _standing(self, trial: FrozenTrial, at: Mapping[str, Any], is_last: bool = False) -> Standing:
+        losses = tuple(float(value * sign) for value, sign in zip(at["values"], self._signs, strict=True))
+        return Standing(is_last or violation(at.get("constraints", {})) > 0, losses, trial.number)
 
 
 def promotion_of(pruner: PrunerConfig, directions: Sequence[str], num_trials: int) -> Promotion | None:
-    """How the trials of a study with this pruner and these directions pause; None: they do not."""
+    """Return how the trials of a study with this pruner and these directions pause; None: they do not."""
     if pruner.name != "promote":
         return None
     options = pruner.options
     rungs = tuple(map(float, pruner.rungs))
-    factor = options["reduction_factor"]
-    return Promotion(rungs, factor, options["keep"], tuple(directions), num_trials)
-
-
-def is_paused(trial: FrozenTrial) -> bool:
-    """Whether the trial has paused; it may have gone on since, as another trial."""
-    is_pruned = trial.state == TrialState.PRUNED and trial.user_attrs.get("outcome") == Outcome.PRUNED
-    return is_pruned and bool(trial.values) and PAUSED_ATTR in trial.user_attrs
-
-
-def origin_of(number: int, user_attrs: Mapping[str, Any]) -> int:
-    """The number by which the checkpoints of a trial are known."""
-    return int(user_attrs.get(ORIGIN_ATTR, number))
-
-
-def _origin(trial: FrozenTrial) -> int:
-    return origin_of(trial.number, trial.user_attrs)
+    return Promotion(rungs, options["reduction_factor"], options["keep"], tuple(directions), num_trials)

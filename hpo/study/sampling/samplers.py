@@ -9,8 +9,8 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
   pause by several objectives.
 - Random, QMC and the grid do not learn: with them, such a trial ends before training.
 
-TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The sampler `grid` is
-our own, `grid_sampler.SharedGrid`.
+TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
+are chosen with the claim of a trial (`points`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Container, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -33,7 +32,6 @@ from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
-from hpo.study.sampling.grid_sampler import Lock, SharedGrid, grid_points
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -46,20 +44,18 @@ def build_sampler(
     worker_number: int = 0,
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
-    lock: Lock = nullcontext,
     explores: bool = False,
 ) -> BaseSampler:
-    """Return the sampler of one worker of a study; that of a comparison is `PlannedPoints`.
+    """Return the sampler of one worker of a study.
 
     Args:
         worker_number: added to the seed, so that no two workers try the same configurations; `grid` and `qmc`
             continue one sequence among all workers and share the seed.
         skipped: precisions that this worker does not draw.
-        lock: held while a point of the grid is chosen.
         explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
-    if config.name == "grid":
-        return SharedGrid(grid_points(space, config.seed), skipped, lock)
+    if config.name == "grid":  # a claim chooses the points; this is for what an enqueued trial leaves open
+        return RandomSampler(seed=config.seed)
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32

@@ -24,7 +24,7 @@ from hpo.study.store.database import redact, snapshot
 from hpo.study.store.failures import explain
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 
 _Rows = dict[sa.Table, list[dict[str, Any]]]
@@ -119,8 +119,7 @@ def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:
         _insert(connection, table, new)
     for table in (studies, *OURS, workers):
         _insert(connection, table, rows[table])
-    of_study = (slots.c.study == name, slots.c.state == "running")
-    connection.execute(sa.update(slots).where(*of_study).values(state="open"))
+    connection.execute(sa.update(claims).where(claims.c.study == name).values(owner=None))
     dead = (workers.c.study == name, workers.c.state == "live")
     connection.execute(sa.update(workers).where(*dead).values(state="dead"))
     return len(trial_ids)

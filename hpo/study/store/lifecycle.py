@@ -1,9 +1,9 @@
 """The life of a study in its database: open, paused, cancelled, deleted.
 
 Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
-trials, give them back as `preempted` and leave; no slot of it is claimed. A paused study goes on where it was
-when it is open again. The unfinished trials of a cancelled study end, by the last worker to leave or by the
-command; opened again, it begins their slots anew.
+trials, give them up as `preempted` and leave; no trial of it is claimed. A paused study continues when it is
+open again. The unfinished trials of a cancelled study end, by the last worker to leave or by the command.
+Opened again, it begins other trials in their places.
 """
 
 from __future__ import annotations
@@ -22,28 +22,24 @@ from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.study_config import check_study_name
 from hpo.config.study_file import show
 from hpo.errors import RunError, StorageError, printable
-from hpo.outcome import Outcome
+from hpo.study.claims.ending import end_unclaimed
 from hpo.study.store import optuna_internals
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
-from hpo.study.store.schema import NO_PROGRESS, delete_rows, slots, studies, workers
+from hpo.study.store.schema import claims, delete_rows, studies, workers
+from hpo.study.store.storage import is_stored
 
 if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
 
 StudyState = Literal["open", "paused", "cancelled"]
 
-_FRESH = {
-    "state": "open",
-    "trial_number": None,
-    "owner": None,  # who had it and was silent for long stores nothing when it comes back
-    **NO_PROGRESS,
-}
 
-
-def study_state(connection: sa.Connection, name: str) -> str | None:
-    """The state of the study; None: there is none of that name."""
-    return connection.execute(sa.select(studies.c.state).where(studies.c.name == name)).scalar()
+def study_state(connection: sa.Connection, name: str, token: str | None = None) -> str | None:
+    """Return the state of the study; None: there is none of that name, or it has another `token`."""
+    this = studies.c.name == name if token is None else is_stored(name, token)
+    query = sa.select(studies.c.state).where(studies.c.name == name, this)
+    return connection.execute(query).scalar()
 
 
 def read_state(storage: Storage, name: str) -> str | None:
@@ -52,22 +48,19 @@ def read_state(storage: Storage, name: str) -> str | None:
 
 
 def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
-    """How many trials of the study wait for a slot, and how many of its slots have had none yet."""
+    """Return how many trials of the study are enqueued, and how many trials it may still begin."""
     trials, made = optuna_internals.trials, optuna_internals.studies
+    has_claim = sa.exists().where(claims.c.study == name, claims.c.trial_number == trials.c.number)
     waiting = sa.select(sa.func.count()).select_from(trials.join(made)).where(made.c.study_name == name)
-    waiting = waiting.where(trials.c.state == TrialState.WAITING)
-    fresh = sa.select(sa.func.count()).where(
-        slots.c.study == name, slots.c.state == "open", slots.c.trial_number.is_(None)
-    )
-    return int(connection.execute(waiting).scalar_one()), int(connection.execute(fresh).scalar_one())
+    waiting = waiting.where(trials.c.state == TrialState.WAITING, ~has_claim)
+    begun = sa.select(sa.func.count()).where(claims.c.study == name, claims.c.counts).scalar_subquery()
+    places = sa.select(studies.c.n_trials - begun).where(studies.c.name == name)
+    return int(connection.execute(waiting).scalar_one()), max(0, connection.execute(places).scalar() or 0)
 
 
 def is_in_work(storage: Storage, name: str) -> bool:
     """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
-    unfinished = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state != "done").limit(1)
-    with storage.engine.connect() as connection:
-        is_open = study_state(connection, name) == "open"
-        return is_open and connection.execute(unfinished).first() is not None
+    return read_state(storage, name) == "open" and not storage.is_finished(name)
 
 
 def set_state(storage: Storage, name: str, state: StudyState) -> str:
@@ -104,31 +97,29 @@ def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[s
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that no worker has; return how many.
 
-    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops.
+    Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
+    opened again (`end_unclaimed`).
     """
+    trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
+    running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}
+    if not running:
+        return 0
 
-    def begin_anew(connection: sa.Connection) -> set[int | None]:
-        # Written first, so that nobody opens the study or claims a slot meanwhile.
+    def end(connection: sa.Connection) -> int:
+        # Written first, so that nobody opens the study or claims a trial meanwhile.
         cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
         if not connection.execute(cancelled.values(state="cancelled")).rowcount:
-            return set()
+            return 0
         alive = storage.live_workers(connection, workers.c.study == name)
-        has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
-        is_unfinished = slots.c.state.in_(("open", "running"))  # one that has paused has ended, and may go on
-        unfinished = (slots.c.study == name, is_unfinished, slots.c.trial_number.is_not(None))
-        query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
-        numbers = set(connection.execute(query).scalars())
-        connection.execute(sa.update(slots).where(*unfinished, has_no_worker).values(_FRESH))
-        return numbers
+        query = sa.select(claims.c.trial_number, claims.c.owner).where(claims.c.study == name)
+        rows = connection.execute(query.where(claims.c.trial_number.in_(list(running)))).all()
+        return sum(
+            end_unclaimed(connection, name, running[row.trial_number], row.owner, "the study was cancelled")
+            for row in rows
+            if row.owner not in alive
+        )
 
-    numbers = storage.write(begin_anew)
-    if not numbers:
-        return 0
-    trials = storage.load_study(name).get_trials(deepcopy=False)
-    unfinished = [trial for trial in trials if trial.number in numbers and not trial.state.is_finished()]
-    for trial in unfinished:
-        storage.fail_trial(trial, Outcome.PREEMPTED, "the study was cancelled")
-    return len(unfinished)
+    return storage.write(end)
 
 
 def delete_study(storage: Storage, name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.storages._rdb.models import BaseModel
 from optuna.study import Study
-from optuna.study._constrained_optimization import _get_constraints_from_system_attrs
+from optuna.study._constrained_optimization import _CONSTRAINTS_KEY, _get_constraints_from_system_attrs
 from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -32,7 +32,7 @@ study_user_attributes = _named["study_user_attributes"]
 study_system_attributes = _named["study_system_attributes"]
 trials = _named["trials"]
 params = _named["trial_params"]
-values = _named["trial_values"]
+table_of_values = _named["trial_values"]
 user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
@@ -97,23 +97,33 @@ class StudyView(Study):
 # Rows
 
 
+def lock_trials(connection: sa.Connection, study_id: int) -> bool:
+    """Be the only transaction that adds trials to a study; first in its transaction. False: it is gone.
+
+    Each trial takes the number after the last. Optuna takes the same lock.
+    """
+    this = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 would begin at the first change
+        return connection.execute(this).first() is not None
+    return connection.execute(this.with_for_update()).first() is not None
+
+
 def make_trial(
     connection: sa.Connection,
     study_id: int,
-    system_attrs: Mapping[str, Any],
-    user_attrs: Mapping[str, Any],
+    *,
+    fixed_params: Mapping[str, Any] | None = None,
+    user_attrs: Mapping[str, Any] | None = None,
+    waiting: bool = False,
 ) -> int:
-    """Add a running trial to a study and return its number; first in its transaction."""
-    # One at a time, as each takes the number after the last. Optuna takes the same lock.
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 would begin after the look at the numbers
-    else:
-        lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id).with_for_update()
-        connection.execute(lock)
+    """Add a trial to a study after `lock_trials`, and return its number."""
     last = sa.select(sa.func.max(trials.c.number)).where(trials.c.study_id == study_id)
     number = sa.func.coalesce(last.scalar_subquery() + 1, 0)
-    values = {"number": number, "state": TrialState.RUNNING, "datetime_start": _now()}
-    return _insert_trial(connection, study_id, values, system_attrs, user_attrs)
+    values = {"number": number, "state": TrialState.WAITING if waiting else TrialState.RUNNING}
+    values |= {} if waiting else {"datetime_start": _now()}
+    system_attrs = {} if fixed_params is None else {"fixed_params": fixed_params}
+    return _insert_trial(connection, study_id, values, system_attrs, user_attrs or {})
 
 
 def _insert_trial(
@@ -125,11 +135,76 @@ def _insert_trial(
 ) -> int:
     new = sa.insert(trials).values(study_id=study_id, **values)
     trial_id, number_made = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
-    for table, given in ((system_attributes, system_attrs), (user_attributes, user_attrs)):
-        rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
+    set_trial_attributes(connection, trial_id, user_attrs, system_attrs, is_new=True)
+    return int(number_made)
+
+
+def set_trial_attributes(
+    connection: sa.Connection,
+    trial_id: int,
+    user_attrs: Mapping[str, Any],
+    system_attrs: Mapping[str, Any] | None = None,
+    *,
+    is_new: bool = False,
+) -> None:
+    """Set attributes of a trial. `is_new`: it has none of these names yet."""
+    for table, given in ((user_attributes, user_attrs), (system_attributes, system_attrs)):
+        stored = {key: json.dumps(value) for key, value in (given or {}).items()}
+        rows = [{"trial_id": trial_id, "key": key, "value_json": text} for key, text in stored.items()]
+        if rows and not is_new:
+            names = [row["key"] for row in rows]
+            old = sa.delete(table).where(table.c.trial_id == trial_id, table.c.key.in_(names))
+            connection.execute(old)
         if rows:
             connection.execute(sa.insert(table), rows)
-    return int(number_made)
+
+
+def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, value: float) -> None:
+    """Report a finite value, in place of an older one of the same step."""
+    of_step = (intermediate_values.c.trial_id == trial_id, intermediate_values.c.step == step)
+    connection.execute(sa.delete(intermediate_values).where(*of_step))
+    new = {"trial_id": trial_id, "step": step, "intermediate_value": value}
+    connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
+
+
+def end_trial(
+    connection: sa.Connection,
+    trial_id: int,
+    state: TrialState,
+    *,
+    values: Sequence[float] = (),
+    user_attrs: Mapping[str, Any],
+    constraints: Mapping[str, float] | None = None,
+) -> bool:
+    """End an unfinished trial; False: it has ended already, and stays as it is."""
+    unfinished = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
+    end = sa.update(trials).where(*unfinished).values(state=state, datetime_complete=_now())
+    if not connection.execute(end).rowcount:
+        return False
+    limits = {f"{_CONSTRAINTS_KEY}:{name}": float(value) for name, value in (constraints or {}).items()}
+    set_trial_attributes(connection, trial_id, user_attrs, limits)
+    rows = [
+        {"trial_id": trial_id, "objective": objective, "value": value, "value_type": "FINITE"}
+        for objective, value in enumerate(values)
+    ]
+    if rows:
+        connection.execute(sa.insert(table_of_values), rows)
+    return True
+
+
+def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
+    """Let a PRUNED trial run again, without its values, its constraints and these of its attributes."""
+    pruned = (trials.c.trial_id == trial_id, trials.c.state == TrialState.PRUNED)
+    run = sa.update(trials).where(*pruned).values(state=TrialState.RUNNING, datetime_complete=None)
+    if not connection.execute(run).rowcount:
+        return
+    connection.execute(sa.delete(table_of_values).where(table_of_values.c.trial_id == trial_id))
+    ended = (
+        (user_attributes, user_attributes.c.key.in_(list(user_attrs))),
+        (system_attributes, system_attributes.c.key.startswith(f"{_CONSTRAINTS_KEY}:")),
+    )
+    for table, condition in ended:
+        connection.execute(sa.delete(table).where(table.c.trial_id == trial_id, condition))
 
 
 def enqueue_trials(connection: sa.Connection, study_id: int, enqueued: Iterable[tuple[Any, Any]]) -> None:
@@ -147,24 +222,8 @@ def set_study_attribute(connection: sa.Connection, study_id: int, key: str, valu
     connection.execute(sa.insert(study_system_attributes).values(new))
 
 
-def copy_reports(connection: sa.Connection, study_id: int, from_number: int, to_number: int) -> None:
-    """Copy the intermediate values of one trial of a study to another."""
-    of_study = {
-        number: sa.select(trials.c.trial_id).where(trials.c.study_id == study_id, trials.c.number == number)
-        for number in (from_number, to_number)
-    }
-    copied = [
-        column for column in intermediate_values.c if not column.primary_key and column.name != "trial_id"
-    ]
-    rows = sa.select(of_study[to_number].scalar_subquery(), *copied).where(
-        intermediate_values.c.trial_id == of_study[from_number].scalar_subquery()
-    )
-    names = ["trial_id", *(column.name for column in copied)]
-    connection.execute(sa.insert(intermediate_values).from_select(names, rows))
-
-
 def start_trial(connection: sa.Connection, trial_id: int) -> bool:
-    """Start a trial that was enqueued; False: it does not wait any more."""
+    """Start a WAITING trial; False: it does not wait any more."""
     waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
     start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
     return connection.execute(start).rowcount > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "v11"
+VERSION = "v12"
 
 metadata = sa.MetaData()
 _NAME = sa.String(512)  # the length that Optuna allows
@@ -26,26 +26,26 @@ studies = sa.Table(
     sa.Column("created", sa.Float, nullable=False),
 )
 
-slots = sa.Table(
-    "hpo_slots",
+claims = sa.Table(
+    "hpo_claims",
     metadata,
     sa.Column("study", _NAME, primary_key=True),
-    sa.Column("slot", sa.Integer, primary_key=True),
-    sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, paused, done
-    sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
-    sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
-    # How many workers of its trial died in a row, without progress, and the step from which it goes on then.
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    # Whether the trial is one of the `n_trials`. Not a failed attempt, and not a trial that was given up.
+    sa.Column("counts", sa.Boolean, nullable=False, default=True),
+    sa.Column("owner", sa.String(128)),  # the worker that has the trial; NULL: nobody
+    sa.Column("paused_at", sa.Float),  # the rung at which it waits; NULL: it does not wait at a rung
+    sa.Column("point", sa.String(32)),  # of a grid or a comparison, see `hpo.study.sampling.points`
+    sa.Column("host", sa.String(256)),  # of its newest checkpoint
+    sa.Column("saved_step", sa.Integer, nullable=False, default=0),  # of its newest checkpoint
+    # Consecutive deaths of its workers without progress, and the step from which it continues after the last.
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
-    # Of the newest checkpoint that was written of its trial; a reader of a shared folder may not see it yet.
-    sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("active_seconds", sa.Float, nullable=False, default=0.0),  # in which a worker had it
+    sa.Column("device_seconds", sa.Float, nullable=False, default=0.0),  # as a budget counts them
 )
 
-NO_PROGRESS = {"saved_step": 0, "deaths": 0, "death_step": 0}
-"""The columns of a slot whose trial has not begun."""
-
-# For claims: of the open slots those with a trial, and the first without.
-sa.Index("ix_hpo_slots_state", slots.c.study, slots.c.state, slots.c.trial_number, slots.c.slot)
+sa.Index("ix_hpo_claims_counts", claims.c.study, claims.c.counts)
 
 workers = sa.Table(
     "hpo_workers",
@@ -62,6 +62,7 @@ workers = sa.Table(
     sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
     sa.Column("job", sa.String(128)),  # of the scheduler that runs it, see `process.this_job`
+    sa.Column("left_out", sa.Text),  # JSON list of the precisions that it cannot run, by `choice_name`
     sa.Column("progress", sa.Text),  # JSON of `hpo.trial.telemetry.Progress`, of the trial that it runs
     sa.UniqueConstraint("study", "number"),
 )
@@ -97,15 +98,6 @@ row_statistics = sa.Table(
     sa.Column("content", sa.LargeBinary, nullable=False),  # of `hpo.study.reading.row_statistics`
 )
 
-spent = sa.Table(
-    "hpo_spent",
-    metadata,
-    sa.Column("id", sa.String(32), primary_key=True),  # of a worker's claim
-    sa.Column("study", _NAME, nullable=False, index=True),
-    sa.Column("trial_number", sa.Integer, nullable=False),
-    sa.Column("seconds", sa.Float, nullable=False),  # of device time
-)
-
 compat = sa.Table(
     "hpo_compat",
     metadata,
@@ -133,15 +125,6 @@ def stored_version(connection: sa.Connection) -> str | None:
         return None
     stored = version.name in names and connection.execute(sa.select(version.c.version_num)).scalar()
     return stored or "an unknown version"
-
-
-def copy_evaluations(connection: sa.Connection, study: str, from_number: int, to_number: int) -> None:
-    """Copy the evaluations of one trial of a study to another."""
-    copied = [column for column in evaluations.c if column.name not in ("study", "trial_number")]
-    of_trial = (evaluations.c.study == study, evaluations.c.trial_number == from_number)
-    rows = sa.select(sa.literal(study), sa.literal(to_number), *copied).where(*of_trial)
-    names = ["study", "trial_number", *(column.name for column in copied)]
-    connection.execute(sa.insert(evaluations).from_select(names, rows))
 
 
 def delete_rows(connection: sa.Connection, study: str) -> None:

@@ -1,6 +1,6 @@
 """The study in its database: its definition, its size, and the results of its trials.
 
-Optuna keeps the trials. Our tables (see `schema`) keep the definition, the slots and workers, every
+Optuna keeps the trials. Our tables (see `schema`) keep the definition, the claims and workers, every
 evaluation and the compatibility checks. Little is written, because each call costs a commit: one JSON
 attribute holds the telemetry of a trial.
 """
@@ -13,19 +13,19 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, TrialState
+from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
-from hpo.outcome import Outcome
 from hpo.study.claims.process import is_alive, this_machine
 from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability
@@ -33,8 +33,7 @@ from hpo.study.store.database import redact
 from hpo.study.store.failures import explain, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database
-from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import compat, slots, studies, workers
+from hpo.study.store.schema import claims, compat, studies, workers
 
 T = TypeVar("T")
 
@@ -42,6 +41,49 @@ TOKEN_ATTR = "hpo:token"
 """System attribute of a study: what tells it from a deleted one of the same name."""
 COMPARISON_ATTR = "comparison:"
 """What the user attributes of a study begin with that hold what `hpo compare` has found."""
+
+
+def _in_optuna() -> sa.ColumnElement[bool]:
+    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
+    token = sa.literal('"') + studies.c.token + '"'  # JSON
+    same_token = (attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token)
+    same_study = (made.c.study_name == studies.c.name, attributes.c.study_id == made.c.study_id)
+    return sa.exists(sa.select(sa.literal(1)).where(*same_study, *same_token).correlate(studies))
+
+
+_IN_OPTUNA = _in_optuna()
+"""Whether the Optuna study of a row of `hpo_studies` is there: the dashboard can delete it."""
+
+
+def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+    """Return the condition that this study is there, and no later one of its name."""
+    this = (studies.c.name == study, studies.c.token == token, _IN_OPTUNA, *where)
+    return sa.exists(sa.select(sa.literal(1)).select_from(studies).where(*this))
+
+
+def count_trials(connection: sa.Connection, name: str) -> dict[str, int]:
+    """Return how many of the study's `n_trials` are `open` (not begun), `running` (the worker may be gone),
+    `done` and, if any, `paused`."""
+    trials, made = optuna_internals.trials, optuna_internals.studies
+    paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
+    same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
+    query = sa.select(trials.c.state, paused, sa.func.count().label("count"))
+    query = query.select_from(claims).join(made, made.c.study_name == claims.c.study).join(trials, same_trial)
+    query = query.where(claims.c.study == name, claims.c.counts).group_by(trials.c.state, paused)
+    counts = Counter({"open": 0, "running": 0, "done": 0})
+    for row in connection.execute(query):
+        counts[_count_of(row.state, bool(row.paused))] += row[2]
+    size = sa.select(studies.c.n_trials).where(studies.c.name == name)
+    counts["open"] += max(0, (connection.execute(size).scalar() or 0) - counts.total())
+    return dict(counts)
+
+
+def _count_of(state: TrialState, is_paused: bool) -> str:
+    if state.is_finished():
+        return "done"
+    if state == TrialState.WAITING:
+        return "open"  # a failed attempt is tried again
+    return "paused" if is_paused else "running"
 
 
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
@@ -178,14 +220,6 @@ class Storage:
         rows = connection.execute(query)
         return {row.id: row for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
 
-    def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
-        """End a trial that no worker has, as FAIL, which samplers do not see."""
-        trial_id = trial_id_of(trial)
-        with suppress(UpdateFinishedTrialError):  # it has ended meanwhile, and stays as it is
-            for key, value in (("outcome", outcome), ("outcome_reason", reason)):
-                self.optuna.set_trial_user_attr(trial_id, key, value)
-            self.optuna.set_trial_state_values(trial_id, TrialState.FAIL)
-
     def stored(self, name: str, column: sa.Column[Any]) -> Any:
         """Return a column of the study in `hpo_studies`. Raises StorageError, which names the nearest
         study."""
@@ -199,12 +233,8 @@ class Storage:
 
     def studies(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
         """The rows of `hpo_studies`, the oldest first; not those whose Optuna study was deleted."""
-        made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
-        query = sa.select(studies).join(made, made.c.study_name == studies.c.name)
-        query = query.join(attributes, attributes.c.study_id == made.c.study_id)
-        token = sa.literal('"') + studies.c.token + '"'  # JSON
-        query = query.where(attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token, *where)
-        return list(connection.execute(query.order_by(studies.c.created, studies.c.name)))
+        query = sa.select(studies).where(_IN_OPTUNA, *where).order_by(studies.c.created, studies.c.name)
+        return list(connection.execute(query))
 
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
@@ -239,18 +269,14 @@ class Storage:
         key, value = f"{COMPARISON_ATTR}{question}", json_safe(result)
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
-    def slot_counts(self, name: str) -> dict[str, int]:
-        """Return how many slots are `open`, `running` (its worker may be gone), `done` and, if any,
-        `paused`."""
-        query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
-        rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
-        return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}
+    def trial_counts(self, name: str) -> dict[str, int]:
+        """Call `count_trials` in a transaction of its own."""
+        return self.read(lambda connection: count_trials(connection, name))
 
-    def trials_in_work(self, name: str) -> set[int]:
-        """Return the numbers of the trials of the study's unfinished slots; one that has paused has ended."""
-        query = sa.select(slots.c.trial_number).where(slots.c.study == name, slots.c.state != "done")
-        numbers = self.read(lambda connection: connection.execute(query).scalars().all())
-        return {number for number in numbers if number is not None}
+    def is_finished(self, name: str) -> bool:
+        """Whether every trial of the study has ended."""
+        counts = self.trial_counts(name)
+        return counts["done"] == sum(counts.values())
 
     def has_other_workers_on(self, device: str) -> bool:
         """Whether another process works on any study of this database on this machine's `device`.

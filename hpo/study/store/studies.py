@@ -6,7 +6,6 @@ import json
 import logging
 import uuid
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,12 @@ import optuna
 import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
-from hpo.outcome import Outcome
+from hpo.study.claims.ending import end_unclaimed
 from hpo.study.sampling.earlier import tried_first
+from hpo.study.sampling.promotion import is_paused
 from hpo.study.store.database import redact
 from hpo.study.store.optuna_internals import enqueue_trials, set_study_attribute, study_id_of
-from hpo.study.store.schema import delete_rows, evaluations, slots, studies, workers
+from hpo.study.store.schema import claims, delete_rows, evaluations, studies, workers
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
-    """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
+    """Return the study of `config`, made if it is not there.
 
     Without `resize`, as for a worker that joins, the stored `n_trials` stays.
 
@@ -81,64 +81,56 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
             resumed = _definition(config.resumed(stored))
             if resize and stored.get("budget") and config.budget is None:
                 _logger.warning(
-                    "The study had a budget; now it has none, and goes on to %d trials.", config.num_slots
+                    "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
                 )
             values = resumed if resize else {"n_trials": row.n_trials}
             # Also where nothing changes: from here on nobody else writes to a SQLite file.
             connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
-        live = storage.live_workers(connection, workers.c.study == config.name)
-        dropped = _resize(connection, config.name, values["n_trials"], live)
-    for trial in study.get_trials(deepcopy=False) if dropped else ():
-        if trial.number in dropped and not trial.state.is_finished():
-            reason = f"n_trials was lowered to {values['n_trials']}"
-            storage.fail_trial(trial, Outcome.PREEMPTED, reason)
+    if resize:
+        _give_up_surplus(storage, study, values["n_trials"])
     return study
 
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
     definition = json.dumps(config.definition())
-    return {"space_hash": config.space_hash, "n_trials": config.num_slots, "definition": definition}
+    return {"space_hash": config.space_hash, "n_trials": config.num_trials, "definition": definition}
 
 
-def _resize(
-    connection: sa.Connection, study: str, n_trials: int, live_workers: Collection[str]
-) -> set[int | None]:
-    """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""
-    of_study = slots.c.study == study
-    count, last = connection.execute(
-        sa.select(sa.func.count(), sa.func.max(slots.c.slot)).where(of_study)
-    ).one()
-    if count < n_trials:
-        first = 0 if last is None else last + 1
-        new = range(first, first + n_trials - count)
-        connection.execute(sa.insert(slots), [{"study": study, "slot": slot} for slot in new])
-    if count <= n_trials:
-        return set()
-    has_no_worker = sa.or_(
-        slots.c.state == "open",
-        sa.and_(slots.c.state == "running", slots.c.owner.not_in(live_workers)),
-    )
-    surplus = connection.execute(
-        sa.select(slots.c.slot, slots.c.trial_number)
-        .where(of_study, has_no_worker)
-        .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
-        .limit(count - n_trials)
-        .with_for_update(skip_locked=True)
-    ).all()
-    if surplus:
-        gone = sa.delete(slots).where(of_study, slots.c.slot == sa.bindparam("gone"))
-        connection.execute(gone, [{"gone": row.slot} for row in surplus])
-    return {row.trial_number for row in surplus}
+def _give_up_surplus(storage: Storage, study: optuna.Study, n_trials: int) -> None:
+    """Give up trials without a live worker if more than `n_trials` have begun, the last ones first."""
+    name = study.study_name
+    counted = (claims.c.study == name, claims.c.counts)
+    begun = storage.read(lambda it: it.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
+    if begun <= n_trials:
+        return
+    trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
+
+    def give_up_surplus(connection: sa.Connection) -> None:
+        live = storage.live_workers(connection, workers.c.study == name)
+        rows = connection.execute(sa.select(claims).where(*counted).order_by(claims.c.trial_number.desc()))
+        surplus = [
+            row
+            for row in rows
+            if row.owner not in live
+            and not trials[row.trial_number].state.is_finished()
+            and not is_paused(trials[row.trial_number])
+        ]
+        for row in surplus[: begun - n_trials]:
+            trial, reason = trials[row.trial_number], f"n_trials was lowered to {n_trials}."
+            end_unclaimed(connection, name, trial, row.owner, reason)
+
+    storage.write(give_up_surplus)
 
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """What a worker reads of a study at its start, whatever the number of its trials."""
+    """The part of a study that a worker reads at its start, whatever the number of its trials."""
 
     definition: dict[str, Any]
     state: str
-    slots: dict[str, int]
+    counts: dict[str, int]
+    """See `Storage.trial_counts`."""
     has_trained: bool
     """Whether a trial has a checkpoint or an evaluation."""
 
@@ -146,7 +138,7 @@ class StoredStudy:
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     """Return what is stored of the study `name`, but for its trials; None: there is none."""
     evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-    saved = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.saved_step > 0).limit(1)
+    saved = sa.select(claims.c.saved_step).where(claims.c.study == name, claims.c.saved_step > 0).limit(1)
 
     def read(connection: sa.Connection) -> tuple[list[sa.Row[Any]], bool]:
         has_trained = any(connection.execute(query).first() is not None for query in (evaluated, saved))
@@ -155,7 +147,7 @@ def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     rows, has_trained = storage.read(read)
     if not rows:
         return None
-    return StoredStudy(json.loads(rows[0].definition), rows[0].state, storage.slot_counts(name), has_trained)
+    return StoredStudy(json.loads(rows[0].definition), rows[0].state, storage.trial_counts(name), has_trained)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:

@@ -211,7 +211,7 @@ def test_a_job_that_waits_is_cancelled_when_the_study_is_done(
     slurm.run(f"scontrol release {job}_0")
     slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED", "CANCELLED"}, 120)
     with open_storage(postgres_url) as storage:
-        assert storage.slot_counts("tiny")["done"] == 2
+        assert storage.trial_counts("tiny")["done"] == 2
 
 
 @pytest.mark.slurm
@@ -226,10 +226,10 @@ def test_a_study_of_the_database_goes_on_as_it_is(
     path.unlink()
     ok(hpo_command(tmp_path, "submit", "tiny", *given))
     with open_storage(postgres_url) as storage:
-        assert storage.slot_counts("tiny")["open"] == 7
+        assert storage.trial_counts("tiny")["open"] == 7
     ok(hpo_command(tmp_path, "submit", "tiny", "--n-trials", "9", *given))
     with open_storage(postgres_url) as storage:
-        assert storage.slot_counts("tiny")["open"] == 9
+        assert storage.trial_counts("tiny")["open"] == 9
     assert len([*tmp_path.glob("runs/tiny/storage-*")]) == 1, "one file with the URL, not one a submission"
     slurm.run("scancel --name=hpo-tiny")
 

@@ -60,7 +60,7 @@ def test_made_used_stopped_and_started_again(new_server: PostgresServer) -> None
 
     assert new_server.start().url == url, "workers that wait find it again"
     with open_storage(url) as storage:
-        assert storage.slot_counts("tiny")["open"] == 2
+        assert storage.trial_counts("tiny")["open"] == 2
 
 
 def test_nobody_comes_in_without_the_password(server: PostgresServer) -> None:

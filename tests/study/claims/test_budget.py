@@ -47,7 +47,7 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
     while len(list(log.parent.glob("worker-*"))) < beside:
         time.sleep(0.01)
     config = config_of(pruner)
-    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
     die_at("evaluation reported" if kill_at else "", kill_at)
 
     def train(trial: optuna.trial.Trial, lease: Lease) -> Any:
@@ -95,8 +95,8 @@ def test_four_workers_spend_the_budget_and_no_more(
         seconds = sum(record.spent.values())
         told = study_status(record)["budget"]
     assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
-    assert record.slots["open"] == record.slots["running"] == 0
-    assert record.slots["done"] == sum(record.slots.values()) < 200, "no slot is left over"
+    assert record.counts["open"] == record.counts["running"] == 0
+    assert record.counts["done"] == sum(record.counts.values()) < 200, "no slot is left over"
     assert any(trial.state == "COMPLETE" for trial in record.trials)
     in_flight = [max(line["ended"] - line["begun"] for line in notes(log))] * 4
     assert worked <= SECONDS + sum(in_flight)
@@ -116,7 +116,7 @@ def test_more_is_spent_when_the_budget_is_raised(storage: Storage) -> None:
         config = config_of(PRUNERS[0], seconds)
         create_or_resume_study(storage, config)
         assert run_worker(config, storage, train).ended == "finished"
-        counts.append(storage.slot_counts("tiny")["done"])
+        counts.append(storage.trial_counts("tiny")["done"])
     assert 2 <= counts[0] <= 10
     assert 2 * counts[0] <= counts[1] <= 30
 
@@ -167,7 +167,7 @@ def test_no_trial_begins_that_those_that_go_on_would_pay_for(
 def test_a_budget_for_few_trials_is_enough_for_one_that_ends(storage: Storage) -> None:
     """Fewer start than by the rungs' rule go on, and with a long poll: none is refused again and again."""
     config = study(1000, pruner=PRUNERS[1] | {"keep": 2}, budget={"hours": 3.0 / 3600})
-    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
     assert promotion is not None
 
     def train(trial: optuna.trial.Trial, lease: Lease) -> Any:

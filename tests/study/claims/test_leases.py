@@ -133,7 +133,7 @@ def test_deaths_at_one_place_count_until_there_is_progress(
             if died == "with its GPU":
                 lease.saved_step = step  # no heartbeat told the database yet
                 victim.record_death(lease)
-                assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+                assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
             else:
                 die(storage, victim, step if died == "after a checkpoint" else 0)
             lease = peer.claim()
@@ -151,7 +151,7 @@ def test_a_worker_counts_no_death_in_a_slot_of_another_worker(storage: Storage, 
         taken, _ = begin(other)
         assert taken.slot == lease.slot
         worker.record_death(lease)
-        assert storage.slot_counts("tiny") == {"open": 1, "running": 1, "done": 0}
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 1, "done": 0}
         other.release(taken)
         assert other.claim().deaths == 0
 
@@ -268,7 +268,7 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
             evaluate(storage, trial)
             worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
         assert params[1:] == params[:2]
-        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
         assert worker.claim().slot == 1
 
 
@@ -297,7 +297,7 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
             worker.record_outcome(lease, trial, result("complete"))
             assert opened.trials[number].user_attrs["memo"] == "asked for"
         assert first.open_trial(first.claim()).number == 2
-    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
 
 
 @pytest.mark.postgres

@@ -1,4 +1,4 @@
-"""Trials that pause after a short start, of which the best go on: whoever dies, and wherever."""
+"""Trials that pause after a short start, of which the best continue, although workers die."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from worker_process import (
     PLACES,
     begin,
+    change_worker,
     die_at,
     evaluate,
     finish,
@@ -28,16 +28,17 @@ from worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
+from hpo.study.reading.study_record import StudyRecord, best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, RESUMED_ATTR, promotion_of
+from hpo.study.sampling import promotion
+from hpo.study.sampling.points import grid_points
+from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished, set_state
-from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -73,8 +74,8 @@ def train(storage: Storage, log: Path, trial: optuna.trial.Trial, lease: Lease, 
         if resumed_at == 0.45 and params["batch_size"] == broken:
             return result("nonfinite")
         if rung := PROMOTION.pauses_at(index / NUM_EVALUATIONS, resumed_at):
-            storage.persist(lambda: trial.set_user_attr(PAUSED_ATTR, rung))
-            return result("pruned", reason="paused")
+            lease.pause(rung, [value(params, index)])
+            return result("paused")
     return result("complete", values=(value(params, NUM_EVALUATIONS),))
 
 
@@ -90,20 +91,22 @@ def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | No
 
 
 def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> StudyRecord:
-    """Each configuration has started once and gone on from rung to rung. These, named by their batch size,
-    have ended; with trials that started side by side, perhaps others that paused before these."""
+    """Check that each configuration is one trial. The trials `ended`, named by batch size, are complete.
+
+    With trials `side_by_side`, others may have paused before these, and are complete too.
+    """
     record = read_study(storage, CONFIG.name)
-    assert record.slots == {"open": 0, "running": 0, "done": 8}
-    assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
-    of_start: dict[int, list[TrialRecord]] = {}
+    assert record.counts == {"open": 0, "running": 0, "done": 8}
+    assert sorted(trial.params["batch_size"] for trial in record.trials) == list(range(1, 9))
     for trial in record.trials:
-        of_start.setdefault(trial.origin, []).append(trial)
-    assert sorted(trials[0].params["batch_size"] for trials in of_start.values()) == list(range(1, 9))
-    for trials in of_start.values():
-        assert {trial.params["batch_size"] for trial in trials} == {trials[0].params["batch_size"]}
-        assert [trial.attributes.get(RESUMED_ATTR) for trial in trials] == [None, 0.05, 0.45][: len(trials)]
-        paused_at = [trial.attributes.get(PAUSED_ATTR) for trial in trials if trial.outcome == "pruned"]
-        assert paused_at == [0.05, 0.45][: len(paused_at)]
+        assert trial.state == ("COMPLETE" if trial.outcome == "complete" else "PRUNED")
+        assert [*trial.attributes["rungs"]] == ["0.05", "0.45"][: len(trial.attributes["rungs"])]
+        num_evaluations = {0.0: 1, 0.05: 2, 0.45: NUM_EVALUATIONS}[trial.attributes.get(RESUMED_ATTR, 0.0)]
+        if trial.outcome != "nonfinite":
+            steps = [10 * index for index in range(1, num_evaluations + 1)]
+            assert [row.step for row in trial.evaluations] == steps
+            reports = storage.load_study(CONFIG.name).trials[trial.number].intermediate_values
+            assert reports == {step // 10: value(trial.params, step // 10) for step in steps}
     complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
     assert complete >= ended if side_by_side else complete == ended
     return record
@@ -112,48 +115,55 @@ def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> S
 def test_the_best_two_of_eight_end(storage: Storage, tmp_path: Path) -> None:
     assert work(storage.url, tmp_path / "log").ended == "finished"
     record = check(storage, ended={7, 8})
-    for trial in record.trials:
-        num_evaluations = {0.05: 1, 0.45: 2, None: NUM_EVALUATIONS}[trial.attributes.get(PAUSED_ATTR)]
-        steps = [10 * index for index in range(1, num_evaluations + 1)]
-        assert [row.step for row in trial.evaluations] == steps
-        reports = storage.load_study(CONFIG.name).trials[trial.number].intermediate_values
-        assert reports == {step // 10: value(trial.params, step // 10) for step in steps}
     (best,) = best_trials(record)
     assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, NUM_EVALUATIONS),))
     done = Counter((line["batch_size"], line["index"]) for line in notes(tmp_path / "log"))
     assert set(done.values()) == {1}, "nothing is trained twice"
 
 
-def test_the_best_goes_on_before_another_starts(storage: Storage) -> None:
+def test_plain_optuna_sees_each_configuration_once(storage: Storage, tmp_path: Path) -> None:
+    work(storage.url, tmp_path / "log")
+    plain = optuna.load_study(study_name=CONFIG.name, storage=storage.optuna)
+    assert len(plain.trials) == CONFIG.n_trials
+    assert plain.best_trial.params == {"batch_size": 8}
+    pruned = [trial for trial in plain.trials if trial.state.name == "PRUNED"]
+    assert {tuple(trial.intermediate_values) for trial in pruned} == {(1, 2)}
+    assert all(trial.user_attrs["active_seconds"] >= 0 for trial in plain.trials)
+
+
+def test_the_best_continues_before_another_starts(storage: Storage) -> None:
     with worker_on(storage, AT_ONCE) as worker:
-        numbers, origins = [], []
+        batch_sizes, numbers = [], []
         for _ in range(4):
             lease, trial = begin(worker)
-            train(storage, Path(os.devnull), trial, lease, None)
-            worker.record_outcome(lease, trial, result("pruned"))
-            numbers.append(trial.params["batch_size"])
-            origins.append(trial.user_attrs.get(ORIGIN_ATTR))
-    assert origins[:2] == [None, None]
-    assert numbers[2] == max(numbers[:2])
-    assert (origins[2], origins[3]) == (numbers.index(numbers[2]), None)
+            worker.record_outcome(lease, train(storage, Path(os.devnull), trial, lease, None))
+            batch_sizes.append(trial.params["batch_size"])
+            numbers.append(trial.number)
+    assert numbers[:2] == [0, 1]
+    assert batch_sizes[2] == max(batch_sizes[:2])
+    assert (numbers[2], numbers[3]) == (batch_sizes.index(batch_sizes[2]), 2)
 
 
-def test_one_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path: Path) -> None:
+def test_a_trial_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path: Path) -> None:
     work(storage.url, tmp_path / "log", broken=8)
     check(storage, ended={6, 7})
 
 
-def test_workers_side_by_side_let_the_same_go_on_as_one(storage_url: str, tmp_path: Path) -> None:
+def test_workers_side_by_side_promote_the_same_trials_as_one(storage_url: str, tmp_path: Path) -> None:
     finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(8)))
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8}, side_by_side=True)
 
 
+RARE = {"trial made": (2, 7), "half of the outcome": (1, 2), "trial ended": (1, 2)}
+"""Places that a study passes only some times. Each start and each promotion passes the others."""
+
+
 def kills() -> Iterator[Any]:
-    """On PostgreSQL only the three where most is half done are fast tests."""
+    """On PostgreSQL only the three places that leave most half done are fast tests."""
     for place in [place for place in PLACES if place not in ("training", "half suggested")]:
-        for kill_at in (2, 9):
-            is_fast = kill_at == 9 and place in ("trial made", "half of the outcome", "trial ended")
+        for kill_at in RARE.get(place, (2, 9)):
+            is_fast = kill_at != 2 and place in ("trial made", "half of the outcome", "pause noted")
             marks = [pytest.mark.postgres, *([] if is_fast else [pytest.mark.slow])]
             yield pytest.param("sqlite", place, kill_at)
             yield pytest.param("postgres", place, kill_at, marks=marks)
@@ -174,102 +184,153 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
     assert again <= 2, "but for the trial in hand, which has no checkpoint here"
 
 
-def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> list[float]:
-    """Begin all trials of the study, and end when all have paused at the last rung; their values."""
+def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> None:
+    """Begin all trials of the study, and stop when all have paused at the last rung."""
     with worker_on(storage, config) as worker:
         for _ in range(2 * config.n_trials):
             lease, trial = begin(worker)
-            train(storage, Path(os.devnull), trial, lease, None)
-            worker.record_outcome(lease, trial, result("pruned"))
-    return [trial.values[0] for trial in storage.load_study(config.name).trials[config.n_trials :]]
+            worker.record_outcome(lease, train(storage, Path(os.devnull), trial, lease, None))
 
 
 def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) -> WorkerLease:
     study = create_or_resume_study(storage, config)
     study.sampler = build_sampler(config.sampler, config.search_space)
     study.pruner = build_pruner(config.pruner)
-    promotion = promotion_of(config.pruner, config.directions, config.num_slots)
-    return WorkerLease(storage, study, max_retries=1, promotion=promotion, **options)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    points = grid_points(config.search_space, config.sampler.seed)
+    options = {"promotion": promotion, "read_points": lambda: points, **options}
+    return WorkerLease(storage, study, max_retries=1, **options)
 
 
-def test_a_cancelled_study_that_is_opened_again_lets_those_go_on_that_had_paused(
-    storage: Storage, tmp_path: Path
-) -> None:
+def test_a_paused_trial_is_running_to_optuna_and_has_no_worker(storage: Storage) -> None:
+    pause_all(storage)
+    trials = storage.load_study(CONFIG.name).trials
+    assert [trial.state.name for trial in trials] == ["RUNNING"] * 8
+    assert all(map(is_paused, trials))
+    record = read_study(storage, CONFIG.name)
+    assert record.counts == {"open": 0, "running": 0, "done": 0, "paused": 8}
+    assert {trial.outcome for trial in record.trials} == {"paused"}
+    [overview] = list_studies(storage)
+    assert (overview.state, overview.trials["paused"]) == ("open", 8)
+
+
+def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Storage) -> None:
     pause_all(storage)
     set_state(storage, CONFIG.name, "cancelled")
-    assert end_unfinished(storage, CONFIG.name) == 0
-    set_state(storage, CONFIG.name, "open")
-    work(storage.url, tmp_path / "log")
-    check(storage, ended={7, 8})
+    assert end_unfinished(storage, CONFIG.name) == 8
+    for trial in storage.load_study(CONFIG.name).trials:
+        assert (trial.state.name, trial.value) == ("PRUNED", value(trial.params, 2))
+    assert storage.is_finished(CONFIG.name)
 
 
 def test_fewer_trials_than_have_begun_take_nothing_back(storage: Storage, tmp_path: Path) -> None:
     pause_all(storage)
     create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
+    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 0, "paused": 8}
     work(storage.url, tmp_path / "log")
     check(storage, ended={7, 8})
 
 
-def test_one_that_fails_goes_on_from_its_checkpoint_and_gives_its_place_to_nobody(storage: Storage) -> None:
+def test_a_failed_trial_is_tried_again_from_its_beginning(storage: Storage) -> None:
     pause_all(storage)
-    study = storage.load_study(CONFIG.name)
     with worker_on(storage) as worker:
         lease, trial = begin(worker)
-        lease.saved_step = 40
-        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
-        origin = trial.user_attrs[ORIGIN_ATTR]
-        assert origin not in without_checkpoints(study, 0, storage.trials_in_work(CONFIG.name))
-        seen = {origin}
+        worker.record_outcome(lease, result("failed", traceback="Traceback"))
+        failed = trial.number
+        ended = []
         while lease := worker.claim():
-            trial = worker.open_trial(lease)
-            assert lease.saved_step == (40 if trial.user_attrs[ORIGIN_ATTR] == origin else 0)
-            seen.add(trial.user_attrs[ORIGIN_ATTR])
-            worker.record_outcome(lease, trial, result("complete"))
-    assert len(seen) == 2, "no third one took the place of the one that was tried again"
-    assert set(study.trials[origin].params) == {"batch_size"}
+            train_on = train(storage, Path(os.devnull), lease.trial, lease, None)
+            worker.record_outcome(lease, train_on)
+            ended += [lease.trial.params["batch_size"]] if train_on.outcome == "complete" else []
+    trials = storage.load_study(CONFIG.name).trials
+    assert trials[failed].state.name == "FAIL"
+    assert trials[8].user_attrs["retry_of"] == failed
+    assert {7, 8} <= set(ended)
+    assert trials[8].params == trials[failed].params
 
 
-def test_what_another_device_must_go_on_with_is_left_to_it(storage: Storage) -> None:
-    """All have begun, and the best two cannot run here: nothing is left for this worker."""
-    pause_all(storage)
-    with worker_on(storage, can_run=lambda params: params.get("batch_size", 1) < 7) as worker:
-        assert worker.claim() is None
-        assert sorted(params["batch_size"] for params in worker.unfinished().values()) == [7, 8]
-    with worker_on(storage) as other:
-        begin(other)
-        with worker_on(storage, can_run=lambda params: params.get("batch_size", 1) < 7) as worker:
-            assert worker.claim() is None
-            batch_sizes = {params["batch_size"] for params in worker.unfinished().values()}
-            assert {5, 6, 7, 8} <= batch_sizes, "if the one that runs breaks, the next goes on"
+def test_trials_for_another_device_are_left_to_it(storage: Storage) -> None:
+    """A worker that cannot run the best two trials leaves them, as long as another one can."""
+    space = {**SPACE, "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]}}
+    config = study(8, sampler={"name": "random"}, search_space=space, pruner=PRUNER)
+    create_or_resume_study(storage, config)
+    only_fp32 = Runnable(("fp32", "fp16"), frozenset({"fp16"}))
+    with worker_on(storage, config, read_points=None) as worker:
+        for index in range(16):
+            lease, trial = begin(worker)
+            trial.suggest_categorical("fp_precision", ["fp32", "fp16"])
+            rung = 0.05 if index < 8 else 0.45
+            lease.pause(rung, [float(trial.params["fp_precision"] == "fp16")])
+            worker.record_outcome(lease, result("paused"))
+    precision_of = [trial.params["fp_precision"] for trial in storage.load_study(config.name).trials]
+    assert precision_of.count("fp16") >= 2, "the seed gives a mixture"
+    with (
+        worker_on(storage, config, read_points=None),
+        worker_on(storage, config, read_points=None, runnable=only_fp32) as other,
+    ):
+        assert other.claim() is None
+        assert [params["fp_precision"] for params in other.left] == ["fp16", "fp16"]
+    with worker_on(storage, config, read_points=None, runnable=only_fp32) as alone:
+        lease = alone.claim()
+        assert lease is not None
+        assert lease.trial.params["fp_precision"] == "fp32", "the device with fp16 is gone"
 
 
-def test_a_slot_whose_worker_died_before_it_told_of_the_pause(storage: Storage, tmp_path: Path) -> None:
-    """The trial is PRUNED, and the slot runs: it is not taken for one that goes on."""
-    values = pause_all(storage)
-    worst = values.index(min(values))
-    with storage.engine.begin() as connection:
-        of_trial = sa.update(slots).where(slots.c.trial_number == CONFIG.n_trials + worst)
-        connection.execute(of_trial.values(state="running", owner="gone"))
-    work(storage.url, tmp_path / "log")
-    check(storage, ended={7, 8})
-
-
-def test_paused_trials_need_a_worker_where_none_runs(storage: Storage) -> None:
-    """A worker that serves all studies comes to let them go on, and to none that wait for another's."""
-    pause_all(storage)
-    assert [study.trials for study in list_studies(storage)] == [
-        {"open": 7, "running": 0, "done": 1, "total": 8}
-    ], "one is the worst of eight, of which two go on"
+def test_a_worker_that_died_between_its_pause_and_its_checkpoint(storage: Storage) -> None:
+    """The trial is paused, and no death is counted."""
     with worker_on(storage) as worker:
-        begin(worker)
-        [study] = list_studies(storage)
-    assert study.trials["open"] == 1, "the other of the best two"
-    assert study.trials["running"] + study.trials["done"] == 7
+        lease, trial = begin(worker)
+        trial.suggest_categorical("batch_size", list(range(1, 9)))
+        lease.pause(0.05, [0.5])
+        change_worker(storage, worker, process_start="1")
+        with worker_on(storage) as other:
+            other_lease, _ = begin(other)
+            assert other_lease.number != trial.number
+            record = read_study(storage, CONFIG.name)
+    assert record.trials[trial.number].outcome == "paused"
 
 
-def test_with_another_pruner_none_goes_on_and_the_study_ends(storage: Storage) -> None:
+def test_with_another_pruner_no_trial_continues_and_the_study_ends(storage: Storage) -> None:
     pause_all(storage)
     config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
     summary = run_worker(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
     assert (summary.ended, summary.outcomes) == ("finished", {})
-    assert storage.slot_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
+    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
+
+
+def test_no_more_trials_wait_at_a_rung_than_its_bound(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "MOST_PAUSED", 3)
+    pruner = {**PRUNER, "keep": 1, "reduction_factor": 3}
+    config = study(40, sampler={"name": "random", "seed": 1}, search_space=SPACE, pruner=pruner)
+    most = 0
+    with worker_on(storage, config, read_points=None) as worker:
+        while lease := worker.claim():
+            most = max(most, storage.trial_counts(config.name).get("paused", 0))
+            worker.record_outcome(lease, train(storage, Path(os.devnull), lease.trial, lease, None))
+    at_least = promotion_of(config.pruner, config.directions, config.num_trials).at_least
+    assert 4 <= most <= sum(max(3, count) for count in at_least) + len(at_least)
+    assert storage.is_finished(config.name)
+
+
+def test_a_trial_continues_on_the_machine_with_its_checkpoint(storage: Storage) -> None:
+    """Each machine has its own folder of checkpoints. The second one leaves before the end."""
+    restarted = continued = 0
+    first, second = (worker_on(storage, AT_ONCE, shares_checkpoints=False) for _ in range(2))
+    first.host, second.host = "first", "second"
+    with first:
+        with second:
+            for worker in (first, second) * 6:
+                if (lease := worker.claim()) is None:
+                    continue
+                continued += RESUMED_ATTR in lease.trial.user_attrs
+                restarted += RESUMED_ATTR in lease.trial.user_attrs and not lease.checkpoint_step
+                run = train(storage, Path(os.devnull), lease.trial, lease, None)
+                lease.saved_step = 10
+                worker.record_outcome(lease, run)
+        assert (restarted, continued) == (0, 4)
+        while lease := first.claim():
+            run = train(storage, Path(os.devnull), lease.trial, lease, None)
+            first.record_outcome(lease, run)
+    assert storage.is_finished(CONFIG.name)

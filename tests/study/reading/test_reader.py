@@ -28,7 +28,7 @@ def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -
         record = read_study(reader, "tiny")
         assert ended
         seen = record.trials[0]
-        assert (seen.state, seen.outcome, seen.values, record.slots["done"]) in [
+        assert (seen.state, seen.outcome, seen.values, record.counts["done"]) in [
             ("RUNNING", "running", None, 0),
             ("COMPLETE", "complete", (0.5,), 1),
         ]

@@ -106,7 +106,7 @@ def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) ->
     def during(trial: optuna.trial.Trial) -> None:
         mine.append(trial.number)
         if len(mine) == 1:
-            worker_process.wait_for(lambda: storage.slot_counts("tiny")["done"] >= 3)
+            worker_process.wait_for(lambda: storage.trial_counts("tiny")["done"] >= 3)
 
     def show(look: Look) -> None:
         ended.extend(trial.number for trial in look.ended)

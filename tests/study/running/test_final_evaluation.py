@@ -119,7 +119,7 @@ def test_the_first_of_a_pareto_front_on_validation_where_there_is_no_test_split(
 
 def test_not_before_the_last_trial(evaluating: Evaluating) -> None:
     finish(evaluating.storage, (0.25,), left=2)
-    assert evaluating.storage.slot_counts("tiny")["open"] == 2
+    assert evaluating.storage.trial_counts("tiny")["open"] == 2
     evaluating.run()
     assert evaluating.evaluated == []
 

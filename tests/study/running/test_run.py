@@ -113,7 +113,7 @@ def test_a_study_is_checked_until_one_of_its_trials_has_trained(
     if begun == "ended":
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:
-        assert opened.stored.slots["open"] == (1 if begun == "ended" else 2)
+        assert opened.stored.counts["open"] == (1 if begun == "ended" else 2)
         assert opened.executor is executors.made[0]
     assert [executor.num_checks for executor in executors.made] == [num_checks]
 
@@ -136,7 +136,7 @@ def test_a_start_opens_the_database_once_and_reads_no_trials(
     sa.event.listen(sa.Engine, "before_cursor_execute", note)
     try:
         with open_study(study(8), storage.url, tmp_path, OpenOptions(resize=False)) as started:
-            assert started.stored.slots == {"open": 5, "running": 0, "done": 3}
+            assert started.stored.counts == {"open": 5, "running": 0, "done": 3}
     finally:
         sa.event.remove(sa.Engine, "before_cursor_execute", note)
     assert len(opened) == 1
@@ -167,7 +167,7 @@ def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
     with pytest.raises(StorageError, match="was deleted"):
         read_study(storage, "tiny")
     with open_study(study(2), storage.url, tmp_path) as opened:
-        assert (opened.stored.has_trained, opened.stored.slots["open"]) == (False, 2)
+        assert (opened.stored.has_trained, opened.stored.counts["open"]) == (False, 2)
     assert storage.study_token("tiny") != before
     assert [executor.num_checks for executor in executors.made] == [1]
 
@@ -246,7 +246,7 @@ def test_a_study_for_other_machines_is_made(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = study(search_space={}, **changes)
     with open_study(config, sqlite_url, tmp_path, OpenOptions(trials_run="elsewhere")) as opened:
-        assert opened.stored.slots["open"] == 8
+        assert opened.stored.counts["open"] == 8
         assert opened.executor is None
     assert [(executor.device.type, executor.num_checks) for executor in executors.made] == [("cpu", 1)]
     assert "No trial can run on this machine" in caplog.text

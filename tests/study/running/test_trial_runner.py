@@ -81,7 +81,7 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
     run_worker(config, storage, run_first, stop=stop)
     [trial] = storage.load_study(config.name).trials
     assert trial.user_attrs.get(PAUSED_ATTR) == paused_at
-    assert storage.slot_counts(config.name).get("paused", 0) == (paused_at is not None)
+    assert storage.trial_counts(config.name).get("paused", 0) == (paused_at is not None)
 
 
 def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_none(
@@ -126,7 +126,7 @@ def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_non
     assert {trial.params["batch_size"] for trial in stored.best_trials} == {*front}
     kept = {trial.origin for trial in record.trials} - without_checkpoints(stored, 4)
     assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
-    assert record.slots == {"open": 0, "running": 0, "done": 9}
+    assert record.counts == {"open": 0, "running": 0, "done": 9}
 
 
 # The first rung suits the data: training to there takes at least as long as the evaluation

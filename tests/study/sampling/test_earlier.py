@@ -54,7 +54,7 @@ def test_configurations_are_enqueued_once_whoever_dies_and_however_many_make_it(
         assert waiting(storage) == GIVEN
         run_trials(storage, config)
         record = read_study(storage, "tiny")
-        assert record.slots["done"] == len(record.trials) == 6
+        assert record.counts["done"] == len(record.trials) == 6
         for index, given in enumerate(GIVEN):
             assert given.items() <= record.trials[index].params.items()
             assert record.trials[index].attributes["source"] == f"first.{index}"

@@ -44,7 +44,7 @@ def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_p
         for storage in (target, back):  # so that no row has the id that it had
             create_or_resume_study(storage, study(3, name="another")).add_trial(create_trial(value=1.0))
         assert copy_study(source, target, "tiny") == 6
-        assert target.slot_counts("tiny") == {"open": 3, "running": 0, "done": 3}
+        assert target.trial_counts("tiny") == {"open": 3, "running": 0, "done": 3}
         assert contents(target) == before
         copy_study(target, back, "tiny")
         assert contents(back) == before

@@ -68,7 +68,7 @@ def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> 
     assert run_trials(storage, config) == RunSummary("closed"), "no trial begins"
     assert end_unfinished(storage, "tiny") == 0, "it is not cancelled"
     before = read_study(storage, "tiny")
-    assert (before.state, before.slots) == ("paused", {"open": 3, "running": 0, "done": 0})
+    assert (before.state, before.counts) == ("paused", {"open": 3, "running": 0, "done": 0})
     assert [trial.outcome for trial in before.trials] == ["preempted"]
     assert set_state(storage, "tiny", "open") == "paused"
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
@@ -92,7 +92,7 @@ def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> Non
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
     record = read_study(storage, "tiny")
     assert [trial.outcome for trial in record.trials] == ["preempted", *["complete"] * 3]
-    assert record.slots == {"open": 0, "running": 0, "done": 3}
+    assert record.counts == {"open": 0, "running": 0, "done": 3}
 
 
 def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Storage) -> None:
@@ -153,12 +153,12 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
             worker.record_outcome(lease, trial, result("complete"))
         worker._beat_once()
     record = read_study(storage, "tiny")
-    assert record.slots == {"open": 3, "running": 0, "done": 0}
+    assert record.counts == {"open": 3, "running": 0, "done": 0}
     assert [(trial.state, trial.outcome, trial.values) for trial in record.trials] == [
         ("FAIL", "preempted", None)
     ]
     with storage.engine.connect() as connection:
-        row = connection.execute(sa.select(schema.slots).where(schema.slots.c.slot == lease.slot)).one()
+        row = connection.execute(sa.select(schema.counts).where(schema.counts.c.slot == lease.slot)).one()
     assert (row.trial_number, row.owner, row.saved_step) == (None, None, 0)
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
 
@@ -173,5 +173,5 @@ def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) 
         worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
         worker._beat_once()
         with storage.engine.connect() as connection:
-            row = connection.execute(sa.select(schema.slots)).one()
+            row = connection.execute(sa.select(schema.counts)).one()
         assert (row.state, row.saved_step) == ("open", 0)

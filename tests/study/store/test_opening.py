@@ -65,4 +65,4 @@ def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_none(
         open_storage(storage_url, create=False)
     with open_storage(storage_url) as storage:
         create_or_resume_study(storage, study(n_trials=3))
-        assert storage.slot_counts("tiny") == {"open": 3, "running": 0, "done": 0}
+        assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}

@@ -59,7 +59,7 @@ def test_no_study_is_opened_for_running_on_a_network_file_system(
     with pytest.raises(StorageError, match=r"network file system \(nfs4\).*`hpo database start`.*`hpo copy"):
         open_storage(sqlite_url)
     with open_storage(sqlite_url, create=False) as storage:  # so that it can be copied
-        assert read_study(storage, "tiny").slots["open"] == 2
+        assert read_study(storage, "tiny").counts["open"] == 2
 
 
 def change(storage: Storage, **values: str | float) -> None:

@@ -58,7 +58,7 @@ def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
     for n_trials, sampler, num_slots in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
         create_or_resume_study(storage, study(n_trials, search_space=space, sampler={"name": sampler}))
-        assert storage.slot_counts("tiny")["open"] == num_slots
+        assert storage.trial_counts("tiny")["open"] == num_slots
 
 
 def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
@@ -120,18 +120,18 @@ def test_the_order_of_keys_is_that_of_the_first_file(storage: Storage, tmp_path:
 def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
     run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
     create_or_resume_study(storage, study(6))
-    assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 2}
     create_or_resume_study(storage, study(3))
-    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
     assert read_study(storage, "tiny").trials[2].outcome == "preempted"
 
     dropped = create_or_resume_study(storage, study(1)).trials
-    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
     assert dropped[2].state == TrialState.FAIL
     assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1"
 
     create_or_resume_study(storage, study(4))
-    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 2}
     run_trials(storage, study(4), result("complete"), result("complete"))
     assert len(read_study(storage, "tiny").trials) == 5
 
@@ -143,7 +143,7 @@ def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> N
             alive.open_trial(alive.claim())
             change_worker(storage, dead, process_start="1")
             create_or_resume_study(other, study(1))
-            assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
+            assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 0}
             states = [one.state for one in other.load_study("tiny").trials]
             assert states == [TrialState.FAIL, TrialState.RUNNING]
         with pytest.raises(LeaseLostError):
@@ -153,14 +153,14 @@ def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> N
 def test_lowered_n_trials_drops_a_retry_that_has_not_begun(storage: Storage) -> None:
     run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
     trials = create_or_resume_study(storage, study(1)).trials
-    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 1}
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
     assert trials[1].user_attrs["outcome"] == "failed"
 
 
 def test_joining_worker_does_not_resize(storage: Storage) -> None:
     create_or_resume_study(storage, study(5))
     create_or_resume_study(storage, study(3), resize=False)
-    assert storage.slot_counts("tiny")["open"] == 5
+    assert storage.trial_counts("tiny")["open"] == 5
 
 
 # A study that goes

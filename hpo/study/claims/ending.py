@@ -1,0 +1,47 @@
+"""The end of trials that no worker has: paused trials that do not continue, and trials that are given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.outcome import Outcome
+from hpo.study.sampling.promotion import rungs_of
+from hpo.study.store.optuna_internals import end_trial, trial_id_of
+from hpo.study.store.schema import claims
+
+NOT_PROMOTED = "it was not promoted: other trials were better at this rung, or the study ended."
+
+
+def end_unclaimed(
+    connection: sa.Connection, study: str, trial: FrozenTrial, owner: str | None, reason: str
+) -> bool:
+    """End a trial that `owner` (None: nobody) does not run any more, unless a worker took it meanwhile.
+
+    A trial that has come to a rung ends as PRUNED, with its values there. Any other trial is given up: it
+    FAILs, which samplers do not see, and does not count among the trials of the study.
+    """
+    rungs = rungs_of(trial.user_attrs)
+    this = (claims.c.study == study, claims.c.trial_number == trial.number)
+    change = sa.update(claims).where(*this, claims.c.owner.is_not_distinct_from(owner))
+    if not connection.execute(change.values(owner=None, counts=bool(rungs), paused_at=None)).rowcount:
+        return False
+    if not rungs:
+        return give_up(connection, trial, Outcome.PREEMPTED, reason)
+    at: dict[str, Any] = {**[*rungs.values()][-1]}
+    return end_trial(
+        connection,
+        trial_id_of(trial),
+        TrialState.PRUNED,
+        values=at["values"],
+        user_attrs={"outcome": Outcome.PRUNED, "outcome_reason": reason},
+        constraints=at.get("constraints"),
+    )
+
+
+def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:
+    """End a trial as FAIL, which samplers do not see; False: it has ended already."""
+    attributes = {"outcome": outcome, "outcome_reason": reason}
+    return end_trial(connection, trial_id_of(trial), TrialState.FAIL, user_attrs=attributes)

@@ -1,0 +1,210 @@
+"""The trials of a study as one worker sees them at one moment: free, running, paused, waiting.
+
+Optuna's trials are read before the claims, on a connection of their own. A trial is claimed only if it is
+still as it was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.runnable import Runnable, known_params
+from hpo.study.sampling.points import Point, unused_points
+from hpo.study.sampling.promotion import Promotion, Standings, is_paused, rungs_of
+from hpo.study.store.optuna_internals import all_trials
+from hpo.study.store.schema import claims, studies, workers
+from hpo.study.store.storage import Storage
+
+LOOK_SECONDS = 1.0
+"""How often a worker looks for dead workers; of many workers each less often."""
+LOOK_AT_ONCE = 8
+"""So many workers look each `LOOK_SECONDS`, so that the cost does not grow with the square of them."""
+
+
+@dataclass
+class Snapshot:
+    """What a worker sees that has no trial."""
+
+    trials: Sequence[FrozenTrial]
+    """All of the study, by number."""
+    rows: Mapping[int, sa.Row[Any]]
+    """The claims of the unfinished trials, by the trial's number."""
+    has_place: bool
+    """Whether the study has begun fewer than `n_trials`."""
+    new: Sequence[Point]
+    """The parameters that a new trial may get; [{}]: any."""
+    is_spent: bool
+    """Whether the study has spent its budget."""
+    hosts: Set[str] = frozenset()
+    """The machines of other live workers."""
+    may_begin: bool = False
+    """Whether a live worker may begin another trial."""
+    free: list[FrozenTrial] = field(default_factory=list)
+    """RUNNING, without a worker, and not paused."""
+    running: list[FrozenTrial] = field(default_factory=list)
+    """RUNNING with other live workers."""
+    paused: list[FrozenTrial] = field(default_factory=list)
+    waiting: list[FrozenTrial] = field(default_factory=list)
+    """WAITING for a place of the study, or retries of failed attempts, which have one."""
+    promoted: Sequence[FrozenTrial] = ()
+    """The paused trials that continue now."""
+    fallen_behind: Sequence[FrozenTrial] = ()
+    """The paused trials that never continue."""
+
+    def owner(self, trial: FrozenTrial) -> str | None:
+        """The worker that had the trial."""
+        return self.rows[trial.number].owner
+
+    def host(self, trial: FrozenTrial) -> str | None:
+        """The machine that wrote the newest checkpoint of a trial; None: it has none."""
+        host: str | None = self.rows[trial.number].host
+        return host
+
+    def unfinished(self) -> list[Mapping[str, Any]]:
+        """Return the parameters so far of the trials that are to run before the study is finished.
+
+        A paused trial is among them if it is promoted, or if a trial runs whose end may promote it.
+        """
+        rest = [] if self.is_spent else [*self.free, *self.promoted, *self.waiting]
+        rest += [*self.running, *(self.paused if self.running else ())]
+        return [*map(known_params, rest), *(self.new if self.may_begin else ())]
+
+
+class Watch:
+    """Looks at a study again and again. A trial that has ended is looked at once."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        study: optuna.Study,
+        promotion: Promotion | None,
+        budget: StudyBudget | None,
+        continues_last: Callable[[FrozenTrial], bool],
+    ) -> None:
+        self._storage = storage
+        self._study = study
+        self._budget = budget
+        self._standings = promotion and Standings(promotion, continues_last)
+        self._unfinished: list[int] = []
+        self._num_seen = 0
+        self._dead: set[str] = set()
+        self._looks_at = -math.inf  # for dead workers
+
+    def look(self, worker: str, runnable: Runnable, points: Sequence[Point] | None) -> Snapshot:
+        """Look at the study for a worker.
+
+        Args:
+            runnable: what the worker can run.
+            points: the configurations of a grid or a comparison; None: the sampler proposes.
+        """
+        trials = self._storage.persist(lambda: all_trials(self._study))
+        unfinished = self._unfinished_of(trials)
+        return self._storage.read(lambda it: self._look(it, trials, unfinished, worker, runnable, points))
+
+    def _unfinished_of(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """The unfinished trials; those that have ended since the last look are added to the standings."""
+        looked_at = [*(trials[number] for number in self._unfinished), *trials[self._num_seen :]]
+        unfinished = []
+        for trial in looked_at:
+            if not trial.state.is_finished():
+                unfinished.append(trial)
+            elif self._standings is not None:
+                self._standings.add_ended(trial)
+        self._unfinished, self._num_seen = [trial.number for trial in unfinished], len(trials)
+        return unfinished
+
+    def _look(
+        self,
+        connection: sa.Connection,
+        trials: Sequence[FrozenTrial],
+        unfinished: Sequence[FrozenTrial],
+        worker: str,
+        runnable: Runnable,
+        points: Sequence[Point] | None,
+    ) -> Snapshot:
+        name = self._study.study_name
+        of_unfinished = claims.c.trial_number.in_([trial.number for trial in unfinished])
+        query = sa.select(claims).where(claims.c.study == name, of_unfinished)
+        rows = {row.trial_number: row for row in connection.execute(query)}
+        self._look_for_dead(connection, {row.owner for row in rows.values()} - {None, worker})
+        seen = Snapshot(
+            trials,
+            rows,
+            has_place=has_place(connection, name),
+            new=[{}] if points is None else unused_points(points, num_trials_of_points(connection, name)),
+            is_spent=self._budget is not None and self._budget.is_spent(connection),
+        )
+        for trial in unfinished:
+            row = rows.get(trial.number)
+            if trial.state == TrialState.WAITING:
+                if row is not None or seen.has_place:
+                    seen.waiting.append(trial)
+            elif row is not None:  # else plain Optuna made it
+                has_worker = row.owner not in (None, worker) and row.owner not in self._dead
+                kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
+                kind.append(trial)
+        others = self._others(connection, worker)
+        seen.hosts = {row.host for row in others}
+        left_out = {frozenset(json.loads(row.left_out or "[]")) for row in others}
+        live = [runnable, *(Runnable(runnable.precisions, lacking) for lacking in left_out)]
+        self._plan(connection, seen, live)
+        return seen
+
+    def _look_for_dead(self, connection: sa.Connection, owners: set[str]) -> None:
+        if not owners or time.monotonic() < self._looks_at:
+            return
+        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(owners) / LOOK_AT_ONCE)
+        of_study = workers.c.study == self._study.study_name
+        self._dead = owners - self._storage.live_workers(connection, of_study).keys()
+
+    def _others(self, connection: sa.Connection, worker: str) -> list[sa.Row[Any]]:
+        """The other live workers."""
+        live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
+        query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)
+        return [row for row in connection.execute(query) if row.id not in self._dead]
+
+    def _plan(self, connection: sa.Connection, seen: Snapshot, live: Sequence[Runnable]) -> None:
+        """Fill in which trials may begin, continue or end now, on any live worker."""
+
+        def can_run(params: Mapping[str, Any]) -> bool:
+            return any(runnable(params) for runnable in live)
+
+        waits = {trial.number for trial in seen.paused if can_run(known_params(trial))}
+        ours = [*seen.free, *seen.running, *seen.paused]
+        starts = sum(not rungs_of(trial.user_attrs) for trial in ours) + 1
+        left: float = starts + sum(trial.state == TrialState.WAITING for trial in seen.waiting)
+        if self._standings is not None:
+            rungs = self._standings.rungs(ours, lambda trial: trial.number in waits)
+            left = self._standings.left(rungs, int(left))
+        seen.may_begin = seen.has_place and not seen.is_spent and any(map(can_run, seen.new))
+        if seen.may_begin and self._budget is not None:
+            seen.may_begin = self._budget.may_begin(connection, seen.trials, left)
+        if self._standings is not None:
+            promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)
+            seen.promoted = [seen.trials[number] for number in promoted]
+            seen.fallen_behind = [seen.trials[number] for number in self._standings.fallen_behind(rungs)]
+
+
+def has_place(connection: sa.Connection, study: str) -> bool:
+    """Whether a study has begun fewer than its `n_trials`."""
+    begun = sa.select(sa.func.count()).where(claims.c.study == study, claims.c.counts).scalar_subquery()
+    return bool(
+        connection.execute(sa.select(studies.c.n_trials > begun).where(studies.c.name == study)).scalar()
+    )
+
+
+def num_trials_of_points(connection: sa.Connection, study: str) -> dict[str, int]:
+    """Return how many trials of a study have a point, by its `point_key`."""
+    counted = (claims.c.study == study, claims.c.counts, claims.c.point.is_not(None))
+    query = sa.select(claims.c.point, sa.func.count()).where(*counted).group_by(claims.c.point)
+    return {row[0]: row[1] for row in connection.execute(query)}

@@ -1,0 +1,49 @@
+"""Points: the configurations of a grid, or of a comparison, in the order in which trials get them.
+
+A point is chosen in the transaction that makes its trial: the first one that the fewest trials have, among
+those that the worker's device can run. So workers share the points without a sampler of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpo.config.search_space import SearchSpace, grid
+
+Point = dict[str, Any]
+"""The parameters of a trial, as Optuna holds them."""
+
+
+def grid_points(space: SearchSpace, seed: int) -> list[Point]:
+    """Return all combinations of the values of a finite space, in a random order."""
+    values = grid(space)
+    names = sorted(values)
+    products = itertools.product(*(values[name] for name in names))
+    points = [dict(zip(names, product, strict=True)) for product in products]
+    random.Random(seed).shuffle(points)
+    return points
+
+
+def point_key(point: Point) -> str:
+    """Return the name of a point in the database."""
+    return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def unused_points(
+    points: Sequence[Point], num_trials: Mapping[str, int], fixed: Mapping[str, Any] = {}
+) -> list[Point]:
+    """Return the points that the fewest trials have, in their order.
+
+    Args:
+        num_trials: how many trials have a point, by its `point_key`.
+        fixed: parameters that were enqueued. Only points with these parameters are returned.
+    """
+    fitting = [point for point in points if fixed.items() <= point.items()]
+    counts = [num_trials.get(point_key(point), 0) for point in fitting]
+    fewest = min(counts, default=0)
+    return [point for point, count in zip(fitting, counts, strict=True) if count == fewest]
