@@ -105,9 +105,9 @@ class NamedStudy:
 
     def _to_work(self, stop: Stop) -> tuple[StudyConfig, bool]:
         """The study as a worker runs it, and whether it is the user's own file or mapping."""
-        config, is_file = self.file, True
-        if self._word:
-            config, is_file = find_study(self._word, storage_url(self._storage), stop)
+        if not self._word:
+            return to_run(self.file), True
+        config, is_file = find_study(self._word, storage_url(self._storage), stop)
         return to_run(config), is_file
 
     @contextmanager

@@ -15,6 +15,7 @@ from jsonl_sets import write_set
 from tiny import ENCODER, write_long_study, write_study
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
+from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store.schema import studies, workers
 from hpo.study.store.storage import open_storage
 
@@ -261,8 +262,11 @@ def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
         assert ended.exit_code == 2
         assert re.search(message, " ".join(ended.err.split())), ended.err
     given = ("--param", "fp_precision=16-mixed", "--param", "init_scale=8")
-    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json
-    assert told == {"study": "tiny", "enqueued": {"fp_precision": "fp16", "init_scale": 8.0}, "ahead": 0}
+    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--whole", "--json")).json
+    params = {"fp_precision": "fp16", "init_scale": 8.0}
+    assert told == {"study": "tiny", "enqueued": params, "ahead": 0, "whole": True}
+    [waiting] = stored(tmp_path).trials
+    assert waiting.attributes[WHOLE_ATTR] is True
     refused(
         hpo_command(tmp_path, "enqueue", "tiny", *given),
         "must have a trial left to begin, but has 1, and 1 are enqueued",
