@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from hpo.api.in_advance import limit_in_advance, trials_in_advance
 from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
 from hpo.compare.companion import open_comparison, unlabelled_in_test
@@ -17,6 +16,7 @@ from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
+from hpo.report.in_advance import limit_in_advance, trials_in_advance
 from hpo.study.running.run import check_trust
 from hpo.study.store.studies import check_data
 

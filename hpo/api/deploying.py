@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpo.api.opening import RUNS, check_positive, checkpoint_of
+from hpo.api.models import checkpoint_of
+from hpo.api.opening import RUNS, check_positive
 from hpo.compare.companion import unlabelled_in_test
 from hpo.compare.planning import by_rank
 from hpo.deploy.artifacts import NAMES, parse_names
@@ -56,6 +57,8 @@ class DeploymentOptions:
 
 class DeploymentStopped(RunError):
     """The search was stopped before fp32 was scored: nothing is kept."""
+
+    exit_code = 130
 
 
 def deploy_best(

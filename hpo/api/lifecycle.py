@@ -84,14 +84,13 @@ class StateChange(StudyResult):
 class Deleted(StudyResult):
     """A study that was removed from its database, and its checkpoints where this machine finds them."""
 
-    deleted: bool
-    """False: `confirm` refused."""
     checkpoints: str
     removed_here: bool
     told: str
 
     def as_json(self) -> dict[str, Any]:
-        return {name: value for name, value in super().as_json().items() if name != "told"}
+        facts = {"checkpoints": self.checkpoints, "removed_here": self.removed_here}
+        return {"study": self.study, "deleted": True, **facts}
 
     def text(self) -> str:
         return self.told
@@ -150,8 +149,8 @@ def set_state(database: Storage, name: str, state: StudyState) -> StateChange:
     return StateChange(name, state, before, database.trial_counts(name), ended)
 
 
-def delete(database: Storage, name: str, confirm: Callable[[str], bool]) -> Deleted:
-    """Remove a study and its checkpoints if `confirm` agrees, see `hpo.Study.delete`."""
+def delete(database: Storage, name: str, confirm: Callable[[str], object]) -> Deleted:
+    """Remove a study and its checkpoints, see `hpo.Study.delete`."""
     folder = lifecycle.checkpoints_folder(database, name, RUNS)
     config = lifecycle.checkpoint_config(name, database.read_definition(name))
     if left := lifecycle.wait_for_workers(database, name, 0):
@@ -160,14 +159,13 @@ def delete(database: Storage, name: str, confirm: Callable[[str], bool]) -> Dele
             "them."
         )
     done = database.trial_counts(name)["done"]
-    if not confirm(f"the study {name} with {done} finished trials from {place(database.url)}"):
-        return Deleted(name, False, str(folder), False, f"The study {name} was not deleted.")
+    confirm(f"the study {name} with {done} finished trials from {place(database.url)}")
     noted, there = noted_database(database), folder.exists()
     lifecycle.delete_study(database, name)  # raises if a worker has joined: then nothing is removed
     uploads = remove_uploads(config, folder, noted)
     here = f"{remove_checkpoints(folder, noted)}; other machines may have such a folder too."
     told = " ".join(filter(None, (f"The study {name} is deleted.", uploads, here)))
-    return Deleted(name, True, str(folder), there and not folder.exists(), told)
+    return Deleted(name, str(folder), there and not folder.exists(), told)
 
 
 def copy_study(source: Storage, target: Storage, name: str) -> Copied:

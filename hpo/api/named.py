@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpo.api.messages import progress_shown
-from hpo.api.opening import existing_database, find_study, is_path, load_file, study_of, to_run, trust
+from hpo.api.opening import (
+    check_positive,
+    existing_database,
+    find_study,
+    is_path,
+    load_file,
+    load_to_work,
+    to_run,
+    trust,
+)
 from hpo.code import use_code
-from hpo.config.study_config import StudyConfig, load_study, stored_study
+from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
 from hpo.errors import NoDatabaseError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
@@ -103,12 +112,19 @@ class NamedStudy:
         self._check_trust(config, given)
         return config
 
+    def _record_of(self, name: str) -> StudyRecord | None:
+        """The study of this name in the database; None: nothing of it has run."""
+        try:
+            with existing_database(self._storage) as database:
+                return read_study(database, name) if database.has_study(name) else None
+        except NoDatabaseError:
+            return None
+
     def _to_work(self, stop: Stop) -> tuple[StudyConfig, bool]:
         """The study as a worker runs it, and whether it is the user's own file or mapping."""
         if not self._word:
             return to_run(self.file), True
-        config, is_file = find_study(self._word, storage_url(self._storage), stop)
-        return to_run(config), is_file
+        return load_to_work(self._word, storage_url(self._storage), stop)
 
     @contextmanager
     def _stored(self) -> Iterator[tuple[Storage, str]]:
@@ -127,6 +143,7 @@ class NamedStudy:
         """Around trials in this process: stopped by a signal, in several ranks where torchrun began them."""
         from hpo.api.running import ranks_of_torchrun
 
+        check_positive(timeout=timeout)
         with (
             progress_shown(quiet=self._quiet),
             stop_on_signals(end_of_job(until), timeout) as stop,

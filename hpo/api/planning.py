@@ -6,13 +6,13 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpo.api.in_advance import limit_in_advance
 from hpo.api.opening import RUNS
 from hpo.compare.planning import DEFAULTS
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import DataError, RunError
 from hpo.precision.table import apply_preset
+from hpo.report.in_advance import limit_in_advance
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
 from hpo.tasks.registry import is_error

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import typer
 from optuna.trial import TrialState
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
-from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
-from hpo.report.formats import trials_done
+from hpo.report.formats import format_seconds, trials_done
+from hpo.report.plan import costs_of
+from hpo.report.progress import StudyDisplay
 from hpo.study.reading.reader import read_study
+from hpo.study.reading.watch import StudyWatch, watching
 from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import redact, storage_url
+from hpo.study.store.database import place, redact, storage_url
 from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked
 
@@ -150,7 +155,7 @@ def run_here(
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
-        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet, stop=stop):
+        with tracked(config.name, config.tracker, url, RUNS), _shown(opened, quiet=quiet, stop=stop):
             summary = run_study(opened, processes, stop=stop)
         record = read_study(opened.storage, config.name)
         return RunResult(**_facts(opened, summary), record=record)
@@ -164,7 +169,7 @@ def work_here(
     how = replace(how, resize=False, trials_run="in this process" if here else "in workers")
     with (
         open_study(config, storage_url(storage), RUNS, how) as opened,
-        shown(opened, quiet=quiet, stop=stop, own=here),
+        _shown(opened, quiet=quiet, stop=stop, own=here),
     ):
         summary = run_study(opened, processes, stop=stop)
         if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
@@ -179,3 +184,49 @@ def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
     ended = storage.load_study(name).get_trials(False, (TrialState.COMPLETE,)) if stored else []
     facts = {"study": name, "left_out": opened.left_out, "stored": stored, "has_complete": bool(ended)}
     return vars(summary) | facts
+
+
+@contextmanager
+def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
+    """Say which study is run and what of it is not, and show its progress during the block.
+
+    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
+    workers.
+    """
+    if quiet:
+        yield
+        return
+    stored, storage, config = opened.stored, opened.storage, opened.config
+    done = stored.counts["done"]
+    state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
+    counts = trials_done(stored.counts, has_budget=config.budget is not None)
+    typer.echo(
+        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
+    )
+    if opened.left_out:
+        reasons = " ".join(dict.fromkeys(opened.left_out.values()))
+        typer.echo(
+            f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
+            "`amp.on_unsupported` and `amp.allow_emulated` change that."
+        )
+    typer.echo(_short_time(opened, stop.deadline - time.monotonic()), nl=False)
+    seconds = 2.0 if own else 0.5
+    with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
+        yield
+
+
+def _short_time(opened: OpenStudy, seconds: float) -> str:
+    """A line if trials pause, and so few seconds are left to begin that none of them may reach its end."""
+    config = opened.config
+    is_finished = opened.stored.counts["done"] == config.n_trials
+    if math.isinf(seconds) or is_finished or not config.pruner.rungs:
+        return ""
+    costs = costs_of(read_study(opened.storage, config.name)).values()
+    whole = min((cost.seconds for cost in costs), default=config.training.max_seconds)
+    if whole is None or whole <= seconds:
+        return ""
+    return (
+        f"--timeout is shorter than a whole trial, which takes about {format_seconds(whole)}. Trials that "
+        "pause may not reach their end in this run.\n"
+    )

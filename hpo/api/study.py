@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
-from hpo.api.opening import RUNS, check_positive, check_workers, existing_database, to_run
+from hpo.api.opening import RUNS, check_positive, check_workers, to_run
 from hpo.config.comparison import Question
 from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
-from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
+from hpo.errors import InputError, RunError, StoppedError
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
-from hpo.study.running.stopping import end_of_job
 from hpo.study.store.database import storage_url
 from hpo.study.store.storage import open_storage
 from hpo.trial.callbacks import Callbacks
@@ -92,13 +91,10 @@ class Study(NamedStudy):
         """
         from hpo.api.running import run_here, worker_processes
 
-        # Before anything is made.
-        check_positive(timeout=timeout)
-        check_workers(workers, workers_per_device)
-        end_of_job(until)
-        config = to_run(self.file, n_trials, hours)
-        processes = worker_processes(config, self._storage, workers, workers_per_device)
+        check_workers(workers, workers_per_device)  # before anything is made
         with self._stopping(until, timeout) as stop:
+            config = to_run(self.file, n_trials, hours)
+            processes = worker_processes(config, self._storage, workers, workers_per_device)
             return run_here(config, processes, stop, self._storage, quiet=self._quiet)
 
     def work(
@@ -118,7 +114,6 @@ class Study(NamedStudy):
         from hpo.study.running.run import OpenOptions
 
         check_workers(workers, workers_per_device)
-        check_positive(timeout=timeout)
         with self._stopping(until, timeout) as stop:
             try:
                 config, is_file = self._to_work(stop)
@@ -185,15 +180,9 @@ class Study(NamedStudy):
         from hpo.api.planning import plan_study
 
         check_positive(workers=workers)
-        config, record = to_run(self.config, n_trials, hours), None
-        try:
-            with existing_database(self._storage) as database:
-                if database.has_study(config.name):
-                    record = read_study(database, config.name)
-        except NoDatabaseError:
-            pass  # nothing has run yet
+        config = to_run(self.config, n_trials, hours)
         with progress_shown(quiet=self._quiet):
-            return plan_study(config, record, workers)
+            return plan_study(config, self._record_of(config.name), workers)
 
     def status(self) -> dict[str, Any]:
         """How far it is: what `hpo status --json` prints."""
@@ -346,11 +335,11 @@ class Study(NamedStudy):
         """Stop the study for good: pause it, and end its unfinished trials. Raises RunError as `pause`."""
         return self._set_state("cancelled")
 
-    def delete(self, confirm: Callable[[str], bool] = lambda _: True) -> Deleted:
+    def delete(self, confirm: Callable[[str], object] = lambda _: None) -> Deleted:
         """Remove the study from the database, and its checkpoints from where this machine finds them.
 
-        `confirm` receives a description of the study; nothing is removed if it returns false. Raises
-        InputError if the study has workers.
+        `confirm` receives a description of the study before anything is removed; an exception stops the
+        removal. Raises InputError if the study has workers.
         """
         from hpo.api.lifecycle import delete
 

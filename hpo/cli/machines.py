@@ -22,6 +22,7 @@ from hpo.cli.options import (
     flag,
     folder,
     option,
+    optional,
     stored_study_command,
     study_command,
 )
@@ -90,10 +91,10 @@ def copy(study: hpo.Study, to: str) -> Any:
 def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
     """Remove a study from the database, and its checkpoints from where this machine finds them."""
 
-    def confirm(what: str) -> bool:
+    def confirm(what: str) -> None:
         if as_json or not sys.stdin.isatty():
             raise InputError(f"To delete {what}, give --yes.")
-        return typer.confirm(f"Delete {what}? It cannot be had back.", abort=True)
+        typer.confirm(f"Delete {what}? This cannot be undone.", abort=True)
 
     return study.delete() if yes else study.delete(confirm)
 
@@ -126,7 +127,7 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
 
 
 _DEFAULT = RUNS / "postgres"
-_FOLDER = folder("Where the database has its files.", show_default="runs/postgres")
+_FOLDER = folder("Where the database has its files.", default="runs/postgres")
 
 
 def _server(folder: Path) -> PostgresServer:
@@ -138,15 +139,8 @@ def _server(folder: Path) -> PostgresServer:
 @command(
     group=database,
     folder=_FOLDER,
-    host=option(
-        str | None,
-        "HOST",
-        "Listens there; 0.0.0.0: on all addresses. With TLS but on loopback.",
-        show_default="127.0.0.1",
-    ),
-    port=option(
-        int | None, "PORT", "0 takes that of last time, or a free one.", min=0, max=65535, show_default="0"
-    ),
+    host=optional(str, "HOST", "Listens there; 0.0.0.0: everywhere, with TLS.", "127.0.0.1"),
+    port=optional(int, "PORT", "0 takes that of last time, or a free one.", "0", min=0, max=65535),
     foreground=flag("--foreground", "Serve until a signal comes, as a batch job does."),
 )
 def start(

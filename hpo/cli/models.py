@@ -8,35 +8,29 @@ from typing import Any, Literal
 import typer
 
 import hpo
-from hpo.cli.options import TRUST, Answer, argument, command, flag, folder, option, print_json, study_command
+from hpo.cli.options import (
+    IN_POINTS,
+    TRUST,
+    Answer,
+    argument,
+    command,
+    flag,
+    folder,
+    optional,
+    print_json,
+    study_command,
+)
 
 
 @study_command(
     *TRUST,
-    folder=folder("Folder.", "--out", show_default="runs/STUDY/deploy"),
-    timeout=option(
-        float | None,
-        "SECONDS",
-        "After so long no further form is begun, and the choice is among those that are scored.",
-        min=1,
-        show_default="1800",
-    ),
-    max_drop=option(
-        float | None,
-        "POINTS",
-        "What loses more is refused; in hundredths, of mae and rmse in the labels' units.",
-        min=1e-6,
-        show_default="1",
-    ),
-    batch=option(int | None, "SIZE", "Batch whose latency decides: 1 or 32.", show_default="1"),
-    threads=option(int | None, "N", "Threads.", min=1, max=1024, show_default="one a core"),
-    artifacts=option(
-        str | None,
-        "NAMES",
-        "Which, beside fp32: bf16,onnx_int8_dynamic.",
-        show_default="all that this machine can have",
-    ),
-    device=option(Literal["auto", "cpu", "cuda"] | None, "DEVICE", "auto, cpu or cuda.", show_default="cpu"),
+    folder=folder("Folder.", "--out", default="runs/STUDY/deploy"),
+    timeout=optional(float, "SECONDS", "No further form is begun after so long.", "1800", min=1),
+    max_drop=optional(float, "POINTS", f"What loses more is refused. {IN_POINTS}", "1", min=1e-6),
+    batch=optional(int, "SIZE", "Batch whose latency decides: 1 or 32.", "1"),
+    threads=optional(int, "N", "Threads.", "one a core", min=1, max=1024),
+    artifacts=optional(str, "NAMES", "Forms beside fp32: bf16,onnx_int8_dynamic.", "all that run here"),
+    device=optional(Literal["auto", "cpu", "cuda"], "DEVICE", "auto, cpu or cuda.", "cpu"),
 )
 def deploy(study: hpo.Study, **options: Any) -> Answer:
     """Find the fastest form of the best model that is as good as fp32: bf16, fp16, ONNX, int8.
@@ -55,20 +49,10 @@ def deploy(study: hpo.Study, **options: Any) -> Answer:
     *TRUST,
     model=argument(Path, "MODEL", "A folder that `hpo best --export` or `hpo deploy` wrote."),
     file=argument(Path, "FILE", "Texts: .jsonl, .csv, .parquet, else one a line."),
-    output=option(
-        Path | None,
-        "FILE",
-        "Where predictions go: .jsonl, .csv or .parquet.",
-        show_default="jsonl on standard output",
-    ),
+    output=optional(Path, "FILE", "Predictions: .jsonl, .csv or .parquet.", "jsonl on standard output"),
     skip_bad_rows=flag("--skip-bad-rows", "List rows that cannot be read, and predict the others."),
-    device=option(str | None, "DEVICE", "auto, cpu, cuda or cuda:N.", show_default="auto"),
-    precision=option(
-        str | None,
-        "PRECISION",
-        "That to compute in.",
-        show_default="the trial's, or fp32 where the device lacks it",
-    ),
+    device=optional(str, "DEVICE", "auto, cpu, cuda or cuda:N.", "auto"),
+    precision=optional(str, "NAME", "Precision.", "the trial's, or fp32 where the device lacks it"),
 )
 def predict(
     model: Path,

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +35,22 @@ app = typer.Typer(
 )
 
 
-def option(kind: Any, metavar: str, help_text: str, *names: str, **more: Any) -> Any:
-    """The type of a parameter that is an option."""
+def option(kind: Any, metavar: str, help_text: str, names: Sequence[str] = (), **more: Any) -> Any:
+    """The type of a parameter that is an option, which may have `names` of its own."""
     return Annotated[kind, typer.Option(*names, metavar=metavar, help=help_text, **more)]
+
+
+def optional(kind: Any, metavar: str, help_text: str, default: str = "", **more: Any) -> Any:
+    """An option that may be left out; the help states the `default` of the library."""
+    return option(kind | None, metavar, help_text, **({"show_default": default} if default else {}), **more)
 
 
 def flag(name: str, help_text: str, **more: Any) -> Any:
     return Annotated[bool, typer.Option(name, help=help_text, **more)]
 
 
-def folder(help_text: str, *names: str, **more: Any) -> Any:
-    return option(Path | None, "DIR", help_text, *names, file_okay=False, **more)
+def folder(help_text: str, *names: str, default: str = "") -> Any:
+    return optional(Path, "DIR", help_text, default, names=names, file_okay=False)
 
 
 def argument(kind: Any, metavar: str, help_text: str) -> Any:
@@ -66,12 +71,12 @@ def _trust(files: list[str]) -> list[str]:
 
 StudyArgument = argument(str, "STUDY", "A name in studies/, or a YAML file.")
 StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.")
-StorageOption = option(
-    str | None,
+StorageOption = optional(
+    str,
     "URL",
     "Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
     envvar="HPO_STORAGE",
-    show_default="sqlite:///runs/hpo.db, in the working folder",
+    default="sqlite:///runs/hpo.db, in the working folder",
 )
 TrustOption = flag(
     "--trust-remote-code",
@@ -83,9 +88,7 @@ TrustCodeOption = option(
     "Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
     callback=_trust,
 )
-NumTrialsOption = option(
-    int | None, "N", "Total of the study, over all workers and runs.", min=1, max=100_000
-)
+NumTrialsOption = optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000)
 JsonOption = flag("--json", "Print JSON instead of text.")
 OPTIONS: Mapping[str, Any] = {
     "as_json": JsonOption,
@@ -93,28 +96,25 @@ OPTIONS: Mapping[str, Any] = {
     "trust_remote_code": TrustOption,
     "trust_code": TrustCodeOption,
     "n_trials": NumTrialsOption,
-    "hours": option(
-        float | None, "H", "Budget of the study in device-hours, in place of its trials.", min=0.001
+    "hours": optional(float, "H", "Device-hours of the study, in place of its trials.", min=0.001),
+    "workers": optional(int, "W", "Processes here, spread over the GPUs.", "1", min=1, max=1000),
+    "workers_per_device": optional(
+        int, "K", "Processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
     ),
-    "workers": option(
-        int | None, "W", "Processes here, spread over the GPUs.", min=1, max=1000, show_default="1"
+    "timeout": optional(
+        float, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
     ),
-    "workers_per_device": option(
-        int | None, "K", "Processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
-    ),
-    "timeout": option(
-        float | None, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
-    ),
-    "until": option(
-        str | None,
+    "until": optional(
+        str,
         "TIME",
         "When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
         "would not reach its next evaluation, and the trial in hand is checkpointed before.",
-        show_default="SLURM_JOB_END_TIME",
+        "SLURM_JOB_END_TIME",
     ),
-    "params": option(list[str], "NAME=VALUE", "A setting of the trial. Repeatable.", "--param", "-p"),
+    "params": option(list[str], "NAME=VALUE", "A setting of the trial. Repeatable.", ("--param", "-p")),
 }
 """The options of more than one command. An option with a default says so by `show_default`."""
+IN_POINTS = "In hundredths, for mae and rmse in the labels' units."
 WORK = ("workers", "workers_per_device", "timeout", "until")
 TRUST = ("trust_remote_code", "trust_code")
 

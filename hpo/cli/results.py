@@ -8,7 +8,7 @@ from typing import Any, Literal
 import typer
 
 import hpo
-from hpo.cli.options import TRUST, Answer, answer, flag, folder, option, study_command
+from hpo.cli.options import IN_POINTS, TRUST, Answer, answer, flag, folder, option, optional, study_command
 from hpo.config.comparison import CONFIGURATIONS, MOST_SEEDS, question_of
 from hpo.config.trackers import TrackerName
 from hpo.precision.table import PRECISION
@@ -27,11 +27,11 @@ def status(study: hpo.Study) -> Answer:
 
 @study_command(
     *TRUST,
-    split=option(
-        Literal["train", "validation", "test"] | None,
+    split=optional(
+        Literal["train", "validation", "test"],
         "SPLIT",
         "Evaluate its checkpoint in detail on a split: train, validation or test; it is stored.",
-        "--evaluate",
+        names=["--evaluate"],
     ),
     folder=folder("Write a model that transformers and hpo load.", "--export"),
     merge=flag("--merge", "Of --export: add an adapter to the weights of the encoder."),
@@ -52,41 +52,20 @@ def best(study: hpo.Study, **options: Any) -> Answer:
 @study_command(
     *("workers", "until"),
     *TRUST,
-    over=option(
-        Literal["fp_precision", "base_precision", "optimizer_state"] | None,
+    over=optional(
+        Literal["fp_precision", "base_precision", "optimizer_state"],
         "SETTING",
         "What is compared: of training, of the weights under an adapter, of the moments.",
-        show_default="fp_precision",
+        "fp_precision",
     ),
     configurations=flag(
-        "--configurations",
-        "Show the best configurations on new seeds, each in its own precision, without a verdict.",
+        "--configurations", "Show the best configurations on new seeds, in their own precision, unjudged."
     ),
-    precisions=option(
-        str | None,
-        "NAMES",
-        "Precisions to compare with fp32: bf16,fp16.",
-        show_default="all that this device runs",
-    ),
-    top=option(int | None, "K", "Configurations.", min=1, max=20, show_default="3"),
-    seeds=option(
-        int | None, "N", "New seeds before the first look.", min=3, max=MOST_SEEDS, show_default="3"
-    ),
-    max_seeds=option(
-        int | None,
-        "N",
-        "Most seeds of a configuration. It may be raised later.",
-        min=3,
-        max=MOST_SEEDS,
-        show_default="12",
-    ),
-    margin=option(
-        float | None,
-        "POINTS",
-        "A smaller loss does not count. In hundredths, for mae and rmse in the units of the labels.",
-        min=1e-6,
-        show_default="0.5",
-    ),
+    precisions=optional(str, "NAMES", "Precisions to compare with fp32: bf16,fp16.", "all that run here"),
+    top=optional(int, "K", "Configurations.", "3", min=1, max=20),
+    seeds=optional(int, "N", "New seeds before the first look.", "3", min=3, max=MOST_SEEDS),
+    max_seeds=optional(int, "N", "Most seeds; may be raised later.", "12", min=3, max=MOST_SEEDS),
+    margin=optional(float, "POINTS", f"A smaller loss does not count. {IN_POINTS}", "0.5", min=1e-6),
 )
 def compare(
     study: hpo.Study, *, configurations: bool, over: str | None = None, precisions: str = "", **options: Any
@@ -121,7 +100,7 @@ def diagnose(study: hpo.Study, trial: int) -> Answer:
     return Answer({"study": study.name, **asdict(found)}, found.text(), 0 if found.broken else 1)
 
 
-@study_command(folder=folder("Folder.", "--out", show_default="runs/STUDY/report"))
+@study_command(folder=folder("Folder.", "--out", default="runs/STUDY/report"))
 def report(study: hpo.Study, **options: Any) -> Answer:
     """Write one self-contained HTML file and CSV tables."""
     path = str(study.report(**options))
@@ -129,10 +108,8 @@ def report(study: hpo.Study, **options: Any) -> Answer:
 
 
 @study_command(
-    port=option(int | None, "PORT", "0 takes a free one.", min=0, max=65535, show_default="8080"),
-    host=option(
-        str | None, "ADDRESS", "0.0.0.0 in a container that publishes the port.", show_default="127.0.0.1"
-    ),
+    port=optional(int, "PORT", "0 takes a free one.", min=0, max=65535, default="8080"),
+    host=optional(str, "ADDRESS", "0.0.0.0 in a container that publishes the port.", default="127.0.0.1"),
 )
 def dashboard(study: hpo.Study, *, as_json: bool, **options: Any) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
@@ -146,19 +123,9 @@ def dashboard(study: hpo.Study, *, as_json: bool, **options: Any) -> None:
 
 
 @study_command(
-    to=option(
-        TrackerName,
-        "TRACKER",
-        "mlflow, tensorboard or wandb. MLFLOW_TRACKING_URI and WANDB_... say where it is.",
-    ),
-    follow=flag(
-        "--follow",
-        "Keep up until the study ends or has had no worker for 10 minutes; wait for an absent tracker.",
-    ),
-    folder=folder(
-        "Of files that tensorboard reads, and wandb before it sends them.",
-        show_default="runs/STUDY/tensorboard, runs/STUDY",
-    ),
+    to=option(TrackerName, "NAME", "mlflow, tensorboard or wandb. Its own variables say where it is."),
+    follow=flag("--follow", "Keep up until the study ends or has had no worker for 10 minutes."),
+    folder=folder("Files of tensorboard and of wandb.", default="runs/STUDY/tensorboard, runs/STUDY"),
     with_parent=flag("--with-parent", "End when the standard input does.", hidden=True),
 )
 def track(study: hpo.Study, **options: Any) -> Any:

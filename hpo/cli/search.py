@@ -15,7 +15,7 @@ from hpo.cli.options import (
     StudyArgument,
     command,
     flag,
-    option,
+    optional,
     stored_study_command,
     study_command,
 )
@@ -35,9 +35,7 @@ def check(study: hpo.Study) -> Any:
 
 @study_command(
     *TRUST,
-    repeats=option(
-        int | None, "N", "Timed passes of each precision; the fastest counts.", min=1, show_default="3"
-    ),
+    repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
 )
 def verify(study: hpo.Study, **options: Any) -> Answer:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
@@ -57,7 +55,7 @@ def verify(study: hpo.Study, **options: Any) -> Answer:
 @study_command(
     *("n_trials", "hours"),
     *TRUST,
-    workers=option(int | None, "W", "So many work.", min=1, show_default="those that do, or one"),
+    workers=optional(int, "W", "So many work.", min=1, default="those that do, or one"),
 )
 def plan(study: hpo.Study, **options: Any) -> Any:
     """Show what a study's trials or its budget come to: hours, starts, and how many go on to the end.

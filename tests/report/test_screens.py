@@ -15,13 +15,12 @@ from rich.console import Console
 from study_records import fake_record, fake_trial, record_of
 from tiny import tiny_study
 
-from hpo.api import progress
-from hpo.api.progress import StudyDisplay
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
-from hpo.report import screens, terminal
+from hpo.report import progress, screens, terminal
 from hpo.report.detailed_tables import Detailed
 from hpo.report.formats import describe_params
+from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
 from hpo.report.terminal import print_parts, text_table
 from hpo.study.reading.study_record import WorkerRecord
