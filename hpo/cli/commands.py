@@ -34,7 +34,7 @@ def _arrange() -> None:
     """Show each command in its panel. A command without one is a KeyError."""
     panels = {name: panel for panel, names in PANELS.items() for name in names.split()}
     for info in app.registered_commands:
-        info.name = info.name or getattr(info.callback, "__name__", "")
+        info.name = str(info.name or getattr(info.callback, "__name__", ""))
         info.rich_help_panel = panels[info.name]
     for group in app.registered_groups:
         group.rich_help_panel = panels[str(group.name)]

@@ -70,16 +70,14 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database and print the record that a study would store."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.screens import evaluation, trial
-    from hpo.study.claims.lease import trial_attributes
+    from hpo.report.screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]
     given = parse_params(params)  # also of what the study's own code brings
     show = partial(evaluation, metrics)
     result = opened.train(given, lambda scored: None if as_json else typer.echo(show(scored)))
-    values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
-    record = {"params": given, "values": values, **trial_attributes(result)}
+    record = trial_record(metrics, given, result)
     if result.traceback and not as_json:
         typer.echo(result.traceback, err=True)
     codes = {Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}

@@ -19,6 +19,7 @@ from hpo.report.formats import (
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.terminal import OUTCOME_STYLES, one_line, warning
+from hpo.study.claims.lease import trial_attributes
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hpo.study.reading.overview import StudyOverview
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.trial.compat import Compatibility
-    from hpo.trial.telemetry import ScoredEvaluation
+    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
     from hpo.trial.verify import PrecisionCheck
 
 
@@ -137,6 +138,12 @@ def detailed(one: Detailed) -> Iterator[Part]:
     yield Text("; ".join(filter(None, (said, decided_text(one)))), style="bold")
     yield "", metrics_text(one).map(one_line)
     yield from map(warning, one.warnings)
+
+
+def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
+    """The record that a study would store of a trial."""
+    values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
+    return {"params": params, "values": values, **trial_attributes(result)}
 
 
 def trial(record: Mapping[str, Any]) -> Iterator[Part]:
