@@ -20,3 +20,8 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

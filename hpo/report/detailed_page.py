@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpo.json_safe import is_number
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
@@ -16,7 +17,6 @@ from hpo.report.detailed_tables import (
 )
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
-from hpo.study.reading.study_record import is_number
 from hpo.tasks.registry import known_kind
 
 HEADING = "What the best model gets right and wrong"

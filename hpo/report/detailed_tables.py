@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hpo.json_safe import is_number
 from hpo.report.formats import BASELINE, format_metric_interval, format_number, with_baseline
 from hpo.report.tables import task_metrics_table
-from hpo.study.reading.study_record import is_number
 
 if TYPE_CHECKING:
     from hpo.report.tables import StudyTables

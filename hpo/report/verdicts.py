@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from rich.text import Text
 
+from hpo.json_safe import is_number
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
 from hpo.report.formats import format_cell, format_interval, format_number
 from hpo.report.tables import StudyTables
-from hpo.study.reading.study_record import StudyRecord, is_number
+from hpo.study.reading.study_record import StudyRecord
 
 if TYPE_CHECKING:
     from hpo.report.terminal import Part

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hpo.errors import printable, shorten
+from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.report.formats import format_value, observed_precision, stored_precisions
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, is_number
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 2000

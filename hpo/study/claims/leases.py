@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -268,9 +269,9 @@ class WorkerLease(Membership):
 
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
         """End trials that no worker has, unless one was faster."""
-        name = self._study.study_name
         for trial in trials:
-            self._storage.write(lambda it, at=trial: end_unclaimed(it, name, at, seen.owner(at), reason))
+            end = partial(end_unclaimed, study=self._study.study_name, trial=trial, reason=reason)
+            self._storage.write(partial(end, owner=seen.owner(trial)))
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""

@@ -17,10 +17,11 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.errors import StorageError
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
 from hpo.study.sampling.points import Point, unused_points
-from hpo.study.sampling.promotion import Promotion, Standings, is_paused, rungs_of
+from hpo.study.sampling.promotion import Promotion, Standings, check_attributes, is_paused, rungs_of
 from hpo.study.store.optuna_internals import all_trials
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
@@ -63,7 +64,8 @@ class Snapshot:
 
     def owner(self, trial: FrozenTrial) -> str | None:
         """The worker that had the trial."""
-        return self.rows[trial.number].owner
+        owner: str | None = self.rows[trial.number].owner
+        return owner
 
     def host(self, trial: FrozenTrial) -> str | None:
         """The machine that wrote the newest checkpoint of a trial; None: it has none."""
@@ -94,7 +96,8 @@ class Watch:
         self._storage = storage
         self._study = study
         self._budget = budget
-        self._standings = promotion and Standings(promotion, continues_last)
+        self._standings = None if promotion is None else Standings(promotion, continues_last)
+        self._num_objectives = len(study.directions)
         self._unfinished: list[int] = []
         self._num_seen = 0
         self._dead: set[str] = set()
@@ -113,9 +116,15 @@ class Watch:
 
     def _unfinished_of(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """The unfinished trials; those that have ended since the last look are added to the standings."""
+        if trials and trials[-1].number != len(trials) - 1:
+            raise StorageError(
+                f"The trials of the study `{self._study.study_name}` must have the numbers from 0 to "
+                f"{len(trials) - 1}, but the last one has {trials[-1].number}. Somebody has changed the rows."
+            )
         looked_at = [*(trials[number] for number in self._unfinished), *trials[self._num_seen :]]
         unfinished = []
         for trial in looked_at:
+            check_attributes(trial, self._num_objectives)
             if not trial.state.is_finished():
                 unfinished.append(trial)
             elif self._standings is not None:
@@ -167,7 +176,7 @@ class Watch:
         of_study = workers.c.study == self._study.study_name
         self._dead = owners - self._storage.live_workers(connection, of_study).keys()
 
-    def _others(self, connection: sa.Connection, worker: str) -> list[sa.Row[Any]]:
+    def _others(self, connection: sa.Connection, worker: str) -> list[Any]:
         """The other live workers."""
         live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
         query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)

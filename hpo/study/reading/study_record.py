@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,6 +11,7 @@ import numpy as np
 
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
+from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
@@ -230,8 +230,3 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
         text += f" There {'is' if more == 1 else 'are'} {more} more reason{'s' * (more > 1)}."
     meaning = "Nothing was seen that contradicts it, so they count for the precision that they ran in."
     return [(text, f"{meaning} Check the layers named, or run `hpo verify`.")]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

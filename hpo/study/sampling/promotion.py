@@ -22,12 +22,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
+from hpo.config.study_file import show
+from hpo.errors import StorageError
+from hpo.json_safe import is_number
 from hpo.study.sampling.fronts import loss_signs, order
 
 if TYPE_CHECKING:
@@ -51,6 +54,36 @@ def is_paused(trial: FrozenTrial) -> bool:
     attributes = trial.user_attrs
     at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
     return bool(at_rung) and trial.state == TrialState.RUNNING
+
+
+def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
+    """Raise StorageError if somebody else wrote the attributes by which a trial pauses."""
+    attributes = trial.user_attrs
+    for name in (PAUSED_ATTR, RESUMED_ATTR):
+        if name in attributes and not is_number(attributes[name]):
+            _refuse(trial, name, "a number")
+    rungs = attributes.get(RUNGS_ATTR, {})
+    at_rungs = rungs.values() if isinstance(rungs, dict) and all(map(_is_share, rungs)) else [None]
+    for at in at_rungs:
+        values = at.get("values") if isinstance(at, dict) else None
+        limits = at.get("constraints") if isinstance(at, dict) else None
+        is_valid = isinstance(values, list) and len(values) == num_objectives and isinstance(limits, dict)
+        if not is_valid or not all(map(is_number, [*values, *limits.values()])):
+            _refuse(trial, RUNGS_ATTR, "{share: {values: a number for each objective, constraints: numbers}}")
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
+
+
+def _refuse(trial: FrozenTrial, name: str, required: str) -> NoReturn:
+    raise StorageError(
+        f"The user attribute `{name}` of trial {trial.number} must be {required}, but the database has "
+        f"{show(trial.user_attrs[name])}. Somebody has changed it. Delete the trial's study or the attribute."
+    )
 
 
 def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:

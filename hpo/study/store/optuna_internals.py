@@ -120,8 +120,8 @@ def make_trial(
     """Add a trial to a study after `lock_trials`, and return its number."""
     last = sa.select(sa.func.max(trials.c.number)).where(trials.c.study_id == study_id)
     number = sa.func.coalesce(last.scalar_subquery() + 1, 0)
-    values = {"number": number, "state": TrialState.WAITING if waiting else TrialState.RUNNING}
-    values |= {} if waiting else {"datetime_start": _now()}
+    state, start = (TrialState.WAITING, None) if waiting else (TrialState.RUNNING, _now())
+    values = {"number": number, "state": state, "datetime_start": start}
     system_attrs = {} if fixed_params is None else {"fixed_params": fixed_params}
     return _insert_trial(connection, study_id, values, system_attrs, user_attrs or {})
 
