@@ -7,21 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpo.api.opening import RUNS
-from hpo.compare.planning import DEFAULTS
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
-from hpo.errors import DataError, RunError
+from hpo.errors import RunError
 from hpo.precision.table import apply_preset
-from hpo.report.in_advance import limit_in_advance
+from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
-from hpo.tasks.registry import is_error
-from hpo.trial.objectives import quality_objective
 from hpo.trial.trial_parts import fit_rungs
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-    from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
 
 _logger = logging.getLogger(__name__)
@@ -32,12 +28,13 @@ def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | N
 
     `workers` defaults to the live ones, or one. Raises RunError if the steps did not work.
     """
+    data = None
     if record is None:
         data = load_data(config.data)
         config = fit_rungs(config, data)
     else:
-        data, config = None, config.resumed(record.definition)
-    return replace(_measured_plan(config, record, workers), limit=_comparison_limit(config, data))
+        config = config.resumed(record.definition)
+    return replace(_measured_plan(config, record, workers), limit=comparison_limit(config, data))
 
 
 def _measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
@@ -53,18 +50,3 @@ def _measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
     return make_plan(config, list(costs.values()), record, workers or live or 1)
-
-
-def _comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
-    """The losses that `hpo compare` cannot exclude with its default margin.
-
-    Empty: there is no default margin, or this machine has no data. A study that was measured needs none.
-    """
-    if is_error(quality_objective(config.objective).metric):
-        return ""
-    try:
-        data = data or load_data(config.data)
-    except DataError as error:
-        _logger.warning("The losses that `hpo compare` cannot exclude are not known here: %s", error)
-        return ""
-    return limit_in_advance(config, data, DEFAULTS["margin"])

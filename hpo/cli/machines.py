@@ -30,7 +30,7 @@ from hpo.errors import InputError, RunError
 from hpo.study.running.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from hpo.cluster.postgres.postgres_server import PostgresServer, Running
+    from hpo.cluster.postgres.postgres_server import PostgresServer
 
 database = typer.Typer(help="Start and stop a private PostgreSQL.", no_args_is_help=True)
 app.add_typer(database, name="database")
@@ -151,8 +151,8 @@ def start(
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     server = _server(folder)
     running = server.start(host, port)
-    told = _described(folder, running, "runs" if running.is_new else "runs already,")
-    answer(told.content, told.text(), as_json=as_json)
+    runs = "runs" if running.is_new else "runs already,"
+    answer(running.as_json(folder), running.text(folder, runs), as_json=as_json)
     if foreground and running.is_new:
         while server.running() is not None:
             if signal.sigtimedwait(STOP_SIGNALS, 0.5) is not None:
@@ -179,16 +179,4 @@ def status(folder: Path = _DEFAULT) -> Answer:
         raise RunError(f"A process of {running.host} has the database in {folder}: it does not answer here.")
     if running is None:
         return Answer({"running": False}, f"No database of {folder} runs.", 1)
-    return _described(folder, running, "runs")
-
-
-def _described(folder: Path, running: Running, runs: str) -> Answer:
-    """The place of a database, and how to use it."""
-    from hpo.study.store.database import redact
-
-    url, file = redact(running.url), (folder / "url").absolute()
-    return Answer(
-        {"running": True, "url": url, "host": running.host, "url_file": str(file)},
-        f"The database in {folder} {runs} on {running.host}.\n"
-        f"{url}, with the password in {file}. To use it:\n  export HPO_STORAGE=@{file}",
-    )
+    return Answer(running.as_json(folder), running.text(folder))
