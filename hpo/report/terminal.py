@@ -48,8 +48,8 @@ def print_parts(parts: Iterable[Part]) -> None:
             console.print(Text(part) if isinstance(part, str) else part, soft_wrap=True)
         else:
             text = Text(part.lstrip(" ")) if isinstance(part, str) else part
-            indent = len(part) - len(text) if isinstance(part, str) else 0
-            console.print(Padding(text, (0, 0, 0, indent)))
+            indent = len(part) - len(text)
+            console.print(Padding(text, (0, 0, 0, indent)) if indent else text)
 
 
 def warning(text: str) -> Text:
