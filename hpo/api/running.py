@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
-from optuna.trial import TrialState
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
@@ -28,6 +27,7 @@ from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
 from hpo.study.store.database import place, redact, storage_url
+from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked
 
@@ -180,10 +180,9 @@ def work_here(
 def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
     """The fields of a `WorkResult`."""
     storage, name = opened.storage, opened.config.name
-    stored = read_stored(storage, name)
-    ended = storage.load_study(name).get_trials(False, (TrialState.COMPLETE,)) if stored else []
-    facts = {"study": name, "left_out": opened.left_out, "stored": stored, "has_complete": bool(ended)}
-    return vars(summary) | facts
+    complete = storage.read(lambda connection: has_complete(connection, name))
+    facts = {"study": name, "left_out": opened.left_out, "has_complete": complete}
+    return vars(summary) | facts | {"stored": read_stored(storage, name)}
 
 
 @contextmanager
