@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.errors import HpoError, InputError, StorageError
+from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import without_checkpoints
@@ -50,6 +50,14 @@ class Finding:
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     check: str = ""
     mended: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("check", "problem", "remedy", "mended")
+        return {name: getattr(self, name) for name in names} | {"can_fix": self.mend is not None}
+
+    def text(self) -> str:
+        how = "Mended. " if self.mended else "--fix: " if self.mend else ""
+        return printable(f"  {self.problem}" + (f"\n  {how}{self.remedy}" if self.remedy else ""))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -36,6 +38,10 @@ class StudyOverview:
     created: float
     now: float
     """By the database's clock, as `created`: seconds since 1970."""
+
+    def as_json(self) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
+        return {name: value for name, value in vars(self).items() if name != "now"} | {"created": created}
 
 
 def list_studies(storage: Storage) -> list[StudyOverview]:

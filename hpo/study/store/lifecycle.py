@@ -58,6 +58,14 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
     return int(connection.execute(waiting).scalar_one()), max(0, connection.execute(places).scalar() or 0)
 
 
+def has_complete(connection: sa.Connection, name: str) -> bool:
+    """Return true if a trial of the study is complete."""
+    trials, made = optuna_internals.trials, optuna_internals.studies
+    complete = sa.select(trials.c.number).select_from(trials.join(made)).where(made.c.study_name == name)
+    complete = complete.where(trials.c.state == TrialState.COMPLETE).limit(1)
+    return connection.execute(complete).first() is not None
+
+
 def is_in_work(storage: Storage, name: str) -> bool:
     """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
     return read_state(storage, name) == "open" and not storage.is_finished(name)
