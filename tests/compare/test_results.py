@@ -8,7 +8,6 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from hpo.study.sampling.grid_sampler import grid_points
 from planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.compare.planning import Request
