@@ -106,7 +106,7 @@ class OutageError(RunError):
 
 
 class StoppedError(OutageError):
-    """Told to stop while the database is away, so that nobody could be told of it."""
+    """Told to stop while the database is away or locked, so that nothing could be stored."""
 
     exit_code = 130
 

@@ -157,7 +157,7 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     for table in (outcomes, _workers(status["workers"])):
         if not table.empty:
             console.print(dataframe_table(table))
-    stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
+    stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
     if stranded:
         console.print(f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them.")
     elif not status["workers"]:

@@ -121,12 +121,13 @@ def delete(
     from hpo.study.checkpoints.remote_store import remove_uploads
     from hpo.study.store import lifecycle
     from hpo.study.store.database import place
+    from hpo.study.store.schema import workers
 
     with existing_database(storage) as database:
         folder = lifecycle.checkpoints_folder(database, study, RUNS)
         config = lifecycle.checkpoint_config(study, database.read_definition(study))
         done = database.trial_counts(study)["done"]
-        if left := lifecycle.wait_for_workers(database, study, 0):
+        if left := lifecycle.processes(database.watch_workers(workers.c.study == study)):
             raise InputError(
                 f"The study `{study}` must have no worker, but has {', '.join(left)}. `hpo cancel {study}` "
                 "stops them."
