@@ -7,8 +7,8 @@ One failure suffices if the trial itself shows the cause: the device lacks the p
 broke is finite when it is repeated in fp32. It does not suffice if other trials of that precision trained
 beyond that step. Then something else is involved, such as a high learning rate.
 
-A precision may break late in a trial. So only a COMPLETE trial shows that it survives training. A failure
-before training is refuted by any trial that trained.
+A precision may become NaN late in a trial. So only a COMPLETE trial shows that it survives training. Any
+other failure is refuted by each trial that trained with the choice to a rung.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from hpo.study.sampling.promotion import rungs_of
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is blamed."""
 
-IN_TRAINING = (Outcome.NONFINITE, Outcome.CRASHED)
-"""Outcomes that a trial may have after it trained for long."""
-
 Choice = tuple[str, Any]
 
 
@@ -40,7 +37,8 @@ class _Failure(NamedTuple):
     suspects: tuple[Choice, ...]
     is_proven: bool
     """Whether there is one suspect, and the trial shows that it is to blame."""
-    in_training: bool
+    is_late: bool
+    """Whether it may have trained for long: only a COMPLETE trial clears its precision."""
     rung: float
     """The last rung that the trial passed; 0: none."""
 
@@ -85,7 +83,7 @@ class Failures:
         """How much the failure counts against each choice that has not been shown to work."""
         weights = {}
         for choice in failure.suspects:
-            is_late = failure.in_training and choice[0] in (PRECISION, BASE_PRECISION)
+            is_late = failure.is_late and choice[0] in (PRECISION, BASE_PRECISION)
             if choice in self._completed or (choice in reached and not is_late):
                 continue
             is_enough = failure.is_proven and reached.get(choice, 0.0) <= failure.rung
@@ -133,7 +131,9 @@ def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
     elif outcome == Outcome.NONFINITE:
         is_proven = heals is True and precision in suspects
     rung = max(rungs_of(attributes), default=0.0)
-    return _Failure((precision,) if is_proven else tuple(suspects), is_proven, outcome in IN_TRAINING, rung)
+    return _Failure(
+        (precision,) if is_proven else tuple(suspects), is_proven, outcome == Outcome.NONFINITE, rung
+    )
 
 
 def _blame(counts: Iterable[tuple[dict[Choice, int], int]]) -> Choice | None:

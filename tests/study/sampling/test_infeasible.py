@@ -97,8 +97,8 @@ def test_the_settings_beside_a_blamed_precision_are_not_blamed() -> None:
     assert blamed(*failed) == {FP16}
 
 
-@pytest.mark.parametrize("outcome", ["incompatible", "oom", "unsupported"])
-def test_a_paused_trial_clears_its_choices_of_what_ends_a_trial_at_its_start(outcome: str) -> None:
+@pytest.mark.parametrize("outcome", ["incompatible", "oom", "unsupported", "crashed"])
+def test_a_paused_trial_clears_its_choices_of_other_failures(outcome: str) -> None:
     failed = [trial(outcome) for _ in range(5)]
     assert blamed(*failed) >= {FP16}
     assert blamed(*failed, trial("paused", 0.04)) == set()
