@@ -42,7 +42,7 @@ class Run:
     """The token of the study and the number of the trial that started: letters, digits and `-`."""
     name: str
     status: Status
-    """`waiting`: it is paused or preempted, and may continue; `stopped`: by the pruner, a limit or a person."""
+    """`waiting`: it is paused or preempted; `stopped`: by the pruner, a limit or a person."""
     started: float
     """Seconds since 1970, as `ended`."""
     ended: float | None

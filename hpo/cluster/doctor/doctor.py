@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.errors import HpoError, InputError, StorageError
+from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
@@ -31,6 +31,12 @@ from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store import optuna_tables
 from hpo.study.store.failures import database_errors, explain
 from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.orphans import (
+    count_optuna_orphans,
+    deleted_studies,
+    remove_deleted,
+    remove_optuna_orphans,
+)
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 
@@ -45,6 +51,14 @@ class Finding:
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     check: str = ""
     mended: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("check", "problem", "remedy", "mended")
+        return {name: getattr(self, name) for name in names} | {"can_fix": self.mend is not None}
+
+    def text(self) -> str:
+        how = "Mended. " if self.mended else "--fix: " if self.mend else ""
+        return printable(f"  {self.problem}" + (f"\n  {how}{self.remedy}" if self.remedy else ""))
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,22 @@ def _lost_trials(study: str, connection: sa.Connection) -> Sequence[int]:
 def _give_up(trial: FrozenTrial, connection: sa.Connection) -> None:
     reason = "it was RUNNING, but no worker of the study made it, so no worker continues it."
     give_up(connection, trial, Outcome.FAILED, reason)
+
+
+def orphans(about: Examined) -> Iterator[Finding]:
+    """Rows whose study or trial is gone."""
+    storage = about.storage
+    if about.named is None and (counts := storage.read(count_optuna_orphans)):
+        listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        yield Finding(
+            f"Rows of Optuna's tables whose study or trial is gone: {listed}. A new study would have them.",
+            "Removes them.",
+            partial(storage.write, remove_optuna_orphans),
+        )
+    for name in storage.read(partial(deleted_studies, storage)):
+        if about.named in (None, name):
+            what = f"Study {name} was deleted, but this database still has rows of it."
+            yield Finding(what, "Removes them.", partial(remove_deleted, storage, name))
 
 
 def checkpoints(about: Examined) -> Iterator[Finding]:
@@ -148,7 +178,7 @@ def _mib(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
 
 
-CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, checkpoints)
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, orphans, checkpoints)
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
