@@ -232,16 +232,19 @@ def copy_trials(url: str, total: int) -> None:
     engine, metadata = sa.create_engine(url), sa.MetaData()
     metadata.reflect(engine)
     trials = metadata.tables["trials"]
-    numbers = (trials.c.trial_id, trials.c.number)
-    ended = sa.select(*numbers).where(trials.c.state.not_in(("RUNNING", "WAITING"))).order_by(trials.c.number)
-    last = sa.select(*map(sa.func.max, numbers), sa.func.count(trials.c.number))
+    # The numbers of the trials have no gaps, also where the trials to copy have some.
+    place = sa.func.row_number().over(order_by=trials.c.number).label("place")
+    last = sa.select(sa.func.max(trials.c.trial_id), sa.func.count(trials.c.trial_id))
     with engine.begin() as connection:
-        rows = connection.execute(ended).all()
-        last_id, last_number, count = connection.execute(last).one()
-        for turn, first in enumerate(range(count, total, len(rows)), 1):
-            chosen = ended.where(trials.c.number <= last_number).limit(total - first).subquery()
-            shifts = {"trial_id": turn * last_id, "number": turn * (last_number + 1)}
-            shifts |= {"trial_number": shifts["number"]}
+        last_id, count = connection.execute(last).one()
+        ended = sa.select(trials.c.trial_id, trials.c.number, place).where(
+            trials.c.state.not_in(("RUNNING", "WAITING")), trials.c.number < count
+        )
+        size = len(connection.execute(ended).all())
+        for turn, first in enumerate(range(count, total, size), 1):
+            chosen = ended.order_by(trials.c.number).limit(total - first).subquery()
+            new = {"trial_id": chosen.c.trial_id + turn * last_id}
+            new |= dict.fromkeys(("number", "trial_number"), chosen.c.place - 1 + first)
             for table in metadata.sorted_tables:
                 for key, number in (("trial_id", chosen.c.trial_id), ("trial_number", chosen.c.number)):
                     if key not in table.c:
@@ -249,9 +252,9 @@ def copy_trials(url: str, total: int) -> None:
                     # The database counts the rows of Optuna's tables itself.
                     counted = {*table.primary_key} - {table.c[key]} if len(table.primary_key) == 1 else set()
                     copied = {one.name: one for one in table.c if one not in counted}
-                    values = [one + shifts[name] if name in shifts else one for name, one in copied.items()]
-                    of_trials = sa.select(*values).where(table.c[key].in_(sa.select(number)))
-                    connection.execute(sa.insert(table).from_select([*copied], of_trials))
+                    values = [new.get(name, one) for name, one in copied.items()]
+                    rows = sa.select(*values).join_from(table, chosen, table.c[key] == number)
+                    connection.execute(sa.insert(table).from_select([*copied], rows))
     engine.dispose()
 
 

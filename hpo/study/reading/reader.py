@@ -158,7 +158,8 @@ class _Trials:
 
         `state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number.
         """
-        values, constraints = defaultdict(list), defaultdict(dict)
+        values: dict[int, list[float]] = defaultdict(list)
+        constraints: dict[int, dict[str, float]] = defaultdict(dict)
         for row in self._rows(optuna_tables.values, "objective"):
             values[row.trial_id].append(row.value)
         table = optuna_tables.system_attributes
@@ -166,7 +167,8 @@ class _Trials:
             constraints[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
         table = schema.evaluations
         evaluated = sa.select(table.c.trial_number, sa.func.count()).where(table.c.study == self.study)
-        num_evaluations = dict(self.connection.execute(evaluated.group_by(table.c.trial_number)).all())
+        counted = self.connection.execute(evaluated.group_by(table.c.trial_number))
+        num_evaluations = {number: count for number, count in counted}
         trials = optuna_tables.trials
         query = sa.select(trials).where(trials.c.study_id == self.study_id).order_by(trials.c.number)
         found = {}
@@ -252,9 +254,11 @@ class _Trials:
         where: sa.ColumnElement[bool] = _ALL,
     ) -> Iterable[sa.Row[Any]]:
         trials = optuna_tables.trials
-        here = table.c.trial_id.in_(sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id))
+        here: sa.ColumnElement[bool] = table.c.trial_id.in_(
+            sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id)
+        )
         if trial_ids is not None and len(trial_ids) <= _MAX_IDS:
-            here &= table.c.trial_id.in_(list(trial_ids))
+            here = here & table.c.trial_id.in_(list(trial_ids))
         return self.connection.execute(sa.select(table).where(here, where).order_by(table.c[order]))
 
 
