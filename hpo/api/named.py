@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,16 @@ class NamedStudy:
         for code in [trust_code] if isinstance(trust_code, str) else trust_code:
             trust(code)
         self._word = "" if isinstance(study, Mapping) else str(study)
-        self._file = study_of(study) if isinstance(study, Mapping) else load_file(self._word)
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
+        if isinstance(study, Mapping):
+            self._file = study_of(study)
+        elif is_path(self._word):
+            self._file = load_file(self._word)
+
+    @cached_property
+    def _file(self) -> StudyConfig | None:
+        """The study of the file; of a name it is read when it is needed, since the database may suffice."""
+        return load_file(self._word)
 
     @property
     def file(self) -> StudyConfig:

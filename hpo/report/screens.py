@@ -199,7 +199,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         yield f"It is {record.state}; `hpo resume {record.name}` opens it again."
     yield "", [{"outcome": outcome, "trials": count} for outcome, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
-    stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
+    stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
     if stranded:
         yield f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them."
     elif not numbers["workers"]:
