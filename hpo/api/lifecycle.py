@@ -24,6 +24,7 @@ from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import place
 from hpo.study.store.lifecycle import StudyState
+from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
 
 WAIT_SECONDS = 180.0
@@ -153,7 +154,7 @@ def delete(database: Storage, name: str, confirm: Callable[[str], object]) -> De
     """Remove a study and its checkpoints, see `hpo.Study.delete`."""
     folder = lifecycle.checkpoints_folder(database, name, RUNS)
     config = lifecycle.checkpoint_config(name, database.read_definition(name))
-    if left := lifecycle.wait_for_workers(database, name, 0):
+    if left := lifecycle.processes(database.watch_workers(workers.c.study == name)):
         raise InputError(
             f"The study `{name}` must have no worker, but has {', '.join(left)}. `hpo cancel {name}` stops "
             "them."

@@ -201,7 +201,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
     yield "", [_worker(one) for one in numbers["workers"]]
     stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
     if stranded:
-        yield f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them."
+        yield f"Unfinished, with no worker: {len(stranded)}. The next worker continues them."
     elif not numbers["workers"]:
         yield "No live worker."
     if numbers["trials_per_hour"]:

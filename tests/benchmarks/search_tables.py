@@ -43,11 +43,11 @@ from hpo.config.search_space import SearchSpace, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import (
-    ORIGIN_ATTR,
     PAUSED_ATTR,
     RESUMED_ATTR,
+    RUNGS_ATTR,
     Promotion,
-    origin_of,
+    Standings,
     promotion_of,
 )
 from hpo.study.sampling.samplers import build_pruner, build_sampler
@@ -124,12 +124,13 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.paused: set[int | None] = set()
+        self.paused: dict[int, Trial] = {}
         self.promotion = policy.promotion
         rungs: list[Fraction] = []
         if self.promotion:
             rungs = sorted({curves.at(Fraction(str(rung))) for rung in self.promotion.rungs})
             self.promotion = replace(self.promotion, rungs=tuple(map(float, rungs)))
+            self.standings = Standings(self.promotion)
         shares = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None)
         self.evaluate_at = sorted({*rungs, *map(curves.at, shares)})
 
@@ -139,15 +140,19 @@ class Search:
 
     def run(self, compute: float) -> None:
         """Search until so many whole runs are paid for."""
-        promotion = self.promotion
-        while promotion is None and self.spent < compute and self.left.any():
-            self._start()
-        while promotion is not None:
+        if self.promotion is None:
+            while self.spent < compute and self.left.any():
+                self._start()
+            return
+        standings = self.standings
+        while True:
             trials = self.study.get_trials(deepcopy=False)
-            total = self.spent + promotion.left(trials, self.paused, num_new=1)
-            may_begin = self.left.any() and total <= compute + 1e-9
-            if going_on := promotion.going_on(trials, self.paused | ({None} if may_begin else set())):
-                self._go_on(going_on[0])
+            rungs = standings.rungs([trials[number] for number in self.paused], lambda _: True)
+            for number in standings.fallen_behind(rungs):
+                self._end(self.paused.pop(number), Outcome.PRUNED)
+            may_begin = self.left.any() and self.spent + standings.left(rungs, 1) <= compute + 1e-9
+            if promoted := standings.promoted(rungs, more_begin=bool(may_begin)):
+                self._continue(promoted[0])
             elif may_begin:
                 self._start()
             else:
@@ -162,14 +167,10 @@ class Search:
         self.row_of[trial.number] = row
         self._train(trial, 0.0)
 
-    def _go_on(self, number: int) -> None:
-        paused = self.study.get_trials(deepcopy=False)[number]
-        self.paused.remove(number)
-        at, origin = paused.user_attrs[PAUSED_ATTR], origin_of(number, paused.user_attrs)
-        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: origin, RESUMED_ATTR: at})
-        trial = self.study.ask()
-        suggest(self.curves.space, trial)
-        self.row_of[trial.number] = self.row_of[number]
+    def _continue(self, number: int) -> None:
+        trial = self.paused.pop(number)
+        at = trial.user_attrs[PAUSED_ATTR]
+        trial.set_user_attr(RESUMED_ATTR, at)
         self._train(trial, at)
 
     def _train(self, trial: Trial, begin: float) -> None:
@@ -187,13 +188,24 @@ class Search:
             is_pruned = self._report(trial, loss, index)
             rung = promotion and promotion.pauses_at(float(share), begin)
             if rung:
-                trial.set_user_attr(PAUSED_ATTR, rung)
-                self.paused.add(trial.number)
-            if rung or (is_pruned and share < 1):
+                self._pause(trial, rung, loss)
+                return
+            if is_pruned and share < 1:
                 self._end(trial, Outcome.PRUNED)
                 return
         self.ended.append((self.spent, loss))
         self._end(trial, Outcome.COMPLETE, loss)
+
+    def _pause(self, trial: Trial, rung: float, loss: float) -> None:
+        """Leave the trial RUNNING at a rung, as a worker does."""
+        at_rung = {"values": self._values(loss), "constraints": {}}
+        trial.set_user_attr(RUNGS_ATTR, {**trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at_rung})
+        trial.set_user_attr(PAUSED_ATTR, rung)
+        self.paused[trial.number] = trial
+
+    def _values(self, loss: float) -> list[float]:
+        """The objectives at the last evaluation."""
+        return [loss]
 
     def _report(self, trial: Trial, loss: float, index: int) -> bool:
         """Tell an evaluation; whether the pruner would stop the trial."""
@@ -202,7 +214,10 @@ class Search:
 
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
-        self.study.tell(trial, loss, TrialState[outcome.optuna_state])
+        values = None if loss is None else self._values(loss)
+        ended = self.study.tell(trial, values, TrialState[outcome.optuna_state])
+        if self.promotion:
+            self.standings.add_ended(ended)
 
     def _end_broken(self, trial: Trial) -> None:
         if not self.policy.is_ours:

@@ -8,7 +8,6 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from hpo.study.sampling.grid_sampler import grid_points
 from planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.compare.planning import Request
@@ -17,6 +16,7 @@ from hpo.json_safe import json_safe
 from hpo.report import verdicts
 from hpo.report.terminal import print_parts
 from hpo.study.reading.row_statistics import read_row_statistics
+from hpo.study.sampling.points import grid_points
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study

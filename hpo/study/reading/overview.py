@@ -51,7 +51,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
         with snapshot(storage.engine) as connection:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
-            alive = storage.live_workers(connection)
+            alive = storage.heard_workers(connection)
             counts = _counts(connection, [row.name for row in rows], alive)
         num_workers = Counter(worker.study for worker in alive.values())
         overviews = []
