@@ -21,6 +21,7 @@ import math
 import statistics
 import sys
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -32,14 +33,12 @@ import optuna
 from curves import Curves, load, table_paths
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
-from optuna.trial import Trial, TrialState
+from optuna.trial import Trial
 from search_tables import Policy, Search, ours
 
 from hpo.config.sampler_config import PrunerConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import pareto_front
-from hpo.study.sampling.promotion import PAUSED_ATTR
-from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (10, 20)
 """Whole runs."""
@@ -105,15 +104,13 @@ class FrontSearch(Search):
         told.report(dict(zip(METRICS, self.values, strict=True)), index)
         return bool(told.should_prune())
 
-    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
-        if loss is None and PAUSED_ATTR not in trial.user_attrs:
-            super()._end(trial, outcome)
-            return
-        if loss is not None:
+    def _values(self, loss: float) -> list[float]:  # noqa: ARG002
+        return self.values
+
+    def _end(self, trial: Trial, outcome: Outcome, values: Sequence[float] | None = None) -> None:
+        if outcome == Outcome.COMPLETE:
             self.found.append((self.spent, self.row_of[trial.number]))
-        trial.set_user_attr("outcome", outcome)
-        state = TrialState[outcome.optuna_state]  # PRUNED with values, as `Lease` has it
-        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, self.values)
+        super()._end(trial, outcome, values)
 
 
 def hypervolume(gains_N2: np.ndarray) -> float:

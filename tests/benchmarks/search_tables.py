@@ -4,8 +4,8 @@
 
 FOLDER has tables as `curves.py` describes them. A trial has an evaluation after each tenth of its training,
 and at the rungs. Where a table has no losses there, the trial trains on to where there are, and its rung is
-there. It costs what it trained, to where it paused, was stopped or broke; one that goes on costs the rest. A
-whole run counts 1.
+there. It costs what it trained, until it paused, was stopped or broke. A trial that continues is the same
+trial and costs the rest. A whole run counts 1.
 
 The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
 configuration that was not tried, and the sampler is shown that one's settings.
@@ -43,14 +43,16 @@ from hpo.config.search_space import SearchSpace, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import (
-    ORIGIN_ATTR,
     PAUSED_ATTR,
     RESUMED_ATTR,
+    RUNGS_ATTR,
     Promotion,
-    origin_of,
+    Standings,
+    is_paused,
     promotion_of,
 )
 from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (5, 10, 20, 40)
 """Whole runs."""
@@ -124,7 +126,8 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.paused: set[int | None] = set()
+        self.trials: dict[int, Trial] = {}
+        """Those that have not ended, by number."""
         self.promotion = policy.promotion
         rungs: list[Fraction] = []
         if self.promotion:
@@ -139,15 +142,26 @@ class Search:
 
     def run(self, compute: float) -> None:
         """Search until so many whole runs are paid for."""
-        promotion = self.promotion
-        while promotion is None and self.spent < compute and self.left.any():
-            self._start()
-        while promotion is not None:
+        if self.promotion is None:
+            while self.spent < compute and self.left.any():
+                self._start()
+            return
+        standings = Standings(self.promotion)
+        while True:
             trials = self.study.get_trials(deepcopy=False)
-            total = self.spent + promotion.left(trials, self.paused, num_new=1)
-            may_begin = self.left.any() and total <= compute + 1e-9
-            if going_on := promotion.going_on(trials, self.paused | ({None} if may_begin else set())):
-                self._go_on(going_on[0])
+            for number in [number for number in self.trials if trials[number].state.is_finished()]:
+                standings.add_ended(trials[number])
+                del self.trials[number]
+            rungs = standings.rungs([trials[number] for number in self.trials], is_paused)
+            for number in standings.fallen_behind(rungs):
+                values = [*trials[number].user_attrs[RUNGS_ATTR].values()][-1]["values"]
+                self._end(self.trials[number], Outcome.PRUNED, values)
+            total = self.spent + standings.left(rungs, num_starts=1)
+            may_begin = bool(self.left.any()) and total <= compute + 1e-9
+            if promoted := standings.promoted(rungs, more_begin=may_begin):
+                trial = self.trials[promoted[0]]
+                trial.set_user_attr(RESUMED_ATTR, trial.user_attrs[PAUSED_ATTR])
+                self._train(trial, trial.user_attrs[PAUSED_ATTR])
             elif may_begin:
                 self._start()
             else:
@@ -160,17 +174,8 @@ class Search:
         trial = self.study.ask()
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
+        self.trials[trial.number] = trial
         self._train(trial, 0.0)
-
-    def _go_on(self, number: int) -> None:
-        paused = self.study.get_trials(deepcopy=False)[number]
-        self.paused.remove(number)
-        at, origin = paused.user_attrs[PAUSED_ATTR], origin_of(number, paused.user_attrs)
-        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: origin, RESUMED_ATTR: at})
-        trial = self.study.ask()
-        suggest(self.curves.space, trial)
-        self.row_of[trial.number] = self.row_of[number]
-        self._train(trial, at)
 
     def _train(self, trial: Trial, begin: float) -> None:
         """Train a trial from this share of its training until it ends or pauses."""
@@ -185,24 +190,31 @@ class Search:
                 return
             self.spent = before + float(share) - begin
             is_pruned = self._report(trial, loss, index)
-            rung = promotion and promotion.pauses_at(float(share), begin)
-            if rung:
+            if promotion and (rung := promotion.pauses_at(float(share), begin)):
+                at = {"values": self._values(loss), "constraints": {}}
+                rungs = trial.user_attrs.get(RUNGS_ATTR, {})
+                trial.set_user_attr(RUNGS_ATTR, {**rungs, str(rung): at})
                 trial.set_user_attr(PAUSED_ATTR, rung)
-                self.paused.add(trial.number)
-            if rung or (is_pruned and share < 1):
-                self._end(trial, Outcome.PRUNED)
+                return
+            if is_pruned and share < 1:
+                self._end(trial, Outcome.PRUNED, self._values(loss) if len(self.directions) == 1 else None)
                 return
         self.ended.append((self.spent, loss))
-        self._end(trial, Outcome.COMPLETE, loss)
+        self._end(trial, Outcome.COMPLETE, self._values(loss))
 
     def _report(self, trial: Trial, loss: float, index: int) -> bool:
         """Tell an evaluation; whether the pruner would stop the trial."""
         trial.report(loss, index)
         return trial.should_prune()
 
-    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
+    def _values(self, loss: float) -> list[float]:
+        """The objectives at the last evaluation."""
+        return [loss]
+
+    def _end(self, trial: Trial, outcome: Outcome, values: Sequence[float] | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
-        self.study.tell(trial, loss, TrialState[outcome.optuna_state])
+        state = TrialState[outcome.optuna_state]
+        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, values)
 
     def _end_broken(self, trial: Trial) -> None:
         if not self.policy.is_ours:
