@@ -21,7 +21,6 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -104,13 +103,13 @@ class FrontSearch(Search):
         told.report(dict(zip(METRICS, self.values, strict=True)), index)
         return bool(told.should_prune())
 
-    def _values(self, loss: float) -> list[float]:  # noqa: ARG002
+    def _values(self, _: float) -> list[float]:
         return self.values
 
-    def _end(self, trial: Trial, outcome: Outcome, values: Sequence[float] | None = None) -> None:
-        if outcome == Outcome.COMPLETE:
+    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
+        if loss is not None:
             self.found.append((self.spent, self.row_of[trial.number]))
-        super()._end(trial, outcome, values)
+        super()._end(trial, outcome, loss)
 
 
 def hypervolume(gains_N2: np.ndarray) -> float:

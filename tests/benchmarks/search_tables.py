@@ -4,8 +4,8 @@
 
 FOLDER has tables as `curves.py` describes them. A trial has an evaluation after each tenth of its training,
 and at the rungs. Where a table has no losses there, the trial trains on to where there are, and its rung is
-there. It costs what it trained, until it paused, was stopped or broke. A trial that continues is the same
-trial and costs the rest. A whole run counts 1.
+there. It costs what it trained, to where it paused, was stopped or broke; one that goes on costs the rest. A
+whole run counts 1.
 
 The tables are pools. A sampler proposes a point of the space that the table spans; the trial is the nearest
 configuration that was not tried, and the sampler is shown that one's settings.
@@ -48,11 +48,9 @@ from hpo.study.sampling.promotion import (
     RUNGS_ATTR,
     Promotion,
     Standings,
-    is_paused,
     promotion_of,
 )
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (5, 10, 20, 40)
 """Whole runs."""
@@ -126,13 +124,13 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.trials: dict[int, Trial] = {}
-        """Those that have not ended, by number."""
+        self.paused: dict[int, Trial] = {}
         self.promotion = policy.promotion
         rungs: list[Fraction] = []
         if self.promotion:
             rungs = sorted({curves.at(Fraction(str(rung))) for rung in self.promotion.rungs})
             self.promotion = replace(self.promotion, rungs=tuple(map(float, rungs)))
+            self.standings = Standings(self.promotion)
         shares = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None)
         self.evaluate_at = sorted({*rungs, *map(curves.at, shares)})
 
@@ -146,22 +144,15 @@ class Search:
             while self.spent < compute and self.left.any():
                 self._start()
             return
-        standings = Standings(self.promotion)
+        standings = self.standings
         while True:
             trials = self.study.get_trials(deepcopy=False)
-            for number in [number for number in self.trials if trials[number].state.is_finished()]:
-                standings.add_ended(trials[number])
-                del self.trials[number]
-            rungs = standings.rungs([trials[number] for number in self.trials], is_paused)
+            rungs = standings.rungs([trials[number] for number in self.paused], lambda _: True)
             for number in standings.fallen_behind(rungs):
-                values = [*trials[number].user_attrs[RUNGS_ATTR].values()][-1]["values"]
-                self._end(self.trials[number], Outcome.PRUNED, values)
-            total = self.spent + standings.left(rungs, num_starts=1)
-            may_begin = bool(self.left.any()) and total <= compute + 1e-9
-            if promoted := standings.promoted(rungs, more_begin=may_begin):
-                trial = self.trials[promoted[0]]
-                trial.set_user_attr(RESUMED_ATTR, trial.user_attrs[PAUSED_ATTR])
-                self._train(trial, trial.user_attrs[PAUSED_ATTR])
+                self._end(self.paused.pop(number), Outcome.PRUNED)
+            may_begin = self.left.any() and self.spent + standings.left(rungs, 1) <= compute + 1e-9
+            if promoted := standings.promoted(rungs, more_begin=bool(may_begin)):
+                self._continue(promoted[0])
             elif may_begin:
                 self._start()
             else:
@@ -174,8 +165,13 @@ class Search:
         trial = self.study.ask()
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
-        self.trials[trial.number] = trial
         self._train(trial, 0.0)
+
+    def _continue(self, number: int) -> None:
+        trial = self.paused.pop(number)
+        at = trial.user_attrs[PAUSED_ATTR]
+        trial.set_user_attr(RESUMED_ATTR, at)
+        self._train(trial, at)
 
     def _train(self, trial: Trial, begin: float) -> None:
         """Train a trial from this share of its training until it ends or pauses."""
@@ -190,31 +186,38 @@ class Search:
                 return
             self.spent = before + float(share) - begin
             is_pruned = self._report(trial, loss, index)
-            if promotion and (rung := promotion.pauses_at(float(share), begin)):
-                at = {"values": self._values(loss), "constraints": {}}
-                rungs = trial.user_attrs.get(RUNGS_ATTR, {})
-                trial.set_user_attr(RUNGS_ATTR, {**rungs, str(rung): at})
-                trial.set_user_attr(PAUSED_ATTR, rung)
+            rung = promotion and promotion.pauses_at(float(share), begin)
+            if rung:
+                self._pause(trial, rung, loss)
                 return
             if is_pruned and share < 1:
-                self._end(trial, Outcome.PRUNED, self._values(loss) if len(self.directions) == 1 else None)
+                self._end(trial, Outcome.PRUNED)
                 return
         self.ended.append((self.spent, loss))
-        self._end(trial, Outcome.COMPLETE, self._values(loss))
+        self._end(trial, Outcome.COMPLETE, loss)
+
+    def _pause(self, trial: Trial, rung: float, loss: float) -> None:
+        """Leave the trial RUNNING at a rung, as a worker does."""
+        at_rung = {"values": self._values(loss), "constraints": {}}
+        trial.set_user_attr(RUNGS_ATTR, {**trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at_rung})
+        trial.set_user_attr(PAUSED_ATTR, rung)
+        self.paused[trial.number] = trial
+
+    def _values(self, loss: float) -> list[float]:
+        """The objectives at the last evaluation."""
+        return [loss]
 
     def _report(self, trial: Trial, loss: float, index: int) -> bool:
         """Tell an evaluation; whether the pruner would stop the trial."""
         trial.report(loss, index)
         return trial.should_prune()
 
-    def _values(self, loss: float) -> list[float]:
-        """The objectives at the last evaluation."""
-        return [loss]
-
-    def _end(self, trial: Trial, outcome: Outcome, values: Sequence[float] | None = None) -> None:
+    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
-        state = TrialState[outcome.optuna_state]
-        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, values)
+        values = None if loss is None else self._values(loss)
+        ended = self.study.tell(trial, values, TrialState[outcome.optuna_state])
+        if self.promotion:
+            self.standings.add_ended(ended)
 
     def _end_broken(self, trial: Trial) -> None:
         if not self.policy.is_ours:

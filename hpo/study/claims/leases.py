@@ -76,8 +76,6 @@ class WorkerLease(Membership):
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
     """How trials pause and continue; None: they do not."""
-    continues_last: Callable[[FrozenTrial], bool] = lambda _: False
-    """Whether a paused trial continues after all others, because its precision has broken in other trials."""
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     budget: StudyBudget | None = None
@@ -87,7 +85,7 @@ class WorkerLease(Membership):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._watch = Watch(self._storage, self._study, self.promotion, self.budget, self.continues_last)
+        self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the parameters so far of the unfinished trials of the study."""

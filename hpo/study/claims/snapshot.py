@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.errors import StorageError
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
+from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Standings, check_attributes, is_paused, rungs_of
 from hpo.study.store.optuna_internals import all_trials
@@ -91,12 +92,12 @@ class Watch:
         study: optuna.Study,
         promotion: Promotion | None,
         budget: StudyBudget | None,
-        continues_last: Callable[[FrozenTrial], bool],
     ) -> None:
         self._storage = storage
         self._study = study
         self._budget = budget
-        self._standings = None if promotion is None else Standings(promotion, continues_last)
+        self._standings = None if promotion is None else Standings(promotion, self._continues_last)
+        self._failures, self._blamed = Failures(), frozenset[Choice]()
         self._num_objectives = len(study.directions)
         self._unfinished: list[int] = []
         self._num_seen = 0
@@ -129,8 +130,13 @@ class Watch:
                 unfinished.append(trial)
             elif self._standings is not None:
                 self._standings.add_ended(trial)
+                self._failures.add_ended(trial)
         self._unfinished, self._num_seen = [trial.number for trial in unfinished], len(trials)
         return unfinished
+
+    def _continues_last(self, trial: FrozenTrial) -> bool:
+        """Whether a paused trial continues after all others: its precision has broken in other trials."""
+        return not self._blamed.isdisjoint(choices_of(trial))
 
     def _look(
         self,
@@ -196,6 +202,7 @@ class Watch:
         starts = sum(not rungs_of(trial.user_attrs) for trial in ours) + 1
         left: float = starts + sum(trial.state == TrialState.WAITING for trial in seen.waiting)
         if self._standings is not None:
+            self._blamed = frozenset(self._failures.blamed(ours))
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
             rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
             left = self._standings.left(rungs, int(left))
