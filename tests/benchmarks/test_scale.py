@@ -17,17 +17,17 @@ def test_the_study_grows_by_whole_trials(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_study("sqlite:///s.db", pruner, "random")
-    times = work("sqlite:///s.db", pruner, "random", 10)
-    assert len(times) > 10
+    times = work("sqlite:///s.db", pruner, "random", 50)
+    assert len(times) > 50
     with open_storage("sqlite:///s.db", create=False) as storage:
         before = read_study(storage, NAME)
-        copy_trials("sqlite:///s.db", 100)
+        copy_trials("sqlite:///s.db", 150)
         after = read_study(storage, NAME)
     assert [trial.number for trial in after.trials] == sorted({trial.number for trial in after.trials})
-    assert len(after.trials) == 100
+    assert len(after.trials) == 150
     states = Counter(trial.outcome for trial in before.trials)
     assert {trial.outcome for trial in after.trials} == states.keys()
-    assert after.counts["done"] == 100 - states["paused"]
+    assert after.counts["done"] == 150 - states["paused"]
     ended = next(trial for trial in after.trials[len(before.trials) :])
     assert (len(ended.params), len(ended.telemetry), len(ended.evaluations)) >= (8, 5, 1)
 

@@ -45,7 +45,7 @@ def test_help_imports_no_slow_module(arguments: list[str]) -> None:
 
 
 def test_status_imports_no_slow_module(folder: Path) -> None:
-    """It reads the tables by its own SQL, also the detailed evaluation of the best trial."""
+    """Status reads the tables by its own SQL, also the detailed evaluation of the best trial."""
     database = folder / "runs" / "hpo.db"
     arguments = ["hpo", "status", "tiny", "--storage", f"sqlite:///{database}"]
     found = slow_modules_after(

@@ -255,7 +255,7 @@ def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any
     return replace(record, trials=trials)
 
 
-CAUTIONS = ('"weights_lost":', '"agrees": null')
+CAUTIONS = ('"weights_lost": true', '"agrees": null')
 """Texts in the stored telemetry of the trials that `lost_weights` and `unverified_precisions` name."""
 
 
