@@ -96,7 +96,7 @@ def _named_study(study: str) -> tuple[str, StudyConfig | None]:
 
     Raises InputError where it can be neither.
     """
-    from hpo.config.study_config import study_name
+    from hpo.config.study_name import study_name
 
     config = load_file(study)
     try:

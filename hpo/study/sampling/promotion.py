@@ -63,10 +63,10 @@ def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
     rungs = attributes.get(RUNGS_ATTR, {})
     at_rungs = rungs.values() if isinstance(rungs, dict) and all(map(_is_share, rungs)) else [None]
     for at in at_rungs:
-        values = at.get("values") if isinstance(at, dict) else None
-        limits = at.get("constraints") if isinstance(at, dict) else None
+        values, limits = (at.get("values"), at.get("constraints")) if isinstance(at, dict) else (None, None)
         is_valid = isinstance(values, list) and len(values) == num_objectives and isinstance(limits, dict)
-        if not is_valid or not all(map(is_number, [*values, *limits.values()])):
+        numbers = [*(values or ()), *(limits or {}).values()] if is_valid else []
+        if not is_valid or not all(map(is_number, numbers)):
             _refuse(trial, RUNGS_ATTR, "{share: {values: a number for each objective, constraints: numbers}}")
 
 
