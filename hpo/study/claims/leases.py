@@ -37,14 +37,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import BUDGET_SPENT, StudyBudget
+from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, has_place, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of_points
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.points import Point, point_key, unused_points
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
+from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
     lock_trials,
     make_trial,
@@ -211,7 +211,7 @@ class WorkerLease(Membership):
             this = (self._of_study, claims.c.trial_number == trial.number)
             take = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
             return connection.execute(take).one_or_none()
-        if not has_place(connection, self._study.study_name):
+        if num_places(connection, self._study.study_name) <= 0:
             return None
         fixed = trial.system_attrs.get("fixed_params", {})
         point = None if points is None else self._next_point(connection, points, fixed)
@@ -223,7 +223,7 @@ class WorkerLease(Membership):
         """Begin a new trial; None: the study has no place for one that this worker can run."""
         if points is None and not self.runnable({}):
             return None
-        if not self._locks_open_study(connection) or not has_place(connection, self._study.study_name):
+        if not self._locks_open_study(connection) or num_places(connection, self._study.study_name) <= 0:
             return None
         point = None if points is None else self._next_point(connection, points)
         if points is not None and point is None:
@@ -275,7 +275,8 @@ class WorkerLease(Membership):
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""
-        self._end(seen.paused, seen, BUDGET_SPENT if seen.is_spent else NOT_PROMOTED)
+        by_budget = self.budget is not None and (seen.is_spent or seen.num_places > 0)
+        self._end(seen.paused, seen, BUDGET_SPENT if by_budget else NOT_PROMOTED)
         self._end(seen.free, seen, BUDGET_SPENT)
         if self.budget is not None:  # it has fewer trials than it might have had
             counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,18 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from worker_process import die_at, evaluate, finish, note, notes, result, start_process, study
+from worker_process import (
+    begin,
+    die_at,
+    evaluate,
+    finish,
+    note,
+    notes,
+    result,
+    start_process,
+    study,
+    worker_on,
+)
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
@@ -22,8 +32,15 @@ from hpo.study.claims.budget import DeviceClock, StudyBudget
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, promotion_of
-from hpo.study.store.schema import spent
+from hpo.study.sampling.promotion import (
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    RUNGS_ATTR,
+    Promotion,
+    Standings,
+    promotion_of,
+)
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -60,11 +77,11 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
             note(log, begun=begun, ended=time.time())
             evaluate(storage, trial, index, trial.number % 7 + index / 100)
             if index < 10 and lease.is_budget_spent():
-                return result("pruned", reason="spent")
+                return result("paused", reason="spent")
             rung = promotion and promotion.pauses_at(index / 10, resumed_at)
             if rung:
-                storage.persist(partial(trial.set_user_attr, PAUSED_ATTR, rung))
-                return result("pruned", reason="paused")
+                lease.pause(rung, [trial.number % 7 + index / 100])
+                return result("paused", reason="paused")
         return result("complete", values=(trial.number % 7 + 0.1,))
 
     with open_storage(url) as storage:
@@ -94,9 +111,12 @@ def test_four_workers_spend_the_budget_and_no_more(
         record = read_study(storage, "tiny")
         seconds = sum(record.spent.values())
         told = study_status(record)["budget"]
-    assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED"}
+    assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED", "FAIL"}
+    failed = [trial for trial in record.trials if trial.state == "FAIL"]
+    assert all("rungs" not in trial.attributes for trial in failed), "they have no value at a rung"
+    assert record.counts["done"] == len(record.trials) - len(failed)
     assert record.counts["open"] == record.counts["running"] == 0
-    assert record.counts["done"] == sum(record.counts.values()) < 200, "no slot is left over"
+    assert record.counts["done"] == sum(record.counts.values()) < 200, "no trial is left over"
     assert any(trial.state == "COMPLETE" for trial in record.trials)
     in_flight = [max(line["ended"] - line["begun"] for line in notes(log))] * 4
     assert worked <= SECONDS + sum(in_flight)
@@ -121,24 +141,34 @@ def test_more_is_spent_when_the_budget_is_raised(storage: Storage) -> None:
     assert 2 * counts[0] <= counts[1] <= 30
 
 
-def test_trials_that_share_a_device_count_it_once(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_share_a_device_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    create_or_resume_study(storage, config_of(PRUNERS[0]))
-    clocks = [DeviceClock(), DeviceClock()]
+    clocks = [DeviceClock(before=0.0), DeviceClock(before=5.0)]
     for clock in clocks:
         clock.num_sharing = 2
-    with storage.engine.begin() as connection:
-        for now[0] in (10.0, 30.0, 30.0):
-            for number, clock in enumerate(clocks):
-                clock.store(connection, "tiny", number)
-        assert sum(StudyBudget("tiny").spent(connection).values()) == pytest.approx(30.0)
-        assert connection.execute(sa.select(sa.func.count()).select_from(spent)).scalar() == 2
+    for now[0] in (10.0, 30.0, 30.0):
+        seconds = [clock.seconds() for clock in clocks]
+    assert seconds == pytest.approx([15.0, 20.0])
+
+
+def test_the_time_of_each_worker_of_a_trial_is_spent(storage: Storage) -> None:
+    """A trial that continues adds to the time of its earlier workers, at each heartbeat and at its end."""
+    config = config_of(PRUNERS[0], 100.0)
+    with worker_on(storage, config, budget=StudyBudget("tiny")) as worker:
+        for total in (30.0, 60.0, 90.0):
+            lease, _ = begin(worker)
+            assert lease.number == 0
+            lease.clock._last -= 30.0
+            if total == 30.0:
+                worker._beat_once()
+            worker.record_outcome(lease, result("complete" if total == 90.0 else "preempted"))
+            assert storage.read(StudyBudget("tiny").spent)[0] == pytest.approx(total, abs=5.0)
 
 
 def started(number: int) -> FrozenTrial:
-    attrs = {"outcome": "pruned", PAUSED_ATTR: 0.1}
-    trial = create_trial(state=TrialState.PRUNED, value=float(number), user_attrs=attrs)
+    attrs = {PAUSED_ATTR: 0.1, RUNGS_ATTR: {"0.1": {"values": [float(number)]}}}
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs, intermediate_values={1: float(number)})
     trial.number = number
     return trial
 
@@ -155,13 +185,16 @@ def test_no_trial_begins_that_those_that_go_on_would_pay_for(
     """
     create_or_resume_study(storage, config_of(PRUNERS[1], seconds))
     unsupported = create_trial(state=TrialState.PRUNED, user_attrs={"outcome": "unsupported"})
-    trials = [*map(started, range(9)), create_trial(state=TrialState.WAITING), unsupported]
+    paused = [*map(started, range(9))]
+    trials = [*paused, create_trial(state=TrialState.WAITING), unsupported]
     promotion = Promotion((0.1, 0.3), 3, 1, ("maximize",), num_trials=1000)
+    standings = Standings(promotion)
+    left = standings.left(standings.rungs(paused, waiting=range(9)), num_starts=1)
+    assert left == pytest.approx(0.1 + 3 * 0.2 + 0.7)
     with storage.engine.begin() as connection:
-        for number in range(9):
-            one = {"id": str(number), "study": "tiny", "trial_number": number, "seconds": 1.0}
-            connection.execute(sa.insert(spent).values(one))
-        assert StudyBudget("tiny", promotion).may_begin(connection, trials, set(range(9))) == may_begin
+        rows = [{"study": "tiny", "trial_number": number, "device_seconds": 1.0} for number in range(9)]
+        connection.execute(sa.insert(claims), rows)
+        assert StudyBudget("tiny", promotion).may_begin(connection, trials, left) == may_begin
 
 
 def test_a_budget_for_few_trials_is_enough_for_one_that_ends(storage: Storage) -> None:
@@ -178,8 +211,8 @@ def test_a_budget_for_few_trials_is_enough_for_one_that_ends(storage: Storage) -
         time.sleep((index / 10 - resumed_at) * 0.8)
         evaluate(storage, trial, index, 0.5)
         if index < 10:
-            trial.set_user_attr(PAUSED_ATTR, index / 10)
-            return result("pruned")
+            lease.pause(index / 10, [0.5])
+            return result("paused")
         return result("complete", values=(0.5,))
 
     create_or_resume_study(storage, config)
