@@ -6,6 +6,7 @@ import json
 import logging
 import uuid
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import optuna
 import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
-from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
 from hpo.study.sampling.earlier import tried_first
 from hpo.study.sampling.promotion import is_paused
 from hpo.study.store.database import redact
@@ -22,6 +23,7 @@ from hpo.study.store.schema import claims, delete_rows, evaluations, studies, wo
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
+    from hpo.config.budget import BudgetConfig
     from hpo.config.study_config import StudyConfig
 
 _logger = logging.getLogger(__name__)
@@ -84,11 +86,18 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
                     "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
                 )
             values = resumed if resize else {"n_trials": row.n_trials}
+            if resize and _is_raised(stored.get("budget"), config.budget):
+                reopen_ended_by_budget(connection, study_id_of(study))
             # Also where nothing changes: from here on nobody else writes to a SQLite file.
             connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
     if resize:
         _give_up_surplus(storage, study, values["n_trials"])
     return study
+
+
+def _is_raised(before: Mapping[str, Any] | None, now: BudgetConfig | None) -> bool:
+    """Whether a study may spend more than before. A study without a budget may spend any time."""
+    return before is not None and (now is None or now.hours > before["hours"])
 
 
 def _definition(config: StudyConfig) -> dict[str, Any]:
