@@ -38,7 +38,7 @@ from search_tables import Policy, Search, ours
 from hpo.config.sampler_config import PrunerConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import pareto_front
-from hpo.study.sampling.promotion import PAUSED_ATTR
+from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (10, 20)
@@ -105,15 +105,19 @@ class FrontSearch(Search):
         told.report(dict(zip(METRICS, self.values, strict=True)), index)
         return bool(told.should_prune())
 
-    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
-        if loss is None and PAUSED_ATTR not in trial.user_attrs:
-            super()._end(trial, outcome)
+    def _values(self, trial: Trial, loss: float) -> list[float]:  # noqa: ARG002
+        return self.values
+
+    def _tell(self, trial: Trial, outcome: Outcome, loss: float | None) -> None:
+        at_rungs = [*rungs_of(trial.user_attrs).values()]
+        if loss is None and not at_rungs:
+            super()._tell(trial, outcome, loss)
             return
         if loss is not None:
             self.found.append((self.spent, self.row_of[trial.number]))
-        trial.set_user_attr("outcome", outcome)
-        state = TrialState[outcome.optuna_state]  # PRUNED with values, as `Lease` has it
-        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, self.values)
+        values = self.values if loss is not None else at_rungs[-1]["values"]
+        state = TrialState[outcome.optuna_state]  # PRUNED with values, as when a study ends a paused trial
+        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, values)
 
 
 def hypervolume(gains_N2: np.ndarray) -> float:

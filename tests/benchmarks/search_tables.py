@@ -42,13 +42,15 @@ from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import SearchSpace, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
+from hpo.study.sampling.forecast import Cost, forecast
 from hpo.study.sampling.promotion import (
-    ORIGIN_ATTR,
     PAUSED_ATTR,
     RESUMED_ATTR,
+    RUNGS_ATTR,
     Promotion,
-    origin_of,
+    Standings,
     promotion_of,
+    rungs_of,
 )
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 
@@ -124,12 +126,13 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.paused: set[int | None] = set()
+        self.unfinished: dict[int, Trial] = {}
         self.promotion = policy.promotion
         rungs: list[Fraction] = []
         if self.promotion:
             rungs = sorted({curves.at(Fraction(str(rung))) for rung in self.promotion.rungs})
             self.promotion = replace(self.promotion, rungs=tuple(map(float, rungs)))
+            self.standings = Standings(self.promotion)
         shares = EvaluationConfig(per_trial=NUM_EVALUATIONS).shares(None)
         self.evaluate_at = sorted({*rungs, *map(curves.at, shares)})
 
@@ -144,11 +147,17 @@ class Search:
             self._start()
         while promotion is not None:
             trials = self.study.get_trials(deepcopy=False)
-            total = self.spent + promotion.left(trials, self.paused, num_new=1)
-            may_begin = self.left.any() and total <= compute + 1e-9
-            if going_on := promotion.going_on(trials, self.paused | ({None} if may_begin else set())):
-                self._go_on(going_on[0])
-            elif may_begin:
+            rungs = self.standings.rungs([trials[number] for number in self.unfinished], lambda _: True)
+            for number in self.standings.fallen_behind(rungs):
+                self._end(self.unfinished.pop(number), Outcome.PRUNED)
+            most, seconds = int(self.left.sum()), compute - self.spent
+            num_new = forecast(promotion, rungs, 0, most, Cost(0.0, 1.0), seconds).num_new
+            if promoted := self.standings.promoted(rungs, more_begin=num_new > 0):
+                trial = self.unfinished.pop(promoted[0])
+                resumed_at = trial.user_attrs[PAUSED_ATTR]
+                trial.set_user_attr(RESUMED_ATTR, resumed_at)
+                self._train(trial, resumed_at)
+            elif num_new:
                 self._start()
             else:
                 return
@@ -161,16 +170,6 @@ class Search:
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
         self._train(trial, 0.0)
-
-    def _go_on(self, number: int) -> None:
-        paused = self.study.get_trials(deepcopy=False)[number]
-        self.paused.remove(number)
-        at, origin = paused.user_attrs[PAUSED_ATTR], origin_of(number, paused.user_attrs)
-        self.study.enqueue_trial(paused.params, user_attrs={ORIGIN_ATTR: origin, RESUMED_ATTR: at})
-        trial = self.study.ask()
-        suggest(self.curves.space, trial)
-        self.row_of[trial.number] = self.row_of[number]
-        self._train(trial, at)
 
     def _train(self, trial: Trial, begin: float) -> None:
         """Train a trial from this share of its training until it ends or pauses."""
@@ -188,8 +187,12 @@ class Search:
             rung = promotion and promotion.pauses_at(float(share), begin)
             if rung:
                 trial.set_user_attr(PAUSED_ATTR, rung)
-                self.paused.add(trial.number)
-            if rung or (is_pruned and share < 1):
+                at_rungs = {str(at): found for at, found in rungs_of(trial.user_attrs).items()}
+                at_rungs[str(rung)] = {"values": self._values(trial, loss), "constraints": {}}
+                trial.set_user_attr(RUNGS_ATTR, at_rungs)
+                self.unfinished[trial.number] = trial
+                return
+            if is_pruned and share < 1:
                 self._end(trial, Outcome.PRUNED)
                 return
         self.ended.append((self.spent, loss))
@@ -200,8 +203,17 @@ class Search:
         trial.report(loss, index)
         return trial.should_prune()
 
+    def _values(self, trial: Trial, loss: float) -> list[float]:  # noqa: ARG002
+        """The objectives of a trial at its last evaluation."""
+        return [loss]
+
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
+        self._tell(trial, outcome, loss)
+        if self.promotion is not None:
+            self.standings.add_ended(self.study.get_trials(deepcopy=False)[trial.number])
+
+    def _tell(self, trial: Trial, outcome: Outcome, loss: float | None) -> None:
         self.study.tell(trial, loss, TrialState[outcome.optuna_state])
 
     def _end_broken(self, trial: Trial) -> None:
