@@ -35,6 +35,7 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.portfolio import SHARE
 from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
@@ -43,6 +44,7 @@ from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
 from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of_points
 from hpo.study.claims.workers import Membership
+from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
@@ -80,6 +82,8 @@ class WorkerLease(Membership):
     """Whether a paused trial continues after all others, because its precision has broken in other trials."""
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
+    portfolio: Sequence[tuple[Point, str]] = ()
+    """Published configurations and their sources, at most a tenth of the trials that are planned."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
     """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
@@ -89,6 +93,8 @@ class WorkerLease(Membership):
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget, self.continues_last)
         self._study_id = study_id_of(self._study)
+        self._tried: set[str] = set()
+        """The configurations that trials have as far as this worker had to know, by `point_key`."""
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
 
@@ -110,7 +116,7 @@ class WorkerLease(Membership):
                 if lease := self._claim(lambda it: self._take_or_start(it, seen, trial, points)):  # noqa: B023
                     return lease
                 continue  # another worker was faster
-            if seen.may_begin and (lease := self._claim(lambda it: self._begin(it, points))):  # noqa: B023
+            if seen.may_begin and (lease := self._claim(lambda it: self._begin(it, seen, points))):  # noqa: B023
                 return lease
             self.left = seen.unfinished()
             if not self.left:
@@ -219,16 +225,35 @@ class WorkerLease(Membership):
             set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
         return self._insert(connection, trial.number, point)
 
-    def _begin(self, connection: sa.Connection, points: Sequence[Point] | None) -> sa.Row[Any] | None:
+    def _begin(
+        self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
+    ) -> sa.Row[Any] | None:
         """Begin a new trial; None: the study has no place for one that this worker can run."""
         if points is None and not self.runnable({}):
             return None
         if not self._locks_open_study(connection) or num_places(connection, self._study.study_name) <= 0:
             return None
-        point = None if points is None else self._next_point(connection, points)
-        if points is not None and point is None:
-            return None
-        return self._insert(connection, make_trial(connection, self._study_id, fixed_params=point), point)
+        if points is None:
+            point, source = self._next_published(connection, seen)
+        else:
+            point, source = self._next_point(connection, points), {}
+            if point is None:
+                return None
+        number = make_trial(connection, self._study_id, fixed_params=point, user_attrs=source)
+        return self._insert(connection, number, point)
+
+    def _next_published(
+        self, connection: sa.Connection, seen: Snapshot
+    ) -> tuple[Point | None, dict[str, str]]:
+        """The next configuration of the portfolio with its user attribute, unless enough of it were tried."""
+        allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
+        if all(point_key(point) in self._tried for point, _ in allowed):
+            return None, {}
+        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials)
+        tried = num_trials_of_points(connection, self._study.study_name)
+        self._tried.update(tried, map(point_key, given))
+        left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
+        return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
         """Lock the trials of the study; False: it is not open."""
