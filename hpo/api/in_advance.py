@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpo.compare.companion import unlabelled_in_test
 from hpo.evaluation.verdict import Question, facts_in_advance
 from hpo.report.formats import format_seconds
-from hpo.report.plan import trial_seconds
+from hpo.report.plan import whole_seconds
 from hpo.study.reading.study_record import complete_trials
 from hpo.trial.objectives import quality_objective
 
@@ -40,5 +40,5 @@ def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
 def trials_in_advance(search: StudyRecord, plan: ComparisonConfig) -> str:
     """State the largest number of trials and their time, by the complete trials of the search."""
     num = len(plan.arms()) * plan.max_seeds
-    seconds = fmean(trial_seconds(trial) for trial in complete_trials(search))
+    seconds = fmean(whole_seconds(trial) for trial in complete_trials(search))
     return f"At most {num} trials, about {format_seconds(num * seconds)} on one worker."

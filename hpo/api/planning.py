@@ -1,4 +1,4 @@
-"""What a study's trials or its budget come to, as far as it is measured, or can be here."""
+"""The plan of a study, by what was measured or can be measured here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import DataError, RunError
 from hpo.precision.table import apply_preset
-from hpo.report.formats import format_number, format_seconds
+from hpo.report.formats import format_bytes, format_number, format_seconds
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
 from hpo.tasks.registry import is_error
@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None = None) -> Plan:
-    """The plan of a study by its complete trials, and by some steps here in a precision that has none.
+def measured_plan(
+    config: StudyConfig, record: StudyRecord | None, workers: int | None = None, why_pruner: str = ""
+) -> Plan:
+    """Return the plan of a study by its complete trials, and by some steps here in a precision that has none.
 
-    `workers` defaults to the live ones, or one. Raises RunError if the steps did not work.
+    Raises RunError if the steps did not work.
+
+    Args:
+        workers: left out, the live ones, or one.
+        why_pruner: why the study has its pruner.
     """
     device = probe_device(config.device)
     lacking = check_precisions(config, device)
@@ -42,7 +48,15 @@ def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int 
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
-    return make_plan(config, list(costs.values()), record, workers or live or 1)
+    return make_plan(
+        config, list(costs.values()), record, workers or live or 1, _pruner_told(config, why_pruner)
+    )
+
+
+def _pruner_told(config: StudyConfig, why: str) -> str:
+    rungs = ", ".join(f"{float(rung):.0%}" for rung in config.pruner.rungs)
+    pauses = f", trials pause at {rungs} of their budget" if rungs else ""
+    return f"{config.pruner.name}{pauses}; {why or 'it is stored with the study'}"
 
 
 def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
@@ -61,17 +75,25 @@ def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
 
 
 def plan_told(plan: Plan) -> Iterator[str]:
-    """The plan in sentences, a line each."""
+    """Return the plan in sentences, one on a line."""
     for cost in plan.costs:
         rate = cost.examples_per_second
         speed = "" if rate is None else f", at {format_number(rate)} examples/s"
         yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
+    yield f"Pruner: {plan.pruner}."
     start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in plan.stages)
     going_on = f"; of these go on {', '.join(later)}" if later else ""
-    yield f"Trials: {start} of their budget{going_on}. That is {plan.whole_trials:.3g} whole trials."
+    if any(stage.num_trials for stage in plan.stages):
+        yield f"Trials: {start} of their budget{going_on}. That is {plan.whole_trials:.3g} whole trials."
+    else:
+        yield "Trials: none is left to run."
     of = "" if plan.budget_hours is None else f" of the budget of {plan.budget_hours:.3g}"
     spent = f", {plan.spent_hours:.3g} of them spent" if plan.spent_hours else ""
     yield f"Device-hours: about {plan.hours:.3g}{of}{spent}."
+    if plan.budget_hours is not None and plan.hours > plan.budget_hours:
+        yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
+    if plan.paused_bytes is not None:
+        yield f"Checkpoints of paused trials: at most {format_bytes(plan.paused_bytes)} of disk space."
     clock = format_seconds(3600 * plan.hours_to_the_end)
     if plan.limit:
         yield f"`hpo compare`: {plan.limit}"

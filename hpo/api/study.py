@@ -237,10 +237,10 @@ class Study:
         """
         from hpo.api.planning import comparison_limit, measured_plan
         from hpo.data.dataset import load_data
-        from hpo.trial.trial_parts import fit_rungs
+        from hpo.trial.trial_parts import fit_pruner
 
         check_positive(workers=workers)
-        config, record, data = to_run(self.config, n_trials, hours), None, None
+        config, record, data, why = to_run(self.config, n_trials, hours), None, None, ""
         try:
             with existing_database(self._storage) as database:
                 if database.has_study(config.name):
@@ -250,10 +250,11 @@ class Study:
         with progress_shown(quiet=self._quiet):
             if record is None:
                 data = load_data(config.data)
-                config = fit_rungs(config, data)
+                config, why = fit_pruner(config, data)
             else:
                 config = config.resumed(record.definition)
-            return replace(measured_plan(config, record, workers), limit=comparison_limit(config, data))
+            plan = measured_plan(config, record, workers, why)
+            return replace(plan, limit=comparison_limit(config, data))
 
     def status(self) -> dict[str, Any]:
         """How far it is: what `hpo status --json` prints."""

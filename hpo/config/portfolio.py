@@ -47,8 +47,9 @@ SHARE = 0.1
 def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
     """Return the configurations for a study as Optuna holds them, by rank, with their sources.
 
-    They have settings that the study searches, with values in their ranges. There are none for a fresh encoder,
-    one that is frozen under an adapter, another optimiser than AdamW, or a sampler that does not learn.
+    They have settings that the study searches, with values in their ranges. There are none for a fresh
+    encoder, one that is frozen under an adapter, another optimiser than AdamW, or a sampler that does not
+    learn.
     """
     if config.comparison is not None:
         return []

@@ -30,9 +30,10 @@ from hpo.study.sampling.forecast import (
     forecast,
     measured_cost,
     measured_trial,
+    seconds_ahead,
     training_share,
 )
-from hpo.study.sampling.promotion import PAUSED_ATTR, Promotion, Rung, is_paused, rungs_of
+from hpo.study.sampling.promotion import Promotion, Rung, is_paused, rungs_of
 from hpo.study.store.schema import claims, evaluations, studies
 
 
@@ -112,21 +113,12 @@ class StudyBudget:
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)
         if cost is not None:
-            left += self._ahead(connection, cost, [trial for trial in begun if not is_paused(trial)])
+            running = [trial for trial in begun if not is_paused(trial)]
+            rows = self._rows(connection, running)
+            parts = ((trial.user_attrs, rows[trial.number][0]) for trial in running)
+            left += sum(seconds_ahead(self.promotion, cost, *part) for part in parts)
         num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + num_waiting
         return forecast(self.promotion, rungs, num_starts, most, cost, None if left == math.inf else left)
-
-    def _ahead(self, connection: sa.Connection, cost: Cost, running: Sequence[FrozenTrial]) -> float:
-        """The seconds that the runs of these trials have taken already."""
-        seconds = self._rows(connection, running)
-        ahead = 0.0
-        for trial in running:
-            num_runs, trained = len(rungs_of(trial.user_attrs)), trial.user_attrs.get(PAUSED_ATTR, 0.0)
-            of_run = seconds[trial.number][0] - cost.of_trial(num_runs, trained)
-            used = self.promotion.used if self.promotion is not None else []
-            end = next((rung for rung in used if rung > trained), 1.0)
-            ahead += min(max(0.0, of_run), cost.of_trial(1, end - trained))
-        return ahead
 
     def _cost(self, connection: sa.Connection, paused: Sequence[FrozenTrial]) -> Cost | None:
         for trial, measured in self._measure(connection, self._ended):

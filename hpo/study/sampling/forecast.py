@@ -158,6 +158,21 @@ def forecast(
     return Forecast(num_new, stages_left(promotion, rungs, num_starts + num_new))
 
 
+def seconds_ahead(
+    promotion: Promotion | None, cost: Cost, attributes: Mapping[str, Any], seconds: float
+) -> float:
+    """Return the device-seconds that the present run of a trial has taken, of those that it will take.
+
+    Args:
+        attributes: the user attributes of a trial that runs.
+        seconds: its device-seconds so far, in all of its runs.
+    """
+    begin, used = attributes.get(PAUSED_ATTR, 0.0), promotion.used if promotion is not None else []
+    end = next((rung for rung in used if rung > begin), 1.0)
+    of_run = seconds - cost.of_trial(len(attributes.get(RUNGS_ATTR, {})), begin)
+    return min(max(0.0, of_run), cost.of_trial(1, end - begin))
+
+
 def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: int) -> list[Stage]:
     """Return the runs that are left if none breaks: from the start, then from each rung.
 

@@ -130,6 +130,11 @@ class Promotion:
         last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
         return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
 
+    def most_paused(self, num_trials: int) -> int:
+        """Return how many of so many trials wait at all rungs together, at most."""
+        pairs = zip(self.rungs, self.at_least, strict=True)
+        return sum(min(num_trials, max(MOST_PAUSED, least)) for rung, least in pairs if rung in self.used)
+
     def num_promoted(self, num_paused: int, at_least: int) -> int:
         """Return how many of the trials that pause at a rung are promoted in the end."""
         return min(num_paused, max(num_paused // self.reduction_factor, at_least))
