@@ -11,8 +11,12 @@ import optuna
 import pytest
 from worker_process import evaluate, result, study
 
+from hpo.api.planning import plan_told
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.report.plan import TrialCost, make_plan
+from hpo.report.spending import spending_told
+from hpo.report.status import study_status
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
@@ -128,3 +132,39 @@ def test_starts_are_mostly_setup() -> None:
     stages = planned_stages(promotion, 25)
     assert [stage.num_trials for stage in stages] == [25, 18, 6, 2]
     assert COST.of(stages[:1]) == pytest.approx(25 * 2.0 + 20.0)
+
+
+@pytest.mark.parametrize("pruner", ["none", "promote"])
+def test_plan_status_and_run_agree_about_what_is_left(storage: Storage, clock: FakeTime, pruner: str) -> None:
+    """After the end nothing is left to begin, and the reason why the budget is not spent is named."""
+    config = config_of(PRUNERS[pruner], 75.0)
+    record = run(storage, config, clock, COST)
+    costs = [TrialCost("fp32", None, 22.0, "a test", run_seconds=2.0)]
+    before, after = make_plan(config, costs, None, 1), make_plan(config, costs, record, 1)
+    assert after.whole_trials == 0
+    assert after.hours == after.spent_hours == pytest.approx(sum(record.spent.values()) / 3600)
+    assert before.hours == pytest.approx(after.hours, abs=22.0 / 3600)
+    status = study_status(record)
+    assert status["estimated_end"] is None
+    assert "are not spent, because another trial and" in status["budget"]["unspent"]
+    assert status["budget"]["unspent"] in spending_told(record)
+
+
+@pytest.mark.parametrize(
+    ("n_trials", "why"),
+    [(2, "because all of the study's 2 trials have ended. Raise `n_trials`."), (9, "take")],
+)
+def test_a_study_says_why_its_budget_is_not_spent(
+    storage: Storage, clock: FakeTime, n_trials: int, why: str
+) -> None:
+    record = run(storage, config_of(PRUNERS["none"], 75.0, n_trials), clock, COST)
+    assert why in study_status(record)["budget"]["unspent"]
+
+
+def test_a_small_budget_is_enough_for_one_start(storage: Storage, clock: FakeTime) -> None:
+    """Nothing was measured before the first trial, so a worker begins one. The plan says the same."""
+    config = config_of(PRUNERS["none"], 5.0)
+    plan = make_plan(config, [TrialCost("fp32", None, 22.0, "a test", run_seconds=2.0)], None, 1)
+    assert [stage.num_trials for stage in plan.stages] == [1]
+    assert any("not be enough for one whole trial" in line for line in plan_told(plan))
+    assert len(run(storage, config, clock, COST).trials) == 1
