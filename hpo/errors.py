@@ -106,7 +106,7 @@ class OutageError(RunError):
 
 
 class StoppedError(OutageError):
-    """Told to stop while the database is away, so that nobody could be told of it."""
+    """Told to stop while the database is away or locked, so that nothing could be stored."""
 
     exit_code = 130
 
@@ -135,6 +135,8 @@ class Invalid(TrialEnd):
 
 class Nonfinite(TrialEnd):
     outcome = Outcome.NONFINITE
+    finite_in_fp32: bool | None = None
+    """Whether the step that broke is finite if it is repeated in fp32; None: unknown."""
 
 
 class OutOfMemory(TrialEnd):

@@ -29,7 +29,7 @@ from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.running.stopping import Stop
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.grid_sampler import grid_points
+from hpo.study.sampling.points import grid_points
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.training.metrics import RowStatistics

@@ -264,10 +264,12 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "half of the report": _after(lease_module, "set_intermediate_value"),
     "pause noted": _after(Lease, "pause"),
     "half of the outcome": _after(lease_module, "end_trial"),
+    "retry made": _after(lease_module, "make_trial"),
     "trial ended": _after(Lease, "end"),
     "outcome stored": _after(WorkerLease, "record_outcome"),
 }
-PLACES = tuple(_PLACES)
+PLACES = tuple(place for place in _PLACES if place not in ("pause noted", "retry made"))
+"""Where the trials of every study come by."""
 
 
 def die_at(place: str, time: int) -> Callable[[], None]:

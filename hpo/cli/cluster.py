@@ -45,10 +45,24 @@ _SLURM_OPTIONS: Mapping[str, Any] = {
         "Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
     ),
 }
+_LAUNCH_OPTIONS: Mapping[str, Any] = {
+    "setup": option(
+        typer.FileBinaryRead | None,
+        "FILE",
+        "bash script that each job sources first (module load, conda activate). A job gets a copy.",
+        callback=lambda file: file and file.read(),
+    ),
+    "python": option(str | None, "PATH", "Python of the nodes or of the container, where hpo is installed."),
+    "apptainer": option(str | None, "IMAGE", "Run the workers in this image by `apptainer exec`."),
+    "pyxis": option(
+        str | None, "IMAGE", "Run the workers in this image by pyxis (`srun --container-image`)."
+    ),
+    "mount": option(list[str] | None, "PATH", "Another place that the container needs. Repeatable."),
+}
 
 
 @app.command()
-@with_options(_SLURM_OPTIONS)
+@with_options(_SLURM_OPTIONS, _LAUNCH_OPTIONS)
 def submit(
     study: StudyArgument,
     _slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")],
@@ -68,6 +82,7 @@ def submit(
     --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
     study is done.
     """
+    from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, name_code
     from hpo.config.allowed import allowing
@@ -80,6 +95,7 @@ def submit(
         folder=job_folder(RUNS, name),
         num_workers=workers,
         sbatch=_sbatch_options(options),
+        launch=Launch(**{name: options[name] for name in _LAUNCH_OPTIONS}),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
         code=code_in_use(config.code) if config else [name_code(one) for one in trust_code],
         allow=allowing(config) if config else None,
@@ -145,7 +161,7 @@ def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
     named = {
         name.replace("_", "-"): value
         for name, value in options.items()
-        if value is not None and name not in ("n_trials", "sbatch")
+        if value is not None and name in _SLURM_OPTIONS and name not in ("n_trials", "sbatch")
     }
     for text in options["sbatch"] or ():
         name, equals, value = text.lstrip("-").partition("=")

@@ -41,7 +41,7 @@ from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import StorageError, StudyFileError, did_you_mean
+from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
@@ -353,6 +353,20 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     if problems or file.problems:
         raise file.error(problems)
     return study
+
+
+def study_of(content: Mapping[str, Any]) -> StudyConfig:
+    """The study of a mapping with the keys of a study file; paths are relative to the working folder.
+
+    Raises InputError with every problem.
+    """
+    folder = Path.cwd()
+    try:
+        return StudyConfig.model_validate(
+            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
+        )
+    except ValidationError as error:
+        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
 
 
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:

@@ -170,6 +170,8 @@ class MixedPrecision:
         self._losses_in_a_row = self._gradients_in_a_row = self._overflows_at_floor = self._zero
         self._most_losses_in_a_row = self._most_gradients_in_a_row = self._zero
         self._skipped = self._scale_sum = self._scale_min = self._scale_max = self._zero
+        self.last_skipped = self._zero
+        """1 if the last step was skipped because its gradients were not finite, else 0; on the device."""
         self._epoch_fallbacks = 0
         self.step_fallbacks = 0
         """Micro-batches of the step that is being made that this process ran again in fp32."""
@@ -196,12 +198,15 @@ class MixedPrecision:
 
         Waits for the device where the config has a fallback.
         """
-        # Without autocast too, float8 layers stay float8.
-        reduced = self.precision.linear_dtype != "float32" and not self.precision.float8
-        if not self.config.fallback_to_fp32 or not reduced or bool(torch.isfinite(loss)):
+        if not self.config.fallback_to_fp32 or not self.has_fp32_repeat or bool(torch.isfinite(loss)):
             return False
         self.step_fallbacks += 1
         return True
+
+    @property
+    def has_fp32_repeat(self) -> bool:
+        """Whether `float32` changes the products. Without autocast too, float8 layers stay float8."""
+        return self.precision.linear_dtype != "float32" and not self.precision.float8
 
     @contextlib.contextmanager
     def float32(self, model: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -232,10 +237,11 @@ class MixedPrecision:
         self._losses_in_a_row = (self._losses_in_a_row + 1) * bad_loss
         self._most_losses_in_a_row = torch.maximum(self._most_losses_in_a_row, self._losses_in_a_row)
         self._skipped = self._skipped + bad_gradient
+        self.last_skipped = bad_gradient.float()
         if not self.precision.loss_scaling:
             in_a_row = self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
             self._most_gradients_in_a_row = torch.maximum(self._most_gradients_in_a_row, in_a_row)
-            return bad_gradient.float()
+            return self.last_skipped
         scale = self.scale_value()
         at_floor = scale <= self.config.min_scale
         self._overflows_at_floor = self._overflows_at_floor + (bad_gradient & at_floor)
@@ -244,7 +250,7 @@ class MixedPrecision:
             self._scale_min = torch.minimum(self._scale_min, scale)
             self._scale_max = torch.maximum(self._scale_max, scale)
             self._num_steps += 1
-        return bad_gradient.float()
+        return self.last_skipped
 
     def check(self) -> None:
         """Raise Nonfinite if the training cannot recover. Waits for the device."""
@@ -277,10 +283,12 @@ class MixedPrecision:
         self._epoch_fallbacks += num_fallbacks
         self._fp32_fallbacks += num_fallbacks
         if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
-            raise Nonfinite(
+            error = Nonfinite(
                 f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
                 f"under {self.precision.name} (amp.max_fp32_fallbacks)."
             )
+            error.finite_in_fp32 = True  # else they are not counted as fallbacks
+            raise error
 
     def update_amp_config(self, **changes: Any) -> None:
         """Change `AmpConfig` keys between epochs; a new `init_scale` becomes the scale at once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.report.formats import format_bytes, format_number, format_seconds
 from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
@@ -74,6 +75,33 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"hours_to_the_end": self.hours_to_the_end}
+
+    def text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for cost in self.costs:
+            rate = cost.examples_per_second
+            speed = "" if rate is None else f", at {format_number(rate)} examples/s"
+            yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
+        yield f"Pruner: {self.pruner}."
+        start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in self.stages)
+        going_on = f"; of these go on {', '.join(later)}" if later else ""
+        if any(stage.num_trials for stage in self.stages):
+            yield f"Trials: {start} of their budget{going_on}. That is {self.whole_trials:.3g} whole trials."
+        else:
+            yield "Trials: none is left to run."
+        of = "" if self.budget_hours is None else f" of the budget of {self.budget_hours:.3g}"
+        spent = f", {self.spent_hours:.3g} of them spent" if self.spent_hours else ""
+        yield f"Device-hours: about {self.hours:.3g}{of}{spent}."
+        if self.budget_hours is not None and self.hours > self.budget_hours:
+            yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
+        if self.paused_bytes is not None:
+            yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
+        clock = format_seconds(3600 * self.hours_to_the_end)
+        if self.limit:
+            yield f"`hpo compare`: {self.limit}"
+        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)}: about {clock} from now."
 
 
 def make_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -61,7 +61,10 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for worker in workers
         ],
-        "warnings": [" ".join(said) for said in (*lost_weights(record), *unverified_precisions(record))],
+        "warnings": [
+            *(" ".join(said) for said in (*lost_weights(record), *unverified_precisions(record))),
+            *_unclaimed(record),
+        ],
         "trials_per_hour": rate,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
@@ -73,6 +76,17 @@ def num_shares(record: StudyRecord) -> int:
     if record.definition.get("budget") is None:
         return len(live)
     return len({(worker.host, worker.device or worker.id) for worker in live})
+
+
+def _unclaimed(record: StudyRecord) -> Iterator[str]:
+    """Warn of running trials that no worker takes, in the words of `hpo doctor`."""
+    claimed = {worker.trial_number for worker in record.workers if worker.alive}
+    for trial in record.trials:
+        if trial.outcome == "running" and trial.number not in claimed:
+            yield (
+                f"Trial {trial.number} is RUNNING, but no worker of the study made it. "
+                "`hpo doctor --fix` ends it as FAIL."
+            )
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +66,8 @@ class Follower:
         self._digests: dict[str, str] = {}
         self._changed: set[str] = set()
         self._read_seconds = 0.0
+        self._heartbeats: dict[str, datetime] = {}
+        self._heard = time.monotonic()
 
     def look(self) -> Shown:
         """Bring the tracker to the study as it is now. Raises TrackerError."""
@@ -77,8 +80,10 @@ class Follower:
                 if self._tracker.show(run):
                     self._changed.add(run.key)
                 self._digests[run.key] = run.digest
-        idle = min((worker.silent_seconds for worker in record.workers), default=math.inf)
-        return Shown(len(runs), len(self._changed), is_over(record), idle)
+        heartbeats = {worker.id: worker.last_seen for worker in record.workers}
+        if heartbeats != self._heartbeats:
+            self._heartbeats, self._heard = heartbeats, time.monotonic()
+        return Shown(len(runs), len(self._changed), is_over(record), time.monotonic() - self._heard)
 
     def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
         """Look again and again until the study has ended or `stop` is set, and once after that; or until no
@@ -86,7 +91,7 @@ class Follower:
 
         A tracker that is away is said once, and tried again. Raises TrackerError where the last look fails.
         """
-        away, started = False, time.monotonic()
+        away = False
         while True:
             is_last = stop.is_set()
             try:
@@ -103,7 +108,7 @@ class Follower:
                 away = False
                 if is_last or shown.is_over:
                     return shown
-                if min(shown.idle_seconds, time.monotonic() - started) > idle_seconds:
+                if shown.idle_seconds > idle_seconds:
                     _logger.warning(
                         "No worker was in the study for %g s, which has trials left. Once one is, call this "
                         "again: it adds what is new.",

@@ -16,11 +16,11 @@ from typing import Any
 
 import sqlalchemy as sa
 from alembic.util import CommandError
+from filelock import FileLock
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from hpo.errors import InputError, TrackerError, shorten
-from hpo.study.store.database import redact
-from hpo.study.store.lock import exclusive
+from hpo.study.store.database import redact, sqlite_path
 from hpo.track.runs import Point, Run
 
 ADDRESS = "MLFLOW_TRACKING_URI"
@@ -101,8 +101,8 @@ class MlflowTracker:
         if self._client is None:
             address = os.environ[ADDRESS]
             # Two that make the tables of a SQLite file at once leave one that MLflow never opens again.
-            alone = exclusive(sa.create_engine(address)) if address.startswith("sqlite:") else nullcontext()
-            with alone:
+            path = sqlite_path(sa.make_url(address)) if address.startswith("sqlite:") else None
+            with FileLock(f"{path}.lock") if path else nullcontext():
                 self._client = self._new_client(tracking_uri=address)
 
     def _bring(self, known: _Known, run: Run) -> None:

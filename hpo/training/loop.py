@@ -13,20 +13,27 @@ What the loop promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, collate, evaluation_batches, num_batches, training_batches
-from hpo.data.tokenized_split import TokenizedSplit
+from hpo.data.tokenized_split import IntArray, TokenizedSplit
 from hpo.device import synchronize
+from hpo.errors import Nonfinite
+from hpo.lost_device import raise_if_lost
 from hpo.models.attention import sdpa_in_place_of_flash
 from hpo.models.encoder import without_gradient_checkpointing
-from hpo.precision.amp import MixedPrecision
+from hpo.precision.amp import MixedPrecision, backend_flags
+from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import keep_gradients
 from hpo.training.decoding import decode_tasks
@@ -57,6 +64,8 @@ from hpo.training.step_seed import step_seed
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
 """Steps between two looks at whether losses and gradients are finite; on a GPU a look waits for it."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Learner(NamedTuple):
@@ -125,21 +134,22 @@ def train(
     The model is on the device, in the precision's weights. `clock.state` says where to begin and is kept up
     to date. Several ranks that train together call this with the same arguments; the clock is rank 0's.
 
-    Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
-    example does not fit.
+    Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, after it repeated the step in fp32,
+    and OutOfMemory when a single example does not fit.
     """
     model, loss_fn, mixed_precision = learner
     state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
     batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
-    first_step = state.step
+    first_step, batch = state.step, None
 
     model.train()
     clock.start()
     while True:
         evaluates = budget.evaluations_due(state, args.evaluate_at) > state.num_evaluations
         if evaluates:
+            _check(learner, batch, args, state)
             yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
             model.train()
         if budget.used(state) >= 1:
@@ -161,7 +171,7 @@ def train(
         state.count_step(loss, num_examples, batch.num_tokens)
         clock.step(num_examples, batch)
         if state.step % CHECK_EVERY[mixed_precision.device.type] == 0:
-            mixed_precision.check()
+            _check(learner, batch, args, state)
         state.step_seconds = _lap(clock)
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
@@ -183,7 +193,6 @@ def _evaluate(
     on_batch: Callable[[], None],
 ) -> Evaluation:
     model, loss_fn, mixed_precision = learner
-    mixed_precision.check()
     synchronize(mixed_precision.device)
     clock.meter.stop()
     _lap(clock)
@@ -196,7 +205,8 @@ def _evaluate(
     synchronize(mixed_precision.device)
     forward_seconds = clock.now() - began
     merge(logits)
-    check_finite(logits)
+    with _repeated_in_fp32(mixed_precision, partial(_evaluates_finite, learner, data, batches)):
+        check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
     metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
     seconds = clock.now() - began
@@ -215,6 +225,62 @@ def _evaluate(
         index=index,
         rates=clock.meter.summary(),
     )
+
+
+def _check(learner: Learner, batch: Batch | None, args: TrainingArgs, state: TrainState) -> None:
+    """Raise Nonfinite if the training cannot recover. `batch` is that of the last step; None: unknown."""
+    with _repeated_in_fp32(learner.mixed_precision, partial(_steps_finite, learner, batch, args, state)):
+        learner.mixed_precision.check()
+
+
+@contextlib.contextmanager
+def _repeated_in_fp32(mixed_precision: MixedPrecision, repeat: Callable[[], bool | None]) -> Iterator[None]:
+    """Note on a Nonfinite of the block whether the numbers are finite when `repeat` computes them in fp32.
+
+    They are not repeated by several ranks.
+    """
+    try:
+        yield
+    except Nonfinite as error:
+        if mixed_precision.has_fp32_repeat and world_size() == 1:
+            try:
+                error.finite_in_fp32 = repeat()
+            except Exception as fault:  # whatever the repeat raises, the trial has ended
+                raise_if_lost(mixed_precision.device, fault)
+                _logger.warning("The step that broke could not be repeated in fp32: %r", fault)
+        raise
+
+
+def _steps_finite(
+    learner: Learner, batch: Batch | None, args: TrainingArgs, state: TrainState
+) -> bool | None:
+    """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
+    if batch is None or not bool(learner.mixed_precision.last_skipped):
+        return None
+    state, model = replace(state), learner.model  # a copy, as the repeat may need smaller micro-batches
+    in_fp32 = partial(_in_fp32, scale=lambda loss: loss)
+
+    def attempt() -> Tensor:
+        manual_seed(step_seed(args.seed, state.step - 1, rank()))
+        model.zero_grad(set_to_none=True)
+        return _accumulate(learner, batch, state.micro_batch_size, lambda: None, in_fp32)
+
+    loss = within_memory(attempt, state, batch)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = gradient_norm(gradients, learner.mixed_precision.device.type)
+    return bool(torch.isfinite(loss + norm))
+
+
+def _evaluates_finite(learner: Learner, data: TrainingData, batches: Sequence[IntArray]) -> bool | None:
+    """Repeat an evaluation in fp32. None: the weights themselves have fewer bits."""
+    model, _, mixed_precision = learner
+    config, fp32 = mixed_precision.config, PRECISIONS["fp32"]
+    if mixed_precision.precision.weights != fp32.weights:
+        return None
+    in_fp32 = MixedPrecision(fp32, config, mixed_precision.device)
+    with backend_flags(fp32, config), sdpa_in_place_of_flash(model.encoder):
+        logits = predict_logits(model, data.validation, batches, in_fp32, data.pad_id)
+    return all(np.isfinite(values).all() for values in logits.values())
 
 
 def accumulate_gradients(
@@ -236,7 +302,7 @@ def accumulate_gradients(
         manual_seed(step_seed(seed, state.step, rank()))
         model.zero_grad(set_to_none=True)
         mixed_precision.start_step()
-        return _accumulate(learner, batch, state.micro_batch_size, on_micro_batch)
+        return _accumulate(learner, batch, state.micro_batch_size, on_micro_batch, forward_backward)
 
     loss = within_memory(attempt, state, batch)
     fallbacks = torch.tensor(mixed_precision.step_fallbacks)
@@ -245,9 +311,13 @@ def accumulate_gradients(
 
 
 def _accumulate(
-    learner: Learner, batch: Batch, micro_batch_size: int, on_micro_batch: Callable[[], None]
+    learner: Learner,
+    batch: Batch,
+    micro_batch_size: int,
+    on_micro_batch: Callable[[], None],
+    run: Callable[..., Tensor],
 ) -> Tensor:
-    """The loss of this rank's rows, detached."""
+    """Run this rank's rows in micro-batches and return their loss, detached. `run`: as `forward_backward`."""
     model, loss_fn, mixed_precision = learner
     device, num_items = mixed_precision.device.torch_device, loss_fn.count(batch)
     total = torch.zeros((), device=device)
@@ -256,7 +326,7 @@ def _accumulate(
         if number:
             on_micro_batch()
         share = len(part.windows_B) / len(batch.windows_B)
-        total += forward_backward(learner, part.to(device), num_items, share)
+        total += run(learner, part.to(device), num_items, share)
         if number == 0 and len(parts) > 1:
             keep_gradients(model)
     return total
@@ -274,14 +344,26 @@ def forward_backward(learner: Learner, batch: Batch, num_items: Mapping[str, int
     if not mixed_precision.falls_back(loss):
         mixed_precision.scaler.scale(loss).backward()
         return loss.detach()
+    loss = _in_fp32(learner, batch, num_items, share, mixed_precision.scaler.scale)
+    if not bool(torch.isfinite(loss)):  # no fault of the precision
+        mixed_precision.step_fallbacks -= 1
+    return loss
+
+
+def _in_fp32(
+    learner: Learner,
+    batch: Batch,
+    num_items: Mapping[str, int],
+    share: float,
+    scale: Callable[[Tensor], Tensor],
+) -> Tensor:
+    model, loss_fn, mixed_precision = learner
     # The fp32 weights are in the model for its forward pass alone, so the backward pass must compute no
     # activations again.
     kept = without_gradient_checkpointing(model)
     with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
         loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
-        mixed_precision.scaler.scale(loss).backward()
-    if not bool(torch.isfinite(loss)):  # no fault of the precision
-        mixed_precision.step_fallbacks -= 1
+        scale(loss).backward()
     return loss.detach()
 
 

@@ -17,7 +17,7 @@ import torch
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import EnergyCounter, Utilization
-from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
+from hpo.errors import Incompatible, Invalid, Nonfinite, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.multitask import MultitaskModel
@@ -207,6 +207,9 @@ class TrialRun:
         try:
             for evaluation in evaluations:
                 distributed.decide(partial(self._on_evaluation, evaluation))
+        except Nonfinite as end:
+            self.recorder.note(finite_in_fp32=end.finite_in_fp32)
+            raise
         except (Preempted, Paused) as end:
             self._save()
             if isinstance(end, Paused):

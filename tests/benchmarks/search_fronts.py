@@ -32,14 +32,12 @@ import optuna
 from curves import Curves, load, table_paths
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
-from optuna.trial import Trial, TrialState
+from optuna.trial import Trial
 from search_tables import Policy, Search, ours
 
 from hpo.config.sampler_config import PrunerConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import pareto_front
-from hpo.study.sampling.promotion import rungs_of
-from hpo.study.store.optuna_internals import storage_of, trial_id_of
 
 COMPUTE = (10, 20)
 """Whole runs."""
@@ -105,19 +103,13 @@ class FrontSearch(Search):
         told.report(dict(zip(METRICS, self.values, strict=True)), index)
         return bool(told.should_prune())
 
-    def _values(self, trial: Trial, loss: float) -> list[float]:  # noqa: ARG002
+    def _values(self, _: float) -> list[float]:
         return self.values
 
-    def _tell(self, trial: Trial, outcome: Outcome, loss: float | None) -> None:
-        at_rungs = [*rungs_of(trial.user_attrs).values()]
-        if loss is None and not at_rungs:
-            super()._tell(trial, outcome, loss)
-            return
+    def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         if loss is not None:
             self.found.append((self.spent, self.row_of[trial.number]))
-        values = self.values if loss is not None else at_rungs[-1]["values"]
-        state = TrialState[outcome.optuna_state]  # PRUNED with values, as when a study ends a paused trial
-        storage_of(self.study).set_trial_state_values(trial_id_of(trial), state, values)
+        super()._end(trial, outcome, loss)
 
 
 def hypervolume(gains_N2: np.ndarray) -> float:

@@ -50,7 +50,6 @@ from hpo.study.sampling.promotion import (
     Promotion,
     Standings,
     promotion_of,
-    rungs_of,
 )
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 
@@ -126,7 +125,7 @@ class Search:
         self.ended: list[tuple[float, float]] = []
         """When a run had ended, and its loss."""
         self.row_of: dict[int, int] = {}
-        self.unfinished: dict[int, Trial] = {}
+        self.paused: dict[int, Trial] = {}
         self.promotion = policy.promotion
         rungs: list[Fraction] = []
         if self.promotion:
@@ -142,22 +141,21 @@ class Search:
 
     def run(self, compute: float) -> None:
         """Search until so many whole runs are paid for."""
-        promotion = self.promotion
-        while promotion is None and self.spent < compute and self.left.any():
-            self._start()
-        while promotion is not None:
+        if self.promotion is None:
+            while self.spent < compute and self.left.any():
+                self._start()
+            return
+        standings = self.standings
+        while True:
             trials = self.study.get_trials(deepcopy=False)
-            rungs = self.standings.rungs([trials[number] for number in self.unfinished], lambda _: True)
-            for number in self.standings.fallen_behind(rungs):
-                self._end(self.unfinished.pop(number), Outcome.PRUNED)
-            most, seconds = int(self.left.sum()), compute - self.spent
-            num_new = forecast(promotion, rungs, 0, most, Cost(0.0, 1.0), seconds).num_new
-            if promoted := self.standings.promoted(rungs, more_begin=num_new > 0):
-                trial = self.unfinished.pop(promoted[0])
-                resumed_at = trial.user_attrs[PAUSED_ATTR]
-                trial.set_user_attr(RESUMED_ATTR, resumed_at)
-                self._train(trial, resumed_at)
-            elif num_new:
+            rungs = standings.rungs([trials[number] for number in self.paused], lambda _: True)
+            for number in standings.fallen_behind(rungs):
+                self._end(self.paused.pop(number), Outcome.PRUNED)
+            most, left = int(self.left.sum()), compute - self.spent
+            may_begin = forecast(self.promotion, rungs, 0, most, Cost(0.0, 1.0), left).num_new > 0
+            if promoted := standings.promoted(rungs, more_begin=may_begin):
+                self._continue(promoted[0])
+            elif may_begin:
                 self._start()
             else:
                 return
@@ -170,6 +168,12 @@ class Search:
         suggest(self.curves.space, trial)
         self.row_of[trial.number] = row
         self._train(trial, 0.0)
+
+    def _continue(self, number: int) -> None:
+        trial = self.paused.pop(number)
+        at = trial.user_attrs[PAUSED_ATTR]
+        trial.set_user_attr(RESUMED_ATTR, at)
+        self._train(trial, at)
 
     def _train(self, trial: Trial, begin: float) -> None:
         """Train a trial from this share of its training until it ends or pauses."""
@@ -186,11 +190,7 @@ class Search:
             is_pruned = self._report(trial, loss, index)
             rung = promotion and promotion.pauses_at(float(share), begin)
             if rung:
-                trial.set_user_attr(PAUSED_ATTR, rung)
-                at_rungs = {str(at): found for at, found in rungs_of(trial.user_attrs).items()}
-                at_rungs[str(rung)] = {"values": self._values(trial, loss), "constraints": {}}
-                trial.set_user_attr(RUNGS_ATTR, at_rungs)
-                self.unfinished[trial.number] = trial
+                self._pause(trial, rung, loss)
                 return
             if is_pruned and share < 1:
                 self._end(trial, Outcome.PRUNED)
@@ -198,23 +198,28 @@ class Search:
         self.ended.append((self.spent, loss))
         self._end(trial, Outcome.COMPLETE, loss)
 
+    def _pause(self, trial: Trial, rung: float, loss: float) -> None:
+        """Leave the trial RUNNING at a rung, as a worker does."""
+        at_rung = {"values": self._values(loss), "constraints": {}}
+        trial.set_user_attr(RUNGS_ATTR, {**trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at_rung})
+        trial.set_user_attr(PAUSED_ATTR, rung)
+        self.paused[trial.number] = trial
+
+    def _values(self, loss: float) -> list[float]:
+        """The objectives at the last evaluation."""
+        return [loss]
+
     def _report(self, trial: Trial, loss: float, index: int) -> bool:
         """Tell an evaluation; whether the pruner would stop the trial."""
         trial.report(loss, index)
         return trial.should_prune()
 
-    def _values(self, trial: Trial, loss: float) -> list[float]:  # noqa: ARG002
-        """The objectives of a trial at its last evaluation."""
-        return [loss]
-
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
-        self._tell(trial, outcome, loss)
-        if self.promotion is not None:
-            self.standings.add_ended(self.study.get_trials(deepcopy=False)[trial.number])
-
-    def _tell(self, trial: Trial, outcome: Outcome, loss: float | None) -> None:
-        self.study.tell(trial, loss, TrialState[outcome.optuna_state])
+        values = None if loss is None else self._values(loss)
+        ended = self.study.tell(trial, values, TrialState[outcome.optuna_state])
+        if self.promotion:
+            self.standings.add_ended(ended)
 
     def _end_broken(self, trial: Trial) -> None:
         if not self.policy.is_ours:

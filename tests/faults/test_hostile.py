@@ -23,7 +23,7 @@ from tiny_encoders import save_encoder
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder
-from hpo.study.store.schema import evaluations, slots, studies, workers
+from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import open_storage
 from hpo.trial.executor import Executor
 
@@ -97,7 +97,7 @@ def test_the_name_of_a_study_in_a_database_leads_nowhere(made: Path, name: str) 
         row = connection.execute(sa.select(studies)).one()
         definition = json.loads(row.definition) | {"name": name}
         connection.execute(sa.update(studies).values(name=name, definition=json.dumps(definition)))
-        for table in (slots, workers, evaluations):
+        for table in (claims, workers, evaluations):
             connection.execute(sa.update(table).values(study=name))
         connection.execute(sa.text("UPDATE studies SET study_name = :name"), {"name": name})
 

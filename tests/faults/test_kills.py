@@ -34,7 +34,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.store.schema import slots
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -102,12 +102,12 @@ GRID = {
 
 
 def check_exact(storage: Storage, config: StudyConfig, log: Path, num_killed_after_end: int = 0) -> None:
-    """Every slot is done once; a trial that was killed often in one place may have ended as `crashed`.
+    """Every trial is done once; one that was killed often in one place may have ended as `crashed`.
 
     No trial is trained twice to its end, but those whose worker was killed between the end and its record.
     """
     with storage.engine.connect() as connection:
-        query = sa.select(slots.c.trial_number).where(slots.c.deaths >= MAX_DEATHS)
+        query = sa.select(claims.c.trial_number).where(claims.c.deaths >= MAX_DEATHS)
         crashed = set(connection.execute(query).scalars())
     check_done(storage, config, log, crashed)
     record = read_study(storage, config.name)
@@ -148,6 +148,34 @@ def test_one_of_four_workers_is_killed_again_and_again(storage_url: str, tmp_pat
         tried = [tuple(trial.params.values()) for trial in read_study(storage, config.name).trials]
     points = itertools.product(*(dimension["choices"] for dimension in GRID.values()))
     assert sorted(tried) == sorted(points)
+
+
+@pytest.mark.parametrize("n_trials", [3, 20])
+def test_eight_workers_that_begin_at_once_begin_exactly_n_trials(
+    storage_url: str, tmp_path: Path, n_trials: int
+) -> None:
+    config, log = study(n_trials, search_space=GRID), tmp_path / "log"
+    finish(*(start(storage_url, config, log, trial_seconds=0.05) for _ in range(8)), seconds=240)
+    with open_storage(storage_url) as storage:
+        check_exact(storage, config, log)
+        assert len(read_study(storage, config.name).trials) == n_trials
+
+
+@pytest.mark.parametrize("place", ["half of the outcome", "retry made", "trial ended"])
+def test_a_failed_attempt_and_the_next_one_are_one_of_n_trials_also_after_a_kill(
+    storage_url: str, tmp_path: Path, place: str
+) -> None:
+    """The worker is killed as it stores the failure of the first attempt."""
+    space = {"fp_precision": ["bf16"], "batch_size": [32]}
+    space = {name: {"type": "categorical", "choices": choices} for name, choices in space.items()}
+    config, log = study(2, search_space=space, max_retries=1), tmp_path / "log"
+    run_until_killed(work, storage_url, config, log, kill=place, kill_at=1)
+    work(storage_url, config, log)
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)
+        trials = read_study(storage, config.name).trials
+        assert [trial.attributes.get("retry_of") for trial in trials] == [None, 0, None, 2]
+        assert {trial.outcome for trial in trials} == {"failed"}
 
 
 @pytest.mark.postgres

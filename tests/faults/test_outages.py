@@ -32,7 +32,7 @@ from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.store import connection
-from hpo.study.store.connection import IDLE_SECONDS, BoundedConnection
+from hpo.study.store.connection import BoundedConnection
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -97,7 +97,7 @@ def work(
     socket.gethostname = lambda: machine
     BoundedConnection.answer_seconds = min(lease_seconds / 2, BoundedConnection.answer_seconds)
     # The locks of a worker that is stopped in the middle of a transaction.
-    connection._SESSION = connection._SESSION.replace(f"'{IDLE_SECONDS:.0f}s'", "'5s'")
+    connection.IDLE_SECONDS = 5.0
     stop = Stop()
     with open_storage(url, stop=stop) as storage:
         storage.lease_seconds = lease_seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, hpo_command, ok, saved_steps
+from container import PYTHON, make_image, make_programs, path_with, why_no_container
 from own_code_studies import write
 from postgres import PostgresServer
 from slurm import SlurmCluster
@@ -97,23 +98,21 @@ def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
     write_long_study(tmp_path, 0.1, n_trials=4, per_trial=5, max_seconds=8, pruner=promote)
     options = ("--slurm", "--workers", "2", "--storage", postgres_url, "--json")
     job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
-    slurm.wait(lambda: any(trial.outcome == "pruned" for trial in read(postgres_url).trials), 120)
+    slurm.wait(lambda: any(trial.outcome == "paused" for trial in read(postgres_url).trials), 120)
     preempt(slurm, job)
     slurm.wait(lambda: "PENDING" in slurm.states(job).values())
     slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 180)
     record = read(postgres_url)
     assert record.counts == {"open": 0, "running": 0, "done": 4}
     assert {trial.state for trial in record.trials} == {"COMPLETE", "PRUNED"}
-    starts = [trial for trial in record.trials if trial.origin == trial.number]
-    assert len(starts) == 4
+    assert len(record.trials) == 4
     assert any("resumed_from_step" in trial.telemetry for trial in record.trials)
     for trial in record.trials:
         steps = [row.step for row in trial.evaluations]
         assert steps == sorted(set(steps)), "no evaluation twice"
-        if trial.origin != trial.number:
-            before = [row.step for row in record.trials[trial.origin].evaluations]
-            assert steps[: len(before)] == before, "from where the one that paused had come"
-            assert trial.telemetry["resumed_from_step"] >= before[-1]
+        if (resumed_at := trial.attributes.get("resumed_at")) and trial.outcome == "complete":
+            rungs = [*trial.attributes["rungs"]]
+            assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]
 
 
 @pytest.mark.slow
@@ -191,3 +190,30 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
     [trial] = record.trials
     assert (trial.outcome, len(trial.evaluations)) == ("complete", 4)
     assert "resumed_from_step" not in trial.telemetry, "the first worker kept it"
+
+
+@pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
+@pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
+def test_a_job_in_a_container_is_requeued_and_cancelled(
+    slurm: SlurmCluster,
+    postgres_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
+) -> None:
+    """The worker has its signals, and asks Slurm for the requeue from inside."""
+    make_programs(tmp_path)
+    monkeypatch.setenv("PATH", path_with(tmp_path))
+    (tmp_path / "setup").write_text("set -u\nexport OMP_NUM_THREADS=1\n")
+    image = str(make_image(tmp_path))
+    options = (f"--{runtime}", image, "--python", PYTHON, "--setup", "setup")
+    job = submit(tmp_path, postgres_url, *options)
+    slurm.wait(lambda: bool(saved_steps(tmp_path)) or slurm.states(job) == {f"{job}_0": "FAILED"})
+    slurm.run(f"scancel --signal=USR1 --batch {job}")
+    slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
+    before = saved_steps(tmp_path)[-1:]
+    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and saved_steps(tmp_path)[-1:] > before)
+    slurm.run(f"scancel {job}")
+    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
+    assert [trial.outcome for trial in read(postgres_url).trials] == ["preempted"]
+    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, *options))

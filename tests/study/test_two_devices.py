@@ -25,8 +25,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.running.run import check_precisions
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.grid_sampler import POINT_ATTR
-from hpo.study.store.schema import slots, workers
+from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -129,7 +128,6 @@ def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> N
 def test_points_for_another_device_are_left_and_not_waited_for(
     sqlite_url: str, space: dict[str, Any], num_workers: int
 ) -> None:
-    """Also by workers that find no point for their device in the slot that they claimed."""
     config = study(12, sampler={"name": "grid", "seed": 1}, search_space=space)
     alike = [Worker(config, VOLTA) for _ in range(num_workers)]
     summaries = run_all(sqlite_url, alike)
@@ -146,7 +144,7 @@ def test_points_for_another_device_are_left_and_not_waited_for(
 
 
 def die(worker: WorkerLease, storage: Storage) -> None:
-    """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
+    """Leave as a killed process does: the trial stays claimed, and the row names no live process."""
     worker._leaving.set()
     worker._thread.join()
     with storage.engine.begin() as connection:
@@ -191,7 +189,7 @@ def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
 
 
 def point_of(trial: optuna.trial.Trial) -> dict[str, Any]:
-    return trial.storage.get_trial(trial._trial_id).system_attrs[POINT_ATTR]
+    return trial.storage.get_trial(trial._trial_id).system_attrs["fixed_params"]
 
 
 def test_a_point_that_its_worker_drew_and_did_not_suggest_is_run_once(
@@ -256,23 +254,24 @@ def test_enqueued_points_of_a_grid_are_run_first(sqlite_url: str) -> None:
     assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
 
 
-def test_a_new_slot_of_a_grid_of_which_every_point_was_tried_tries_one_again(sqlite_url: str) -> None:
-    """As after a kill between the end of a trial and that of its slot, with fewer and again more trials."""
+def test_a_point_whose_trial_was_given_up_is_tried_again(sqlite_url: str) -> None:
+    """A lower `n_trials` gives up a trial without a worker."""
 
     def config(n_trials: int) -> Any:
-        return study(n_trials, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
+        sampler, amp = {"name": "grid", "seed": 1}, {"on_unsupported": "prune"}
+        return study(n_trials, sampler=sampler, search_space=PRECISION, amp=amp)
 
     with open_storage(sqlite_url) as storage:
         create_or_resume_study(storage, config(3))
-        worker = Worker(config(3), AMX)
-        run_worker(config(3), storage, worker.execute)
-        with storage.engine.begin() as connection:
-            killed = sa.update(slots).where(slots.c.slot == 1)
-            connection.execute(killed.values(state="running", owner="gone"))
+        run = Worker(config(3), AMX, lambda number, _: "preempted" if number == 3 else "complete")
+        assert run.run(sqlite_url).ended == "stopped"
         for n_trials in (2, 3):
             create_or_resume_study(storage, config(n_trials))
         assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-        assert run_worker(config(3), storage, worker.execute).outcomes == {"complete": 1}
+        storage.stop.clear()
+        again = Worker(config(3), AMX)
+        assert again.run(sqlite_url).outcomes == {"complete": 1}
+        assert again.drawn == [run.drawn[2]]
         assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 3}
 
 

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from study_records import DEFINITION
 from tracked_study import TELEMETRY, TrackedStudy
 
+from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 from hpo.track import follow
 from hpo.track.follow import Follower
 from hpo.track.runs import Run, runs_of
@@ -55,6 +59,28 @@ def test_a_study_in_which_no_worker_is_any_more(
     assert "trial 0" in tracker.names
     assert stop.is_set() is has_worker
     assert ("No worker was in the study" in caplog.text) is not has_worker
+
+
+def test_idle_seconds_count_from_the_last_heartbeat_by_the_clock_of_the_follower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody sets the database's clock by a day; one worker is alive until then, and nobody after."""
+    now, day = [0.0], timedelta(days=1)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    seen = datetime(2026, 1, 1, tzinfo=UTC)
+    looks = iter([seen, seen, seen + day, seen + day])
+
+    def read() -> StudyRecord:
+        worker = WorkerRecord("w", "node", 7, next(looks), alive=False, trial_number=None)
+        worker = replace(worker, silent_seconds=day.total_seconds())
+        counts = {"open": 1, "running": 0, "done": 0}
+        return StudyRecord("fake", ("score",), ("maximize",), DEFINITION, [], [worker], counts)
+
+    follower, idle = Follower(read, "token", Taken()), []
+    for _ in range(4):
+        idle.append(follower.look().idle_seconds)
+        now[0] += 10.0
+    assert idle == [0.0, 10.0, 0.0, 10.0]
 
 
 def test_in_what_weights_and_optimizer_states_are_stored(tracked: TrackedStudy) -> None:

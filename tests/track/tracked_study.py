@@ -64,7 +64,7 @@ class TrackedStudy:
                 self.evaluate(trial, *range(1, evaluations + 1))
                 bug = "Traceback" if outcome == "failed" else None
                 told = {"reason": f"it was {outcome}", "telemetry": TELEMETRY, "traceback": bug} | changes
-                worker.record_outcome(lease, trial, result(outcome, **told))
+                worker.record_outcome(lease, result(outcome, **told))
 
     def leave_running(self, *, alive: bool = False) -> Any:
         """Begin a trial, which is returned, whose worker dies after an evaluation, or lives on."""

@@ -17,20 +17,20 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpo.cluster.batch.launch import REQUESTS, Launch
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.code import Code
-from hpo.config.allowed import ALLOW
+from hpo.config.allowed import ALLOW, DATA_DIR
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
-from hpo.study.store.database import redact
+from hpo.study.store.database import parse_url, redact, storage_url
 
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
@@ -70,6 +70,7 @@ class WorkerArray:
     """That of the study, of which the jobs get a copy of each file."""
     allow: str | None = None
     """Their HPO_ALLOW; None: as where they are submitted."""
+    launch: Launch = field(default_factory=Launch)
 
     @property
     def workers_per_job(self) -> int:
@@ -111,9 +112,24 @@ class WorkerArray:
     def _copy_of(self, code: Code) -> Path:
         return self.folder.absolute() / code.name
 
+    def _places(self) -> list[Path]:
+        """The absolute paths that a worker reads or writes."""
+        url = parse_url(storage_url(self.storage))
+        options = [str(value) for value in url.query.values()]  # a socket, certificates
+        named = [*(self.allow or "").split(os.pathsep), *options]
+        named += [os.environ.get(name, "") for name in (DATA_DIR, "HF_HOME", "HF_HUB_CACHE")]
+        runs = self.folder.absolute().parents[1].resolve()  # may be a link to a larger disk
+        named += [str(self.sbatch.get("chdir", Path.cwd())), str(runs), str(self.storage_file)]
+        return [Path(place) for place in named if place.startswith("/")]
+
     def script(self) -> str:
         """The batch script."""
-        worker = [sys.executable, "-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
+        if container := [name for name in self.sbatch if name.startswith("container")]:
+            raise InputError(
+                "The container of a job must be given by --apptainer or --pyxis, so that signals reach its "
+                f"worker, but got --sbatch {container[0]}."
+            )
+        worker = ["-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
         worker += ["--trust-remote-code"] if self.trust_remote_code else []
         for code in self.code:
             worker += ["--trust-code", str(self._copy_of(code)) if code.is_file else code.place]
@@ -124,7 +140,7 @@ class WorkerArray:
             f'export {_ARRAY}="$SLURM_ARRAY_JOB_ID"',
             _END_OF_JOB,
             "trap '' USR1  # until the worker listens to it: it would kill Python's start",
-            f"exec {shlex.join(worker)}",
+            *self.launch.lines(worker, self.folder.absolute(), self._places()),
         ]
         options: dict[str, Any] = {
             "job-name": f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.study)}",
@@ -152,6 +168,8 @@ class WorkerArray:
         for code in self.code:
             if code.is_file:
                 self._copy_of(code).write_bytes(code.files[code.place])
+        if self.launch.setup is not None:
+            (self.folder / "setup.sh").write_bytes(self.launch.setup)
         script = self.folder / "job.sh"
         script.write_text(self.script())
         # sbatch gives the job the variables that it has itself.
@@ -162,16 +180,13 @@ class WorkerArray:
 
 def seconds_of(limit: str) -> int | None:
     """Seconds of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: it is none."""
-    days, dash, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in (days if dash else "0", *parts)) or len(parts) > 3:
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
         return None
-    numbers = [int(part) for part in parts]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def job_folder(runs: Path, study: str) -> Path:
@@ -190,11 +205,19 @@ def requeue_this_job(ended: str, stop: Stop) -> None:
         return
     try:
         if ended == "finished" and _ARRAY in os.environ:
-            _slurm(["scancel", "--state=PENDING", os.environ[_ARRAY]])
+            _tell(["scancel", "--state=PENDING", os.environ[_ARRAY]])
         elif ended == "stopped" and stop.asks_for_requeue and _NO_REQUEUE_SET not in os.environ:
-            _slurm(["scontrol", "requeue", job.rpartition(":")[2]])
+            _tell(["scontrol", "requeue", job.rpartition(":")[2]])
     except HpoError as error:
         _logger.warning("Slurm was not told that this job is %s: %s", ended, error)
+
+
+def _tell(command: Sequence[str]) -> None:
+    """Run a command of Slurm, or leave it to the shell outside of this process's container."""
+    if requests := os.environ.get(REQUESTS):
+        Path(requests).write_text(f"{shlex.join(command)}\n")
+    else:
+        _slurm(command)
 
 
 def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.errors import HpoError, InputError, StorageError
+from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import without_checkpoints
@@ -30,6 +30,12 @@ from hpo.study.claims.ending import give_up
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.orphans import (
+    count_optuna_orphans,
+    deleted_studies,
+    remove_deleted,
+    remove_optuna_orphans,
+)
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 
@@ -44,6 +50,14 @@ class Finding:
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     check: str = ""
     mended: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("check", "problem", "remedy", "mended")
+        return {name: getattr(self, name) for name in names} | {"can_fix": self.mend is not None}
+
+    def text(self) -> str:
+        how = "Mended. " if self.mended else "--fix: " if self.mend else ""
+        return printable(f"  {self.problem}" + (f"\n  {how}{self.remedy}" if self.remedy else ""))
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,22 @@ def _give_up(trial: FrozenTrial, reason: str, connection: sa.Connection) -> None
     give_up(connection, trial, Outcome.FAILED, reason)
 
 
+def orphans(about: Examined) -> Iterator[Finding]:
+    """Rows whose study or trial is gone."""
+    storage = about.storage
+    if about.named is None and (counts := storage.read(count_optuna_orphans)):
+        listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        yield Finding(
+            f"Rows of Optuna's tables whose study or trial is gone: {listed}. A new study would have them.",
+            "Removes them.",
+            partial(storage.write, remove_optuna_orphans),
+        )
+    for name in storage.read(partial(deleted_studies, storage)):
+        if about.named in (None, name):
+            what = f"Study {name} was deleted, but this database still has rows of it."
+            yield Finding(what, "Removes them.", partial(remove_deleted, storage, name))
+
+
 def checkpoints(about: Examined) -> Iterator[Finding]:
     """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
     rows = {f"checkpoints-{row.token[:8]}": row for row in Examined(about.storage, about.runs_dir).studies()}
@@ -134,7 +164,7 @@ def _mib(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
 
 
-CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, checkpoints)
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, orphans, checkpoints)
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:

@@ -6,17 +6,36 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import BUDGET_SPENT, rungs_of
-from hpo.study.store.optuna_internals import end_trial, pruned_trials, reopen_trial, trial_id_of
+from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
+from hpo.study.store.optuna_internals import (
+    end_trial,
+    is_unfinished,
+    pruned_trials,
+    reopen_trial,
+    trial_id_of,
+)
 from hpo.study.store.schema import claims
 
 NOT_PROMOTED = "it was not promoted: other trials were better at this rung, or the study ended."
 
 
+def is_as_seen(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:
+    """Return the condition that an unfinished trial still has this owner and still waits at the same rung."""
+    paused_at = trial.user_attrs[PAUSED_ATTR] if is_paused(trial) else None
+    return sa.and_(
+        claims.c.study == study,
+        claims.c.trial_number == trial.number,
+        claims.c.counts,
+        claims.c.owner.is_not_distinct_from(owner),
+        claims.c.paused_at.is_not_distinct_from(paused_at),
+        is_unfinished(trial_id_of(trial)),
+    )
+
+
 def end_unclaimed(
     connection: sa.Connection, study: str, trial: FrozenTrial, owner: str | None, reason: str
 ) -> bool:
-    """End a trial that `owner` (None: nobody) does not run any more, unless a worker took it meanwhile.
+    """End a trial that `owner` (None: nobody) does not run any more, unless it has changed meanwhile.
 
     A trial that has come to a rung ends as PRUNED, with its values there. So does a trial that the budget of
     its study ended somewhere else, with its last value, if it has an evaluation or a checkpoint. Any other
@@ -29,8 +48,7 @@ def end_unclaimed(
         kept, values = True, [trial.intermediate_values[trial.last_step]]
     elif reason == BUDGET_SPENT and not rungs:
         kept = claims.c.saved_step > 0
-    this = (claims.c.study == study, claims.c.trial_number == trial.number)
-    change = sa.update(claims).where(*this, claims.c.owner.is_not_distinct_from(owner))
+    change = sa.update(claims).where(is_as_seen(study, trial, owner))
     changed = connection.execute(change.values(owner=None, counts=kept).returning(claims.c.counts)).first()
     if changed is None:
         return False

@@ -39,7 +39,7 @@ from hpo.config.portfolio import SHARE
 from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up
+from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_as_seen
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
 from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of_points
@@ -78,8 +78,6 @@ class WorkerLease(Membership):
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
     """How trials pause and continue; None: they do not."""
-    continues_last: Callable[[FrozenTrial], bool] = lambda _: False
-    """Whether a paused trial continues after all others, because its precision has broken in other trials."""
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     portfolio: Sequence[tuple[Point, str]] = ()
@@ -91,7 +89,7 @@ class WorkerLease(Membership):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._watch = Watch(self._storage, self._study, self.promotion, self.budget, self.continues_last)
+        self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
         self._tried: set[str] = set()
         """The configurations that trials have as far as this worker had to know, by `point_key`."""
@@ -116,8 +114,10 @@ class WorkerLease(Membership):
                 if lease := self._claim(lambda it: self._take_or_start(it, seen, trial, points)):  # noqa: B023
                     return lease
                 continue  # another worker was faster
-            if seen.may_begin and (lease := self._claim(lambda it: self._begin(it, seen, points))):  # noqa: B023
-                return lease
+            if seen.may_begin and any(map(self.runnable, seen.new)):
+                if lease := self._claim(lambda it: self._begin(it, seen, points)):  # noqa: B023
+                    return lease
+                continue
             self.left = seen.unfinished()
             if not self.left:
                 self._finish(seen)
@@ -191,12 +191,11 @@ class WorkerLease(Membership):
 
     def _take(self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any]) -> sa.Row[Any] | None:
         """Take a RUNNING trial that nobody has, or whose worker is dead."""
-        this = (self._of_study, claims.c.trial_number == trial.number)
-        unchanged = claims.c.owner.is_not_distinct_from(row.owner)
+        unchanged = is_as_seen(self._study.study_name, trial, row.owner)
         values: dict[str, Any] = {"owner": self.id, "paused_at": None}
         if row.owner not in (None, self.id) and not is_paused(trial):
             values |= self._death(connection, row)
-        take = sa.update(claims).where(*this, unchanged, self._is_open()).values(values).returning(claims)
+        take = sa.update(claims).where(unchanged, self._is_open()).values(values).returning(claims)
         taken = connection.execute(take).one_or_none()
         if taken is not None and is_paused(trial):
             resumed = {RESUMED_ATTR: trial.user_attrs[PAUSED_ATTR]}
@@ -220,7 +219,10 @@ class WorkerLease(Membership):
         if num_places(connection, self._study.study_name) <= 0:
             return None
         fixed = trial.system_attrs.get("fixed_params", {})
-        point = None if points is None else self._next_point(connection, points, fixed)
+        point = None
+        if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
+            fitting = ({**point, **fixed} for point in points)
+            point = self._next_point(connection, [*filter(self.runnable, fitting)])
         if point is not None:
             set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
         return self._insert(connection, trial.number, point)
@@ -229,8 +231,6 @@ class WorkerLease(Membership):
         self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
     ) -> sa.Row[Any] | None:
         """Begin a new trial; None: the study has no place for one that this worker can run."""
-        if points is None and not self.runnable({}):
-            return None
         if not self._locks_open_study(connection) or num_places(connection, self._study.study_name) <= 0:
             return None
         if points is None:
@@ -264,12 +264,10 @@ class WorkerLease(Membership):
     def _is_open(self) -> sa.ColumnElement[bool]:
         return is_stored(self._study.study_name, self.token, studies.c.state == "open")
 
-    def _next_point(
-        self, connection: sa.Connection, points: Sequence[Point], fixed: Mapping[str, Any] = {}
-    ) -> Point | None:
+    def _next_point(self, connection: sa.Connection, points: Sequence[Point]) -> Point | None:
         """The next point that this worker can run; None: there is none."""
         num_trials = num_trials_of_points(connection, self._study.study_name)
-        return next(filter(self.runnable, unused_points(points, num_trials, fixed)), None)
+        return next(filter(self.runnable, unused_points(points, num_trials)), None)
 
     def _insert(self, connection: sa.Connection, number: int, point: Point | None) -> sa.Row[Any]:
         values = {"study": self._study.study_name, "trial_number": number, "owner": self.id}

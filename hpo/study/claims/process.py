@@ -1,4 +1,4 @@
-"""Whether a process that wrote its name into the database still lives.
+"""Whether a process that wrote its name into the database still runs.
 
 A process id names a process only within one boot of one machine (or container), and is used again after
 the process ends. So a process is known by machine, id and start time.
@@ -6,15 +6,10 @@ the process ends. So a process is known by machine, id and start time.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from pathlib import Path
 from typing import Any
-
-STOPPED_LEASES = 3.0
-"""A worker of this machine that was silent for so many leases is dead to others though its process exists, as
-one that was stopped. A busy machine delays heartbeats, so this is more than for a worker elsewhere."""
 
 
 def this_machine() -> str:
@@ -24,17 +19,22 @@ def this_machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When process `pid` of this machine started, in clock ticks since boot.
+    """Return when process `pid` of this machine started, in clock ticks since boot.
 
-    None where it is gone; "" where it is another user's and hidden from this one (`hidepid`, see proc(5)).
+    None: it is gone. "": it is another user's and hidden from this one (`hidepid`, see proc(5)).
     """
+    return _read_process(pid)[1]
+
+
+def _read_process(pid: int) -> tuple[str, str | None]:
+    """The state of a process as proc_pid_stat(5) spells it, and `process_start`."""
     try:
         # The fields after the name, which stands in parentheses and may hold anything: proc_pid_stat(5).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return "" if _exists(pid) else None
+        return "", "" if _exists(pid) else None
     state, start_time = fields[0], fields[19]
-    return None if state in "ZX" else start_time  # a zombie is dead, though its parent has not looked
+    return state, None if state in "ZX" else start_time  # a zombie is dead, though its parent has not looked
 
 
 def _exists(pid: int) -> bool:
@@ -57,26 +57,15 @@ def this_job() -> str | None:
     return f"slurm:{cluster}:{job}" if job else None
 
 
-def is_alive(worker: Any, lease_seconds: float, witnessed_seconds: float = math.inf) -> bool:
-    """Whether the process of a row of `hpo_workers` still lives, and runs.
+def is_running(worker: Any) -> bool | None:
+    """Return whether the process of a row of `hpo_workers` runs, as this machine sees it.
 
-    On this machine a process that is gone is dead at once. Otherwise it lives until it was silent for
-    `lease_seconds` (on this machine `STOPPED_LEASES` times that). Two kinds of time do not count: the time
-    before the database was started last, in which nobody could write, and the time before
-    `witnessed_seconds`.
-
-    Args:
-        worker: the row, with the database's time as `now` and when it was started as `database_start`.
-        witnessed_seconds: how long the caller has had the database without a break (`Availability`). After an
-            outage, the first worker that returns must not take over the trials of all others.
+    None: this machine cannot tell, and only the worker's heartbeats can. The worker is on another machine,
+    its process is hidden, or the process is stopped (SIGSTOP, a debugger) and may never continue.
     """
-    if worker.state != "live" or worker.last_seen > worker.now + lease_seconds:  # of a damaged row
+    if worker.machine != this_machine():
+        return None
+    state, start = _read_process(worker.pid)
+    if start not in (worker.process_start, ""):
         return False
-    if worker.machine == this_machine():
-        start = process_start(worker.pid)
-        if start not in (worker.process_start, ""):
-            return False
-        if start:
-            lease_seconds *= STOPPED_LEASES
-    heard = max(worker.last_seen, worker.database_start)
-    return bool(min(worker.now - heard, witnessed_seconds) < lease_seconds)
+    return None if not start or state in "Tt" else True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.errors import StorageError
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
+from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import all_trials
@@ -48,8 +49,10 @@ class Snapshot:
     """Whether the study has spent its budget."""
     hosts: Set[str] = frozenset()
     """The machines of other live workers."""
+    num_new: int = 0
+    """Trials that may still begin, as far as the budget is known to be enough."""
     num_planned: int = 0
-    """Trials that the study will have begun in the end, as far as its budget is known to be enough."""
+    """These and the trials that have begun."""
     may_begin: bool = False
     """Whether a live worker may begin another trial."""
     free: list[FrozenTrial] = field(default_factory=list)
@@ -81,7 +84,7 @@ class Snapshot:
         """
         rest = [] if self.is_spent else [*self.free, *self.promoted, *self.waiting]
         rest += [*self.running, *(self.paused if self.running else ())]
-        return [*map(known_params, rest), *(self.new if self.may_begin else ())]
+        return [*map(known_params, rest), *(self.new if self.num_new else ())]
 
 
 class Watch:
@@ -93,12 +96,12 @@ class Watch:
         study: optuna.Study,
         promotion: Promotion | None,
         budget: StudyBudget | None,
-        continues_last: Callable[[FrozenTrial], bool],
     ) -> None:
         self._storage = storage
         self._study = study
         self._budget = budget
-        self._standings = None if promotion is None else Standings(promotion, continues_last)
+        self._standings = None if promotion is None else Standings(promotion, self._continues_last)
+        self._failures, self._blamed = Failures(), frozenset[Choice]()
         self._num_objectives = len(study.directions)
         self._unfinished: list[int] = []
         self._num_seen = 0
@@ -130,10 +133,17 @@ class Watch:
             if not trial.state.is_finished():
                 unfinished.append(trial)
                 continue
-            for ended in filter(None, (self._standings, self._budget)):
-                ended.add_ended(trial)
+            if self._standings is not None:
+                self._standings.add_ended(trial)
+                self._failures.add_ended(trial)
+            if self._budget is not None:
+                self._budget.add_ended(trial)
         self._unfinished, self._num_seen = [trial.number for trial in unfinished], len(trials)
         return unfinished
+
+    def _continues_last(self, trial: FrozenTrial) -> bool:
+        """Whether a paused trial continues after all others: its precision has broken in other trials."""
+        return not self._blamed.isdisjoint(choices_of(trial))
 
     def _look(
         self,
@@ -148,7 +158,10 @@ class Watch:
         of_unfinished = claims.c.trial_number.in_([trial.number for trial in unfinished])
         query = sa.select(claims).where(claims.c.study == name, of_unfinished)
         rows = {row.trial_number: row for row in connection.execute(query)}
-        self._look_for_dead(connection, {row.owner for row in rows.values()} - {None, worker})
+        others = self._others(connection, worker)
+        owners = {row.owner for row in rows.values()} - {None, worker}
+        self._look_for_dead(connection, owners | {row.id for row in others})
+        others = [row for row in others if row.id not in self._dead]
         seen = Snapshot(
             trials,
             rows,
@@ -165,25 +178,25 @@ class Watch:
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
                 kind.append(trial)
-        others = self._others(connection, worker)
         seen.hosts = {row.host for row in others}
         left_out = {frozenset(json.loads(row.left_out or "[]")) for row in others}
         live = [runnable, *(Runnable(runnable.precisions, lacking) for lacking in left_out)]
         self._plan(connection, seen, live)
         return seen
 
-    def _look_for_dead(self, connection: sa.Connection, owners: set[str]) -> None:
-        if not owners or time.monotonic() < self._looks_at:
+    def _look_for_dead(self, connection: sa.Connection, others: set[str]) -> None:
+        """Note which of these workers are dead. A dead worker without a trial counts too: it runs nothing."""
+        if not others or time.monotonic() < self._looks_at:
             return
-        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(owners) / LOOK_AT_ONCE)
+        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(others) / LOOK_AT_ONCE)
         of_study = workers.c.study == self._study.study_name
-        self._dead = owners - self._storage.live_workers(connection, of_study).keys()
+        self._dead = others - self._storage.live_workers(connection, of_study).keys()
 
     def _others(self, connection: sa.Connection, worker: str) -> list[Any]:
-        """The other live workers."""
+        """The other workers that have not left."""
         live = (workers.c.study == self._study.study_name, workers.c.state == "live", workers.c.id != worker)
         query = sa.select(workers.c.id, workers.c.host, workers.c.left_out).where(*live)
-        return [row for row in connection.execute(query) if row.id not in self._dead]
+        return list(connection.execute(query))
 
     def _plan(self, connection: sa.Connection, seen: Snapshot, live: Sequence[Runnable]) -> None:
         """Fill in which trials may begin, continue or end now, on any live worker."""
@@ -195,11 +208,14 @@ class Watch:
         ours = [*seen.free, *seen.running, *seen.paused]
         rungs: Sequence[Rung] = ()
         if self._standings is not None:
-            rungs = self._standings.rungs(ours, lambda trial: trial.number in waits)
+            self._blamed = frozenset(self._failures.blamed(ours))
+            continued = {number for number, row in seen.rows.items() if row.paused_at is None}
+            rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
         num_new = 0 if seen.is_spent else max(0, seen.num_places)
         if num_new and self._budget is not None:
             retries = sum(trial.number in seen.rows for trial in seen.waiting)
             num_new = self._budget.forecast(connection, rungs, ours, retries, num_new).num_new
+        seen.num_new = num_new
         seen.num_planned = num_begun(connection, self._study.study_name) + num_new
         if not num_new:  # an enqueued trial takes a place
             seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]

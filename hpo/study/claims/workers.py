@@ -62,6 +62,7 @@ class Membership:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
+        refuse_other_hosts(self._storage)
         self._storage.persist(self._register)
         self._thread.start()
         return self
@@ -69,8 +70,7 @@ class Membership:
     def _register(self) -> None:
         """Add this worker's row, with the next number."""
         storage, name = self._storage, self._study.study_name
-        with storage.exclusive(), storage.engine.begin() as connection:
-            refuse_other_hosts(connection, storage.now, storage.lease_seconds)
+        with storage.exclusive() as connection:
             # One that is there is of an attempt that was committed, though the answer was lost.
             connection.execute(sa.delete(workers).where(workers.c.id == self.id))
             numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)

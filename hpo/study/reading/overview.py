@@ -11,7 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -37,6 +39,10 @@ class StudyOverview:
     now: float
     """By the database's clock, as `created`: seconds since 1970."""
 
+    def as_json(self) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
+        return {name: value for name, value in vars(self).items() if name != "now"} | {"created": created}
+
 
 def list_studies(storage: Storage) -> list[StudyOverview]:
     """Every study of the database that hpo made, the newest last."""
@@ -45,7 +51,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
         with snapshot(storage.engine) as connection:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
-            alive = storage.live_workers(connection)
+            alive = storage.heard_workers(connection)
             counts = _counts(connection, [row.name for row in rows], alive)
         num_workers = Counter(worker.study for worker in alive.values())
         overviews = []

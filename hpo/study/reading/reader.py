@@ -21,7 +21,6 @@ from optuna.trial import TrialState
 from hpo.config.study_config import check_study_name
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.process import is_alive
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 from hpo.study.store import optuna_internals, schema
@@ -48,14 +47,15 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
     definition = json.loads(study.definition)
     claims = connection.execute(sa.select(schema.claims).where(schema.claims.c.study == name)).all()
     running = {claim.owner: claim.trial_number for claim in claims if claim.owner is not None}
-    members = sa.select(schema.workers, *storage.clock).where(schema.workers.c.study == name)
+    members = sa.select(schema.workers, storage.now.label("now")).where(schema.workers.c.study == name)
+    heard = storage.heard_workers(connection, schema.workers.c.study == name)
     workers = [
         WorkerRecord(
             id=row.id,
             host=row.host,
             pid=row.pid,
             last_seen=datetime.fromtimestamp(max(0.0, min(row.last_seen, row.now)), UTC),
-            alive=is_alive(row, storage.lease_seconds),
+            alive=row.id in heard,
             trial_number=running.get(row.id),
             number=row.number,
             device=row.device,

@@ -72,6 +72,7 @@ class WorkerRecord:
     pid: int
     last_seen: datetime
     alive: bool
+    """Whether it seems alive at one look, see `Storage.heard_workers`."""
     trial_number: int | None
     number: int = 0
     device: str | None = None

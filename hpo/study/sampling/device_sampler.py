@@ -15,7 +15,7 @@ It is not shown `invalid` trials either, which say nothing about other configura
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,24 @@ class WrapperSampler(BaseSampler):
         return self._sampler.sample_independent(self._view, trial, param_name, param_distribution)
 
 
+class NewlyEnded:
+    """Tells which trials have ended since the last call. They are looked at once, as they never change."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def split(self, trials: Iterable[FrozenTrial]) -> tuple[list[FrozenTrial], list[FrozenTrial]]:
+        """Return the trials that have ended since the last call, and those that have not ended.
+
+        A trial that is only shown as ended has no time of its end.
+        """
+        known = self._known
+        others = [trial for trial in trials if trial.number not in known]
+        ended = [trial for trial in others if trial.datetime_complete is not None]
+        known.update(trial.number for trial in ended)
+        return ended, [trial for trial in others if trial.datetime_complete is None]
+
+
 class DeviceSampler(WrapperSampler):
     """Draws only from the space `drawn`, and hides the trials that say nothing of this device.
 
@@ -120,20 +138,30 @@ class DeviceSampler(WrapperSampler):
         every, narrow = (grid({name: one[name] for name in narrowed}) for one in (space, drawn))
         self._all = {name: CategoricalDistribution(choices) for name, choices in every.items()}
         self._narrow = {name: CategoricalDistribution(choices) for name, choices in narrow.items()}
+        self._ended = NewlyEnded()
+        self._changed: dict[int, FrozenTrial | None] = {}
 
     def view(self, study: Study) -> Study:
         def read() -> list[FrozenTrial]:
-            shown = map(self._shown, all_trials(study))
-            return [other for other in shown if other is not None]
+            trials = all_trials(study)
+            ended, unfinished = self._ended.split(trials)
+            self._changed |= self._changes(ended)
+            changed = self._changed | self._changes(unfinished)
+            shown = (changed.get(trial.number, trial) for trial in trials) if changed else trials
+            return [trial for trial in shown if trial is not None]
 
         return StudyView(study, read)
+
+    def _changes(self, trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial | None]:
+        """The trials that are shown otherwise than they are, by number; None: not at all."""
+        shown = ((trial, self._shown(trial)) for trial in trials)
+        return {trial.number: other for trial, other in shown if other is not trial}
 
     def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
         if self._device.says_nothing(trial):
             return None
-        if trial.state == TrialState.RUNNING and (rungs := rungs_of(trial.user_attrs)):
-            trial = copy.copy(trial)
-            trial.state, trial.values = TrialState.PRUNED, [*rungs.values()][-1]["values"]
+        if trial.state == TrialState.RUNNING and (at_rungs := rungs_of(trial.user_attrs)):
+            trial = _as_pruned(trial, [*at_rungs.values()][-1])
         if not (self._narrow and self._models_choices):
             return trial
         shown = copy.copy(trial)
@@ -161,3 +189,15 @@ class DeviceSampler(WrapperSampler):
     ) -> Any:
         narrowed = self._narrow.get(name, distribution)
         return super().sample_independent(study, trial, name, narrowed)
+
+
+def _as_pruned(trial: FrozenTrial, at_rung: Mapping[str, Any]) -> FrozenTrial:
+    """Return the trial as if it had ended at a rung, with its values there."""
+    shown, values = copy.copy(trial), list(at_rung["values"])
+    shown.state, shown.values, shown.system_attrs = TrialState.PRUNED, values, {}
+    reports = trial.intermediate_values
+    last = max((step for step, value in reports.items() if value == values[0]), default=-1)
+    shown.intermediate_values = {step: value for step, value in reports.items() if step <= last}
+    for name, violation in at_rung.get("constraints", {}).items():
+        shown.set_constraint(name, violation)
+    return shown

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -14,15 +14,11 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
-from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
-from hpo.outcome import Outcome, concerns_precision
-from hpo.precision.table import BASE_PRECISION, PRECISION
-from hpo.study.sampling.device_sampler import WrapperSampler
+from hpo.outcome import Outcome
+from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
+from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.store.optuna_internals import stored_trials
-
-MIN_INFEASIBLE_TRIALS = 3
-"""So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
 
 RETRIED_SHARE = 0.05
 """Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
@@ -33,40 +29,30 @@ CHANGES_TRIED = 20
 ENUMERATED = 2000
 """Of a space with at most so many configurations the last one is found, too."""
 
-Choice = tuple[str, Any]
-
 Configuration = frozenset[tuple[str, str]]
 """The settings of a trial with their values as text."""
 
 
-def is_infeasible(trial: FrozenTrial) -> bool:
-    """Whether the configuration cannot work; one that only breaks a limit of the study does."""
-    return trial.constraints.get(FEASIBLE, 0.0) > 0
-
-
 class InfeasibleFilterSampler(WrapperSampler):
-    """Leaves out choices of which every trial so far was infeasible; one feasible trial brings them back.
-
-    A choice is blamed once it has had `MIN_INFEASIBLE_TRIALS` such trials. The choice with the most of them
-    comes first and explains its trials, so that a batch size is not blamed for a precision. Trials that
-    ended as `unsupported` prove by themselves that this precision, or base precision, does not work here.
-    """
+    """Leaves out the choices that are to blame for trials that cannot work, see `infeasible`."""
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
         self._random = random.Random(seed)
+        self._ended = NewlyEnded()
+        self._failures = Failures()
         self._avoided: set[Choice] = set()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        broken = {other.number for other in finished if is_infeasible(other)}
-        feasible = {choice for t in finished if t.number not in broken for choice in _choices(t)}
-        infeasible = [weights for t in finished if t.number in broken and (weights := _weights(t, feasible))]
-        self._avoided, unexplained = set(), infeasible
-        while blame := _blame(unexplained):
-            self._avoided.add(blame)
-            unexplained = [weights for weights in unexplained if blame not in weights]
-        if len(infeasible) - len(unexplained) < RETRIED_SHARE * len(finished):
+        ended, unfinished = self._ended.split(study.get_trials(deepcopy=False))
+        begun = [other for other in unfinished if other.state != TrialState.WAITING]
+        for other in ended:
+            self._failures.add_ended(other)
+        self._avoided = self._failures.blamed(begun)
+        tried = Counter(choice for other in begun for choice in choices_of(other)) + self._failures.num_tried
+        num_trials = self._failures.num_trials + len(begun)
+        # Attempts that have paused count as well: they may still break.
+        if sum(tried[choice] for choice in self._avoided) < RETRIED_SHARE * num_trials:
             self._avoided = set()
         super().before_trial(study, trial)
 
@@ -92,39 +78,6 @@ class InfeasibleFilterSampler(WrapperSampler):
         return (name, value) in self._avoided
 
 
-def _choices(trial: FrozenTrial) -> list[Choice]:
-    return [
-        (name, value)
-        for name, value in trial.params.items()
-        if isinstance(trial.distributions[name], CategoricalDistribution)
-    ]
-
-
-def _weights(infeasible: FrozenTrial, feasible: Set[Choice]) -> dict[Choice, int]:
-    """The choices that may be to blame for the trial, and how much it counts against each."""
-    weights = dict.fromkeys(_choices(infeasible), 1)
-    attributes = infeasible.user_attrs
-    outcome, telemetry = attributes.get("outcome", ""), attributes.get("telemetry", {})
-    base = telemetry.get("base_precision", {})
-    name = BASE_PRECISION if base.get("effective", "") is None else PRECISION
-    lacking = (name, infeasible.params.get(name))
-    if outcome == Outcome.UNSUPPORTED and lacking in weights:
-        weights = dict.fromkeys(weights, 0) | {lacking: MIN_INFEASIBLE_TRIALS}
-    is_fp32 = telemetry.get("precision", {}).get("effective") == "fp32"
-    if not concerns_precision(outcome, telemetry) or (outcome == Outcome.NONFINITE and is_fp32):
-        weights.pop((PRECISION, infeasible.params.get(PRECISION)), None)
-    return {choice: weight for choice, weight in weights.items() if choice not in feasible}
-
-
-def _blame(unexplained: Sequence[Mapping[Choice, int]]) -> Choice | None:
-    """Return the choice that explains the most of the trials, if it explains enough."""
-    counts: Counter[Choice] = Counter()
-    for weights in unexplained:
-        counts.update(weights)
-    blamed = max(counts, key=lambda choice: (counts[choice], choice[0] == PRECISION), default=None)
-    return blamed if blamed is not None and counts[blamed] >= MIN_INFEASIBLE_TRIALS else None
-
-
 class AvoidRepeats(WrapperSampler):
     """Proposes no configuration that a trial has tried already, while an untried one is found.
 
@@ -138,17 +91,18 @@ class AvoidRepeats(WrapperSampler):
         self._avoids = sampler.avoids
         self._space = space
         self._values = grid(space)
+        self._ended, self._hidden = NewlyEnded(), NewlyEnded()
+        self._tried: set[Configuration] = set()
         self._random = random.Random(seed)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
+        ended, unfinished = self._ended.split(study.get_trials(deepcopy=False))
         # An invalid configuration is hidden, but it would be invalid again.
-        invalid = (t for t in stored_trials(study) if t.user_attrs.get("outcome") == Outcome.INVALID)
-        tried = {
-            _configuration(other.params)
-            for other in (*study.get_trials(deepcopy=False), *invalid)
-            if other.number != trial.number and other.state != TrialState.FAIL
-        }
+        hidden, _ = self._hidden.split(stored_trials(study))
+        ended += [other for other in hidden if other.user_attrs.get("outcome") == Outcome.INVALID]
+        self._tried |= _configurations(ended)
+        tried = self._tried | _configurations(other for other in unfinished if other.number != trial.number)
         space = super().infer_relative_search_space(study, trial)
         proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
         if _configuration(proposal.params) in tried:
@@ -226,6 +180,10 @@ class _Proposal:
         self.distributions[name] = distribution
         self.params[name] = self._draw(name, distribution)
         return self.params[name]
+
+
+def _configurations(trials: Iterable[FrozenTrial]) -> set[Configuration]:
+    return {_configuration(trial.params) for trial in trials if trial.state != TrialState.FAIL}
 
 
 def _configuration(params: Mapping[str, Any]) -> Configuration:

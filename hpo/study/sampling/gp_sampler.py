@@ -1,22 +1,23 @@
-"""What Optuna's Gaussian process is shown: it looks at COMPLETE trials only.
+"""The view that Optuna's Gaussian process has of a study. It looks at COMPLETE trials only.
 
-So it would never learn what is infeasible and propose it again, and learn nothing from what the pruner
-stopped. Here such trials are COMPLETE to it, with a value that stands for them. So they are to TPE where
-there are several objectives, as it takes all PRUNED trials for equally good then.
+So it would propose infeasible configurations again and again, and learn nothing from pruned trials. The view
+shows these trials as COMPLETE, with values that stand for them. TPE has the same view if there are several
+objectives, because it takes all PRUNED trials for equally good then.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE, violation
-from hpo.study.sampling.device_sampler import WrapperSampler
-from hpo.study.sampling.feasible_sampler import is_infeasible
+from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
+from hpo.study.sampling.infeasible import is_infeasible
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView
 
@@ -24,46 +25,72 @@ from hpo.study.store.optuna_internals import StudyView
 class PrunedAwareSampler(WrapperSampler):
     """Shows its sampler PRUNED trials as COMPLETE, if the study has at least `num_objectives`.
 
-    A pruned trial has the value of its best evaluation, or with several objectives the values with which it
-    paused. An infeasible one has the worst of all values, and breaks each limit like the worst trial that
-    did. A trial that paused and went on is shown as of its pause, so that all are compared at the same
-    length.
+    A trial that paused has the values of its first rung, so that all are compared at the same length. Any
+    other pruned trial has the value of its best evaluation. An infeasible trial has the worst of all values,
+    and breaks each limit like the worst trial that did.
     """
 
     def __init__(self, sampler: BaseSampler, num_objectives: int = 1) -> None:
         super().__init__(sampler)
         self._num_objectives = num_objectives
+        self._ended = NewlyEnded()
+        self._worst: list[float] = []
+        self._broken: dict[str, float] = {}
+        self._names: set[str] = set()
+        self._shown: dict[int, FrozenTrial] = {}
 
     def view(self, study: Study) -> Study:
         if len(study.directions) < self._num_objectives:
             return study
-        return StudyView(study, lambda: _with_pruned(study))
+        return StudyView(study, lambda: self._with_pruned(study))
 
+    def _with_pruned(self, study: Study) -> list[FrozenTrial]:
+        trials, directions = study.get_trials(deepcopy=False), study.directions
+        ended, unfinished = self._ended.split(trials)
+        self._worst, self._broken = _extremes(ended, directions, self._worst, self._broken)
+        worst, broken = _extremes(unfinished, directions, self._worst, self._broken)
+        if broken.keys() != self._names:
+            self._names, self._shown = {*broken}, {}
+        return [
+            self._shown.get(trial.number) or self._show(trial, directions, worst, broken) for trial in trials
+        ]
 
-def _with_pruned(study: Study) -> list[FrozenTrial]:
-    every = study.get_trials(deepcopy=False)
-    infeasible = {trial.number for trial in every if is_infeasible(trial)}
-    trials = every
-    values_of = {t.number: _values(study, t) for t in trials if t.number not in infeasible}
-    known = [values for values in values_of.values() if values] or [[0.0] * len(study.directions)]
-    worst = [
-        min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
-        for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
-    ]
-    limits_of = {t.number: _limits(t) for t in trials}
-    names = {name for limits in limits_of.values() for name in limits}
-    broken = {name: max(0.0, *(limits.get(name, 0.0) for limits in limits_of.values())) for name in names}
-    shown = []
-    for t in map(copy.copy, trials):
-        limits = broken if t.number in infeasible else limits_of[t.number]
-        values = values_of.get(t.number, worst) or (worst if violation(limits) else None)
+    def _show(
+        self,
+        trial: FrozenTrial,
+        directions: Sequence[StudyDirection],
+        worst: list[float],
+        broken: Mapping[str, float],
+    ) -> FrozenTrial:
+        shown, values = copy.copy(trial), _values(trial, directions)
+        limits = broken if is_infeasible(trial) else _limits(trial)
+        if values is None and (is_infeasible(trial) or violation(limits)):
+            values = worst or [0.0] * len(directions)
+        elif trial.datetime_complete is not None:
+            self._shown[trial.number] = shown
         if values:
-            t.state, t.values = TrialState.COMPLETE, values
-        t.system_attrs = {}
-        for name in sorted(names):
-            t.set_constraint(name, limits.get(name, 0.0))
-        shown.append(t)
-    return shown
+            shown.state, shown.values = TrialState.COMPLETE, values
+        shown.system_attrs = {}
+        for name in sorted(self._names):
+            shown.set_constraint(name, limits.get(name, 0.0))
+        return shown
+
+
+def _extremes(
+    trials: Iterable[FrozenTrial],
+    directions: Sequence[StudyDirection],
+    worst: list[float],
+    broken: Mapping[str, float],
+) -> tuple[list[float], dict[str, float]]:
+    """Return the worst of each objective and the most by which each limit is broken, also by these trials."""
+    most = dict(broken)
+    for trial in trials:
+        for name, value in _limits(trial).items():
+            most[name] = max(most.get(name, 0.0), value)
+        if values := _values(trial, directions):
+            pairs = zip(directions, worst or values, values, strict=True)
+            worst = [min(pair) if way == StudyDirection.MAXIMIZE else max(pair) for way, *pair in pairs]
+    return worst, most
 
 
 def _limits(trial: FrozenTrial) -> dict[str, float]:
@@ -71,13 +98,15 @@ def _limits(trial: FrozenTrial) -> dict[str, float]:
     return {name: value for name, value in trial.constraints.items() if name != FEASIBLE}
 
 
-def _values(study: Study, trial: FrozenTrial) -> list[float] | None:
-    """Of a COMPLETE trial its values, of a PRUNED one its best evaluation; None: there is nothing finite."""
-    if rungs := rungs_of(trial.user_attrs):
-        return list(next(iter(rungs.values()))["values"])
-    if trial.state == TrialState.COMPLETE or len(study.directions) > 1:
+def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[float] | None:
+    """The values by which a trial is compared; None: it has none that is finite, or is infeasible."""
+    if is_infeasible(trial):
+        return None
+    if at_rungs := rungs_of(trial.user_attrs):
+        return list(next(iter(at_rungs.values()))["values"])
+    if trial.state == TrialState.COMPLETE or len(directions) > 1:
         return trial.values and list(trial.values)
     reports = filter(math.isfinite, trial.intermediate_values.values())
-    better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
+    better = max if directions[0] == StudyDirection.MAXIMIZE else min
     best = better(reports, default=None) if trial.state == TrialState.PRUNED else None
     return None if best is None else [best]

@@ -34,16 +34,12 @@ def point_key(point: Point) -> str:
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def unused_points(
-    points: Sequence[Point], num_trials: Mapping[str, int], fixed: Mapping[str, Any] = {}
-) -> list[Point]:
+def unused_points(points: Sequence[Point], num_trials: Mapping[str, int]) -> list[Point]:
     """Return the points that the fewest trials have, in their order.
 
     Args:
         num_trials: how many trials have a point, by its `point_key`.
-        fixed: parameters that were enqueued. Only points with these parameters are returned.
     """
-    fitting = [point for point in points if fixed.items() <= point.items()]
-    counts = [num_trials.get(point_key(point), 0) for point in fitting]
+    counts = [num_trials.get(point_key(point), 0) for point in points]
     fewest = min(counts, default=0)
-    return [point for point, count in zip(fitting, counts, strict=True) if count == fewest]
+    return [point for point, count in zip(points, counts, strict=True) if count == fewest]

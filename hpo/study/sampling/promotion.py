@@ -20,7 +20,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -215,12 +215,16 @@ class Standings:
                 insort(rung.promoted, self._standing(trial, at))
 
     def rungs(
-        self, unfinished: Sequence[FrozenTrial], is_waiting: Callable[[FrozenTrial], bool]
+        self,
+        unfinished: Sequence[FrozenTrial],
+        is_waiting: Callable[[FrozenTrial], bool],
+        continued: Container[int] = (),
     ) -> list[Rung]:
         """Return the rungs with the unfinished trials.
 
         Args:
             is_waiting: whether a paused trial may be promoted now.
+            continued: the numbers of the trials that have continued since they were read.
         """
         rungs = {
             number: Rung(ended.num_paused, list(ended.promoted)) for number, ended in self._ended.items()
@@ -233,7 +237,7 @@ class Standings:
                 if rung is None:
                     continue
                 rung.num_paused += 1
-                if number < last or not is_paused(trial):
+                if number < last or not is_paused(trial) or trial.number in continued:
                     insort(rung.promoted, self._standing(trial, at))
                     rung.num_running += number == last
                 elif is_waiting(trial):

@@ -7,10 +7,10 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
   mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was infeasible.
 - GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
   pause by several objectives.
-- Random, QMC and the grid do not learn: with them, such a trial ends before training.
+- Random and QMC do not learn: with them, such a trial ends before training.
 
 TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
-are chosen with the claim of a trial (`points`).
+are chosen with the claim of a trial (`points`). A sampler draws only what they leave open.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ def build_sampler(
     """Return the sampler of one worker of a study.
 
     Args:
-        worker_number: added to the seed, so that no two workers try the same configurations; `grid` and `qmc`
-            continue one sequence among all workers and share the seed.
+        worker_number: added to the seed, so that no two workers try the same configurations. The workers of
+            `qmc` continue one sequence and share the seed.
         skipped: precisions that this worker does not draw.
         explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
-    if config.name == "grid":  # a claim chooses the points; this is for what an enqueued trial leaves open
-        return RandomSampler(seed=config.seed)
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
     seed = (config.seed + worker_number) % 2**32
@@ -90,6 +88,8 @@ def _build_optuna_sampler(
     if name == "qmc":
         options["independent_sampler"] = RandomSampler(seed=seed)
     options["seed"] = config.seed if name == "qmc" else seed
+    if name == "grid":
+        return RandomSampler(seed=seed)
     sampler: BaseSampler = _build(optuna.samplers, config, options)
     if name == "gp" or explores:
         sampler = PrunedAwareSampler(sampler, 1 if name == "gp" else 2)

@@ -1,13 +1,16 @@
-"""Whether the database answers this process, and since when without a break.
+"""Whether the database answers this process, and which workers are silent in it.
 
-After an outage every worker was silent for as long as it lasted, so the first that comes back would find the
-leases of all others lapsed. Only who has had the database for a whole lease without a break has seen that
-another worker, which could have renewed its lease all that time, did not.
+A worker's heartbeat changes its row. The clocks of machines differ, and somebody may set one, so no two
+clocks are compared: a worker is silent for as long as its row does not change, by the monotonic clock of the
+process that watches. Time in which the watching process could not read the database does not count. After an
+outage every worker was silent for as long as it lasted, and the first that comes back must not take over the
+trials of all others.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 _logger = logging.getLogger(__name__)
@@ -17,9 +20,9 @@ class Availability:
     """How the database answers this process."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
-        self._last = 0.0
+        self._last_answer = -math.inf
         self._away_since: float | None = None
+        self._watched: dict[str, tuple[object, float]] = {}
 
     @property
     def is_away(self) -> bool:
@@ -28,26 +31,33 @@ class Availability:
 
     def note_answer(self, longest_gap: float) -> None:
         """The database has answered; what was before more than `longest_gap` seconds is not known."""
-        now = _now()
-        away_since, self._away_since = self._away_since, None
-        if self._since is None or now - self._last > longest_gap:
-            self._since = now
-        self._last = now
-        if away_since is not None:
-            _logger.warning("The database is back after %.0f s.", now - away_since)
+        self._forget_after_gap(longest_gap)
+        self._last_answer = time.monotonic()
+        if self._away_since is not None:
+            _logger.warning("The database is back after %.0f s.", self._last_answer - self._away_since)
+            self._away_since = None
 
     def note_outage(self, explanation: str) -> None:
         """The database did not answer."""
-        self._since = None
+        self._watched.clear()
         if self._away_since is None:
-            self._away_since = _now()
+            self._away_since = time.monotonic()
             _logger.warning("The database is away; waiting for it. (%s)", explanation)
 
-    def unbroken_seconds(self, longest_gap: float) -> float:
-        """How long it has answered without a break, and without a `longest_gap` in which nobody asked."""
-        now = _now()
-        return 0.0 if self._since is None or now - self._last > longest_gap else now - self._since
+    def silent_seconds(self, worker: str, heartbeat: object, longest_gap: float) -> float:
+        """Return how long this process has seen the same heartbeat of a worker, without a break.
 
+        It is 0 when a heartbeat is seen for the first time. A break is an outage, or a `longest_gap` in which
+        this process did not ask the database.
+        """
+        self._forget_after_gap(longest_gap)
+        now = time.monotonic()
+        last, since = self._watched.get(worker, (None, now))
+        if last != heartbeat:
+            since = now
+        self._watched[worker] = (heartbeat, since)
+        return now - since
 
-def _now() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
+    def _forget_after_gap(self, longest_gap: float) -> None:
+        if time.monotonic() - self._last_answer > longest_gap:
+            self._watched.clear()

@@ -2,10 +2,13 @@
 
 A connection whose other end is gone without a word gives no error by itself. Three bounds make one of it:
 
-- the kernels on both sides ask for a sign of life (TCP keepalives), and wait for an acknowledgement for
+- the client's kernel asks for a sign of life (TCP keepalives), and waits for an acknowledgement for
   `tcp_user_timeout`;
-- the client waits for an answer for `ANSWER_SECONDS`, where a proxy acknowledges what it does not deliver; -
-the server ends a transaction in which its client is silent for `IDLE_SECONDS`, and frees its locks.
+- the client waits for an answer for `ANSWER_SECONDS`, where a proxy acknowledges what it does not deliver;
+- the server ends a transaction in which its client is silent for `IDLE_SECONDS`, and frees its locks.
+
+The last bound is set in each transaction. A setting of the session would stay with the server connection, and
+a pooler such as PgBouncer gives that to other programs too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import sqlalchemy as sa
 
 ANSWER_SECONDS = 30.0
 """A statement of ours takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 45.0
+"""A process that is stopped in a transaction loses its locks after this time, which is less than a lease."""
 ASK_AFTER_SECONDS = 1.0
 """A connection that was used so lately is taken to work: to ask it first would cost a trial five calls."""
 
@@ -32,10 +36,6 @@ _ARGUMENTS = {
     # A pooler such as PgBouncer gives the next transaction to a server connection without what was prepared.
     "prepare_threshold": None,
 }
-_SESSION = (
-    f"SET idle_in_transaction_session_timeout = '{IDLE_SECONDS:.0f}s';"
-    "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
-)
 
 
 class BoundedConnection(psycopg.Connection[Any]):
@@ -58,15 +58,18 @@ def postgres_pool(url: sa.URL) -> sa.Pool:
     _, arguments = url.get_dialect()().create_connect_args(url)
 
     def connect() -> psycopg.Connection[Any]:
-        connection = BoundedConnection.connect(**{**_ARGUMENTS, **arguments})
-        connection.execute(_SESSION)
-        connection.commit()
-        return connection
+        return BoundedConnection.connect(**{**_ARGUMENTS, **arguments})
 
     pool = sa.create_pool_from_url(url, creator=connect)
     sa.event.listen(pool, "checkin", _note_use)
     sa.event.listen(pool, "checkout", _ask_after_a_pause)
     return pool
+
+
+def bound_transaction(connection: sa.Connection) -> None:
+    """Let the server end the transaction that begins if its client is silent for `IDLE_SECONDS`."""
+    milliseconds = round(IDLE_SECONDS * 1000)
+    connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}")
 
 
 def _note_use(_connection: object, record: Any) -> None:

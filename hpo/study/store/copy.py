@@ -57,11 +57,10 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
         RunError: a database failed; the target is as it was.
     """
     study_id = study_id_of(source.load_study(name))  # refuses one that is not there
+    source.watch_workers(workers.c.study == name)
     rows = source.persist(lambda: _read(source, name, study_id))
     try:
-        with exclusive(target.engine) as lock, target.engine.begin() as connection:
-            if lock is not None:  # it waits for as long as the writing takes
-                lock.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+        with exclusive(target.engine) as connection:
             _make_room(connection, target.url, rows[studies][0]["token"], name)
             return _write(connection, name, rows)
     except SQLAlchemyError as error:

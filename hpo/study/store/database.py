@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +106,16 @@ def check_folder(url: str) -> None:
 def connect(url: str) -> sa.Engine:
     """Return the database at `url` as it is, with whatever tables; an absent SQLite file is made."""
     parsed = parse_url(url)
-    return sa.create_engine(parsed, pool=connection_pool(parsed))
+    return with_bounds(sa.create_engine(parsed, pool=connection_pool(parsed)))
+
+
+def with_bounds(engine: sa.Engine) -> sa.Engine:
+    """Return the engine, whose transactions on PostgreSQL end if the client is silent (`connection`)."""
+    if engine.dialect.name == "postgresql":
+        from hpo.study.store.connection import bound_transaction
+
+        sa.event.listen(engine, "begin", bound_transaction)
+    return engine
 
 
 def connection_pool(url: sa.URL) -> sa.Pool:
@@ -122,7 +132,15 @@ def connection_pool(url: sa.URL) -> sa.Pool:
 def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     # With a write-ahead log readers never wait for the writer, and a commit needs no fsync: a power cut may
     # lose the last commits, never the database (https://www.sqlite.org/pragma.html#pragma_synchronous).
-    connection.execute("PRAGMA journal_mode=WAL").close()
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            break
+        except sqlite3.OperationalError as error:  # SQLite does not wait for another that turns on the log
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
     connection.execute("PRAGMA synchronous=NORMAL").close()
 
 

@@ -81,7 +81,13 @@ def is_outage(error: BaseException) -> bool:
         return True
     if not isinstance(error, OperationalError):
         return False
-    return not isinstance(error.orig, sqlite3.Error) or "locked" in str(error.orig)
+    return not isinstance(error.orig, sqlite3.Error) or is_locked(error)
+
+
+def is_locked(error: BaseException) -> bool:
+    """Return whether another program has the SQLite database locked."""
+    error = _driver_error(error)
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def is_wrong_input(error: BaseException) -> bool:

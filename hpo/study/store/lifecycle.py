@@ -9,7 +9,7 @@ Opened again, it begins other trials in their places.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,6 +58,14 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
     return int(connection.execute(waiting).scalar_one()), max(0, connection.execute(places).scalar() or 0)
 
 
+def has_complete(connection: sa.Connection, name: str) -> bool:
+    """Return true if a trial of the study is complete."""
+    trials, made = optuna_internals.trials, optuna_internals.studies
+    complete = sa.select(trials.c.number).select_from(trials.join(made)).where(made.c.study_name == name)
+    complete = complete.where(trials.c.state == TrialState.COMPLETE).limit(1)
+    return connection.execute(complete).first() is not None
+
+
 def is_in_work(storage: Storage, name: str) -> bool:
     """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
     return read_state(storage, name) == "open" and not storage.is_finished(name)
@@ -88,18 +96,23 @@ def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
     return left
 
 
-def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
-    """The live workers of the study, in words."""
-    rows = storage.live_workers(connection, workers.c.study == name).values()
+def processes(rows: Iterable[Any]) -> list[str]:
+    """Return where the workers of these rows are, in words."""
     return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
+
+
+def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
+    return processes(storage.live_workers(connection, workers.c.study == name).values())
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that no worker has; return how many.
 
     Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
-    opened again (`end_unclaimed`).
+    opened again (`end_unclaimed`). None is left of a study that was deleted.
     """
+    if read_state(storage, name) != "cancelled" or not storage.has_study(name):
+        return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}
     if not running:
@@ -127,9 +140,10 @@ def delete_study(storage: Storage, name: str) -> None:
 
     Raises RunError where workers are in the study.
     """
+    storage.watch_workers(workers.c.study == name)
 
     def delete() -> None:
-        with exclusive(storage.engine), storage.engine.begin() as connection:  # nobody joins meanwhile
+        with exclusive(storage.engine) as connection:  # nobody joins meanwhile
             if left := _processes(storage, connection, name):
                 raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
             delete_study_rows(connection, name)

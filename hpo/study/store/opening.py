@@ -1,14 +1,18 @@
-"""How a study's database is opened: Optuna's tables and ours are made, by one process at a time."""
+"""How a study's database is opened: one process creates Optuna's tables and ours, in one transaction.
+
+Optuna would create its tables in transactions of its own. Several processes that do so at once crash, and its
+check of their version asks for a second connection inside a transaction. So both are done here.
+"""
 
 from __future__ import annotations
 
-import re
 import threading
 
 import optuna
 import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
+from hpo.study.store import optuna_internals
 from hpo.study.store.database import (
     check_folder,
     connect,
@@ -17,9 +21,10 @@ from hpo.study.store.database import (
     place,
     redact,
     sqlite_path,
+    with_bounds,
 )
 from hpo.study.store.lock import exclusive
-from hpo.study.store.schema import VERSION, make_tables, stored_version
+from hpo.study.store.schema import VERSION, create_tables, stored_version
 
 
 def open_database(
@@ -41,25 +46,26 @@ def open_database(
     engine = connect(url)
     try:
         if create:
-            with exclusive(engine, stop):  # before the first connection: only one may turn on SQLite's log
-                if not _has_tables(engine):
-                    _optuna_storage(engine.url).engine.dispose()
-                    with engine.begin() as connection:
-                        make_tables(connection)  # last: our tables mean that Optuna's are there
-        elif not _has_tables(engine):
-            raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
+            with exclusive(engine, stop) as connection:
+                if not _has_tables(connection):
+                    optuna_internals.create_tables(connection)
+                    create_tables(connection)
+        else:
+            with engine.connect() as connection:
+                if not _has_tables(connection):
+                    raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
     finally:
         engine.dispose()
     return _optuna_storage(parsed)
 
 
-def _has_tables(engine: sa.Engine) -> bool:
-    """Whether our tables are there. Raises StorageError where they are of another version."""
-    with engine.connect() as connection:
-        stored = stored_version(connection)
+def _has_tables(connection: sa.Connection) -> bool:
+    """Return whether our tables are there. Raises StorageError where they are of another version."""
+    stored = stored_version(connection)
     if stored not in (None, VERSION):
+        url = connection.engine.url.render_as_string(hide_password=False)
         raise StorageError(
-            f"The tables of hpo in {redact(engine.url.render_as_string(hide_password=False))} must be of "
+            f"The tables of hpo in {redact(url)} must be of "
             f"version {VERSION}, but they are of {stored}. Please name a new database, or use the hpo that "
             "made this one. Plain Optuna still reads its studies."
         )
@@ -67,20 +73,26 @@ def _has_tables(engine: sa.Engine) -> bool:
 
 
 def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
-    """Optuna's storage, with its tables made. Raises StorageError for those of another version."""
+    """Return Optuna's storage. Raises StorageError if its tables are of another version."""
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = connection_pool(url)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
-    except Exception as error:
+        storage = optuna.storages.RDBStorage(
+            text, engine_kwargs={"pool": pool}, skip_compatibility_check=True, skip_table_creation=True
+        )
+        with_bounds(storage.engine)
+        current = storage.get_current_version()
+        if current != storage.get_head_version():
+            with storage.engine.connect() as connection:
+                made_by = optuna_internals.stored_version(connection)
+            upgrade = "End all workers, then run `optuna storage upgrade --storage URL`"
+            advice = upgrade if current in storage.get_all_versions() else "Update Optuna"
+            raise StorageError(
+                f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
+                f"Optuna {made_by}. {advice}, or name another database."
+            )
+    except Exception:
         pool.dispose()  # Optuna leaves its connections open
-        if "compatible with the table schema" not in str(error):
-            raise
-        made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        upgrade = "End all workers, then run `optuna storage upgrade --storage URL`"
-        advice = "Update Optuna" if "latest version" in str(error) else upgrade
-        raise StorageError(
-            f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
-            f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."
-        ) from None
+        raise
+    return storage

@@ -14,14 +14,18 @@ import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import optuna
 import sqlalchemy as sa
 from optuna.storages import BaseStorage
-from optuna.storages._rdb.models import BaseModel
-from optuna.study import Study
+from optuna.storages._rdb import models
+from optuna.storages._rdb.models import SCHEMA_VERSION, BaseModel
+from optuna.study import Study, StudyDirection
 from optuna.study._constrained_optimization import _CONSTRAINTS_KEY, _get_constraints_from_system_attrs
 from optuna.study._multi_objective import _fast_non_domination_rank
+from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
@@ -37,6 +41,9 @@ user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
 
+
+_SCRIPTS = Path(models.__file__).parent / "alembic"
+"""The folder of Alembic's scripts, which name the versions of Optuna's tables."""
 
 constraints_of = _get_constraints_from_system_attrs
 non_domination_ranks = _fast_non_domination_rank
@@ -92,6 +99,30 @@ class StudyView(Study):
     ) -> list[FrozenTrial]:
         shown = [trial for trial in self._trials if states is None or trial.state in states]
         return copy.deepcopy(shown) if deepcopy else shown
+
+
+# Tables
+
+
+def create_tables(connection: sa.Connection) -> None:
+    """Create Optuna's tables and store their versions, unless they are there, in one transaction."""
+    from alembic.config import Config  # slow to import
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    BaseModel.metadata.create_all(connection)
+    if stored_version(connection) is None:
+        versions = {"schema_version": SCHEMA_VERSION, "library_version": optuna.__version__}
+        connection.execute(sa.insert(_named["version_info"]).values(versions))
+        config = Config()
+        config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+        MigrationContext.configure(connection).stamp(ScriptDirectory.from_config(config), "head")
+
+
+def stored_version(connection: sa.Connection) -> str | None:
+    """The version of Optuna that created the tables; None: they are empty."""
+    version: str | None = connection.execute(sa.select(_named["version_info"].c.library_version)).scalar()
+    return version
 
 
 # Rows
@@ -167,6 +198,12 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
     connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
 
 
+def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
+    """Return the condition that a trial runs or waits."""
+    this = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
+    return sa.exists().where(*this)
+
+
 def end_trial(
     connection: sa.Connection,
     trial_id: int,
@@ -177,8 +214,9 @@ def end_trial(
     constraints: Mapping[str, float] | None = None,
 ) -> bool:
     """End an unfinished trial; False: it has ended already, and stays as it is."""
-    unfinished = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
-    end = sa.update(trials).where(*unfinished).values(state=state, datetime_complete=_now())
+    unfinished = trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING))
+    end = sa.update(trials).where(trials.c.trial_id == trial_id, unfinished)
+    end = end.values(state=state, datetime_complete=_now())
     if not connection.execute(end).rowcount:
         return False
     limits = {f"{_CONSTRAINTS_KEY}:{name}": float(value) for name, value in (constraints or {}).items()}
@@ -215,11 +253,35 @@ def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[
         connection.execute(sa.delete(table).where(table.c.trial_id == trial_id, condition))
 
 
+def create_study(
+    connection: sa.Connection, name: str, directions: Iterable[str], metric_names: Sequence[str]
+) -> int:
+    """Add a study without trials and return its id."""
+    new = sa.insert(studies).values(study_name=name).returning(studies.c.study_id)
+    study_id: int = connection.execute(new).scalar_one()
+    for objective, direction in enumerate(directions):
+        row = {"study_id": study_id, "objective": objective, "direction": StudyDirection[direction.upper()]}
+        connection.execute(sa.insert(_named["study_directions"]).values(row))
+    set_study_attribute(connection, study_id, _SYSTEM_ATTR_METRIC_NAMES, list(metric_names))
+    return study_id
+
+
 def enqueue_trials(connection: sa.Connection, study_id: int, enqueued: Iterable[tuple[Any, Any]]) -> None:
     """Enqueue the first trials of a study, each with its parameters and its user attributes."""
     for number, (fixed_params, user_attrs) in enumerate(enqueued):
         values = {"number": number, "state": TrialState.WAITING}
         _insert_trial(connection, study_id, values, {"fixed_params": fixed_params}, user_attrs)
+
+
+def find_study(connection: sa.Connection, name: str, key: str) -> tuple[int | None, Any]:
+    """Return a study's id and its system attribute `key`; each is None where there is none."""
+    row = connection.execute(sa.select(studies.c.study_id).where(studies.c.study_name == name)).first()
+    if row is None:
+        return None, None
+    attributes = study_system_attributes
+    query = sa.select(attributes.c.value_json).where(attributes.c.study_id == row.study_id)
+    value: str = connection.execute(query.where(attributes.c.key == key)).scalar() or "null"
+    return row.study_id, json.loads(value)
 
 
 def set_study_attribute(connection: sa.Connection, study_id: int, key: str, value: Any) -> None:

@@ -109,10 +109,8 @@ compat = sa.Table(
 version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
 
 
-def make_tables(connection: sa.Connection) -> None:
-    """Make our tables and note their version, in the connection's transaction."""
-    if connection.dialect.name == "sqlite":  # sqlite3 begins a transaction only before a change of rows
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+def create_tables(connection: sa.Connection) -> None:
+    """Create our tables and store their version, in the connection's transaction."""
     metadata.create_all(connection)
     version.create(connection)
     connection.execute(sa.insert(version).values(version_num=VERSION))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING
 
 from hpo.errors import StorageError
 from hpo.study.claims.process import this_machine
 from hpo.study.store.schema import workers
 
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+
 # A file system in user space that is not known may be anything: most are of a network.
 _NETWORK = re.compile(
-    "acfs|afs|beegfs|ceph|cifs|coda|fhgfs|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|pvfs2|"
-    r"smb3|smbfs|wekafs|fuse(\.(?!bindfs$|encfs$|fuse-overlayfs$|gocryptfs$|mergerfs$|ntfs$|ntfs-3g$).*)?"
+    "9p|acfs|afs|beegfs|ceph|cifs|coda|fhgfs|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|pvfs2|"
+    r"smb3|smbfs|virtiofs|wekafs|fuse(\.(?!bindfs$|encfs$|fuse-overlayfs$|gocryptfs$|mergerfs$|ntfs$|ntfs-3g$).*)?"
 )
 _ADVICE = (
     "For one host, name a file on its own disk, such as --storage sqlite:////var/tmp/hpo.db. For several, "
@@ -54,24 +56,18 @@ def check_place(path: Path) -> None:
         )
 
 
-def refuse_other_hosts(connection: sa.Connection, now: sa.ColumnElement[float], lease_seconds: float) -> None:
+def refuse_other_hosts(storage: Storage) -> None:
     """Raise StorageError for a worker that joins a SQLite database which another host uses.
 
-    Containers of one host are no other hosts: they have one kernel, which keeps the locks.
+    It takes a lease if workers of another host did not sign off and may be gone. Containers of one host are
+    no other hosts: they have one kernel, which keeps the locks.
     """
-    if connection.dialect.name != "sqlite":
+    if storage.engine.dialect.name != "sqlite":
         return
-    heard = (workers.c.state == "live", now - workers.c.last_seen < lease_seconds)
-    rows = connection.execute(sa.select(workers.c.host, workers.c.machine).where(*heard))
-    here = _boot(this_machine())
-    if hosts := sorted({row.host for row in rows if _boot(row.machine) not in (None, here)}):
+    boot = this_machine().rsplit("/", 2)[1]
+    if rows := storage.watch_workers(workers.c.machine.not_like(f"%/{boot}/%")):
+        hosts = ", ".join(sorted({row.host for row in rows}))
         raise StorageError(
-            f"A SQLite database must be used by one host at a time, but workers on {', '.join(hosts)} have "
-            f"this one open. {_ADVICE}"
+            f"A SQLite database must be used by one host at a time, but workers on {hosts} have this one "
+            f"open. {_ADVICE}"
         )
-
-
-def _boot(machine: str) -> str | None:
-    """Which boot of which host a `process.this_machine` is of."""
-    parts = machine.rsplit("/", 2)
-    return parts[1] if len(parts) == 3 else None

@@ -8,7 +8,6 @@ attribute holds the telemetry of a trial.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sqlite3
 import threading
@@ -26,11 +25,11 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
-from hpo.study.claims.process import is_alive, this_machine
+from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability
 from hpo.study.store.database import redact
-from hpo.study.store.failures import explain, is_outage, is_wrong_input
+from hpo.study.store.failures import explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database
 from hpo.study.store.schema import claims, compat, studies, workers
@@ -105,7 +104,7 @@ class Storage:
     """An open study database."""
 
     lease_seconds = 60.0
-    """A worker on another machine that was silent for so long is taken for dead."""
+    """A worker that was silent for so long is dead, unless its process runs on this machine."""
     patience_seconds = 3600.0
     """How long a call waits for a database that went away (restart, network)."""
 
@@ -130,18 +129,12 @@ class Storage:
         self.engine: sa.Engine = backend.engine
         self.optuna = optuna.storages.get_storage(backend)
         """Optuna's own, which keeps finished trials in memory."""
-        seconds, started = (
-            (
-                "extract(epoch from clock_timestamp())::float8",
-                "extract(epoch from pg_postmaster_start_time())::float8",
-            )
-            if self.engine.dialect.name == "postgresql"
-            else ("(julianday('now') - 2440587.5) * 86400.0", "0.0")
-        )
-        # The database's clock: those of the workers' machines may differ.
-        self.now: sa.ColumnElement[float] = sa.literal_column(seconds, sa.Float)
-        database_start: sa.ColumnElement[float] = sa.literal_column(started, sa.Float)
-        self.clock = (self.now.label("now"), database_start.label("database_start"))
+        seconds = {
+            "postgresql": "extract(epoch from clock_timestamp())::float8",
+            "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
+        }
+        self.now: sa.ColumnElement[float] = sa.literal_column(seconds[self.engine.dialect.name], sa.Float)
+        """The database's clock, which may be set. It serves for what people read, and decides nothing."""
 
     def __enter__(self) -> Storage:
         return self
@@ -179,9 +172,13 @@ class Storage:
         while True:
             try:
                 return action()
+            except StoppedError:
+                raise
             except OutageError as error:
                 if self.stop.wait(min(1.0, self.patience_seconds / 10)):
-                    raise StoppedError(f"told to stop while the database is away. {error}") from error
+                    is_held = error.__cause__ is not None and is_locked(error.__cause__)
+                    why = "another program has the database locked" if is_held else "the database is away"
+                    raise StoppedError(f"told to stop while {why}. {error}") from error
                 if time.monotonic() > deadline:
                     raise
 
@@ -203,22 +200,60 @@ class Storage:
 
         return self.persist(once)
 
-    def exclusive(self) -> AbstractContextManager[sa.Connection | None]:
+    def exclusive(self) -> AbstractContextManager[sa.Connection]:
         """See `lock.exclusive`; waits until `stop` is set."""
         return exclusive(self.engine, self.stop)
 
     # Studies
 
     def live_workers(
-        self,
-        connection: sa.Connection,
-        *where: sa.ColumnElement[bool],
-        witnessed_seconds: float = math.inf,
+        self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """The rows of the workers whose processes live (`process.is_alive`), by id."""
-        query = sa.select(workers, *self.clock).where(workers.c.state == "live", *where)
-        rows = connection.execute(query)
-        return {row.id: row for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
+        """Return the rows of the workers that may be alive, by id; each other worker is dead by evidence.
+
+        On this machine the process is the evidence. Elsewhere, and for a stopped process, it is a row that
+        did not change while this `Storage` watched for `lease_seconds`. So a worker elsewhere counts as alive
+        in the first calls, however old its row is, and a caller that needs to know calls again for a lease.
+        """
+        rows = connection.execute(sa.select(workers).where(workers.c.state == "live", *where)).all()
+        return {row.id: row for row in rows if self._may_be_alive(row)}
+
+    def _may_be_alive(self, row: sa.Row[Any]) -> bool:
+        gap = self.lease_seconds / 2
+        silent_seconds = self.availability.silent_seconds(row.id, str(row.last_seen), gap)
+        running = is_running(row)
+        return silent_seconds < self.lease_seconds if running is None else running
+
+    def heard_workers(
+        self, connection: sa.Connection, *where: sa.ColumnElement[bool]
+    ) -> dict[str, sa.Row[Any]]:
+        """Return the rows of the workers that seem alive at one look, by id, for what people read.
+
+        A worker elsewhere seems alive if its last heartbeat is less than a lease ago by the database's clock.
+        After somebody sets that clock this is wrong until the next heartbeat, so it decides nothing.
+        """
+        age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
+        query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
+        rows = connection.execute(query).all()
+        running = {row.id: is_running(row) for row in rows}
+        return {row.id: row for row in rows if running[row.id] or (running[row.id] is None and row.is_fresh)}
+
+    def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
+        """Watch workers until one of them proves to be alive, or all are dead; return those that are alive.
+
+        A process that runs on this machine is known at once, and a live worker elsewhere at its next
+        heartbeat. A dead worker elsewhere is known after a lease. Raises StoppedError if `stop` is set
+        meanwhile.
+        """
+        first: dict[str, float] = {}
+        while live := self.read(lambda connection: self.live_workers(connection, *where)):
+            for row in live.values():
+                first.setdefault(row.id, row.last_seen)
+            if alive := [row for row in live.values() if is_running(row) or row.last_seen != first[row.id]]:
+                return alive
+            if self.stop.wait(0.5):
+                raise StoppedError("told to stop while it watched whether other workers are alive.")
+        return []
 
     def stored(self, name: str, column: sa.Column[Any]) -> Any:
         """Return a column of the study in `hpo_studies`. Raises StorageError, which names the nearest

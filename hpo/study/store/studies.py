@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,13 @@ from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
 from hpo.study.sampling.earlier import tried_first
 from hpo.study.sampling.promotion import is_paused
 from hpo.study.store.database import redact
-from hpo.study.store.optuna_internals import enqueue_trials, set_study_attribute, study_id_of
+from hpo.study.store.optuna_internals import (
+    create_study,
+    enqueue_trials,
+    find_study,
+    set_study_attribute,
+)
+from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, delete_rows, evaluations, studies, workers
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
@@ -40,59 +45,54 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
     """
 
     def create_or_resume() -> optuna.Study:
-        with storage.exclusive():
-            return _make_or_resume(storage, config, resize)
+        enqueued = [] if storage.has_study(config.name) else tried_first(storage, config)
+        with storage.exclusive() as connection:
+            n_trials = _create_or_resume(storage, connection, config, resize, enqueued)
+        study = optuna.load_study(study_name=config.name, storage=storage.optuna)
+        if resize:
+            _give_up_surplus(storage, study, n_trials)
+        return study
 
     return storage.persist(create_or_resume)
 
 
-def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
-    """Make or resume the study, while this process has the lock."""
-    enqueued = [] if storage.has_study(config.name) else tried_first(storage, config)
-    study = optuna.create_study(
-        study_name=config.name,
-        storage=storage.optuna,
-        directions=config.directions,
-        load_if_exists=True,
-    )
-    token = storage.optuna.get_study_system_attrs(study_id_of(study)).get(TOKEN_ATTR)
-    if token is None:
-        if study.get_trials(deepcopy=False):
-            raise StorageError(
-                f"The study `{config.name}` in {redact(storage.url)} was not made by hpo. "
-                "Give yours another `name`, or use another database."
-            )
-        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-            study.set_metric_names([objective.metric for objective in config.objective])
-    with storage.engine.begin() as connection:
-        row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
-        if row is not None and row.token != token:
-            # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
-            delete_rows(connection, config.name)
-            row = None
-        if row is None:
-            # All in one transaction: a study without its token is not made, and the next run makes it.
-            new_token, study_id = uuid.uuid4().hex, study_id_of(study)
-            values = {**_definition(config), "name": config.name, "token": new_token, "created": storage.now}
-            connection.execute(sa.insert(studies).values(values))
-            if token is None:
-                enqueue_trials(connection, study_id, enqueued)
-            set_study_attribute(connection, study_id, TOKEN_ATTR, new_token)
-        else:
-            stored = json.loads(row.definition)
-            resumed = _definition(config.resumed(stored))
-            if resize and stored.get("budget") and config.budget is None:
-                _logger.warning(
-                    "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
-                )
-            values = resumed if resize else {"n_trials": row.n_trials}
-            if resize and _is_raised(stored.get("budget"), config.budget):
-                reopen_ended_by_budget(connection, study_id_of(study))
-            # Also where nothing changes: from here on nobody else writes to a SQLite file.
-            connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
-    if resize:
-        _give_up_surplus(storage, study, values["n_trials"])
-    return study
+def _create_or_resume(
+    storage: Storage,
+    connection: sa.Connection,
+    config: StudyConfig,
+    resize: bool,
+    enqueued: Sequence[tuple[Any, Any]],
+) -> int:
+    """Create or resume the study in the connection's transaction; return its number of trials."""
+    study_id, token = find_study(connection, config.name, TOKEN_ATTR)
+    row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
+    if study_id is not None and (row is None or row.token != token):
+        raise StorageError(
+            f"The study `{config.name}` in {redact(storage.url)} was not made by hpo. "
+            "Give yours another `name`, or use another database."
+        )
+    if row is None or study_id is None:
+        delete_rows(connection, config.name)  # somebody may have deleted the Optuna study; the dashboard can
+        remove_optuna_orphans(connection)  # the new study may get the id of a deleted one
+        metric_names = [objective.metric for objective in config.objective]
+        study_id = create_study(connection, config.name, config.directions, metric_names)
+        new = {**_definition(config), "name": config.name, "token": uuid.uuid4().hex, "created": storage.now}
+        connection.execute(sa.insert(studies).values(new))
+        enqueue_trials(connection, study_id, enqueued)
+        set_study_attribute(connection, study_id, TOKEN_ATTR, new["token"])
+        return config.num_trials
+    stored = json.loads(row.definition)
+    resumed = _definition(config.resumed(stored))
+    if not resize:
+        return int(row.n_trials)
+    if stored.get("budget") and config.budget is None:
+        _logger.warning(
+            "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
+        )
+    if _is_raised(stored.get("budget"), config.budget):
+        reopen_ended_by_budget(connection, study_id)
+    connection.execute(sa.update(studies).where(studies.c.name == config.name).values(resumed))
+    return int(resumed["n_trials"])
 
 
 def _is_raised(before: Mapping[str, Any] | None, now: BudgetConfig | None) -> bool:

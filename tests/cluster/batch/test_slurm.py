@@ -24,6 +24,7 @@ from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import open_storage
 
 URL = "postgresql://me:secret@host/db"
+WORKER = ("-m", "hpo", "worker", "tiny", "--workers-per-device", "1")
 
 
 def options_of(script: str) -> dict[str, str]:
@@ -48,7 +49,7 @@ def test_the_script_has_the_options_as_sbatch_names_them(tmp_path: Path) -> None
     assert found["array"] == "0-2", "ten workers are three jobs of four GPUs"
     assert found["signal"] == "B:USR1@300"
     assert found["chdir"] == str(tmp_path)
-    assert re.search(r"^exec \S+python\S* -m hpo worker tiny --workers-per-device 1$", script, re.MULTILINE)
+    assert shlex.split(script.rstrip().splitlines()[-1])[4:] == [sys.executable, *WORKER]
 
 
 def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
@@ -126,6 +127,17 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
         (("--slurm", "--sbatch", "gres=gpu:4"), "but got --sbatch gres. Use --gpus-per-node."),
         (("--slurm", "--sbatch", "gpus-per-task=1"), "but got --sbatch gpus-per-task. Use --gpus-per-node."),
+        (("--slurm", "--sbatch", "container-image=x"), "must be given by --apptainer or --pyxis, so that"),
+        (("--slurm", "--apptainer", "x", "--pyxis", "y"), "one container, but got --apptainer and --pyxis."),
+        (
+            ("--slurm", "--mount", "/data"),
+            "--mount needs a container. Add --apptainer IMAGE or --pyxis IMAGE.",
+        ),
+        (("--slurm", "--pyxis", "x", "--mount", "/a:b"), "must have no `,` or `:` in its path, but got /a:b"),
+        (
+            ("--slurm", "--setup", "none.sh"),
+            "Invalid value for '--setup': 'none.sh': No such file or directory",
+        ),
         (("--slurm", "--time", "3"), "--time must be more than a minute longer than the 120 s that a job is"),
         (("--slurm",), "but it is a SQLite file, which several hosts would damage. `hpo database start"),
     ],
@@ -146,7 +158,7 @@ def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> No
         ("1-0:30", 88200),
         ("2-00:00:05", 172805),
         ("0", 0),
-        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED")),
+        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "1-2:3:4:5", "1:", "UNLIMITED")),
     ],
 )
 def test_time_limits(given: str, seconds: int | None) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
-from worker_process import result, study
+from worker_process import begin, result, study
 
 from hpo.cluster.doctor.doctor import Finding, examine
 from hpo.errors import StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.store.schema import slots
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -59,12 +59,9 @@ def mends(storage: Storage | str, host: Path, problem: str, **options: Any) -> N
 
 
 def run_trial(worker: WorkerLease, outcome: str = "complete", **values: Any) -> int:
-    lease = worker.claim()
-    assert lease is not None
-    trial = worker.open_trial(lease)
-    assert trial is not None
-    worker.record_outcome(lease, trial, result(outcome, **values))
-    return trial.number
+    lease, trial = begin(worker)
+    worker.record_outcome(lease, result(outcome, **values))
+    return int(trial.number)
 
 
 def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Path) -> None:
@@ -95,23 +92,31 @@ def test_tables_of_an_earlier_optuna_are_upgraded_as_the_message_says(storage: S
 # Trials and checkpoints
 
 
-def test_a_running_trial_without_a_slot_is_ended(storage: Storage, host: Path) -> None:
+def test_a_running_trial_without_a_claim_is_ended(storage: Storage, host: Path) -> None:
     opened = storage.load_study("tiny")
     opened.add_trial(create_trial(state=TrialState.RUNNING))
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        run_trial(worker)
-        lease = worker.claim()
-        assert lease is not None
-        worker.open_trial(lease)
-        with storage.engine.begin() as connection:  # as a lowered `n_trials` did before
-            connection.execute(sa.delete(slots).where(slots.c.slot == 1))
+        assert run_trial(worker) == 1
+        begin(worker)
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(claims).where(claims.c.trial_number == 2))
     first, second = found(storage, host)
-    assert "trial 0 is RUNNING, but no slot" in first.problem
-    assert "trial 2 is RUNNING, but no slot" in second.problem
+    assert "trial 0 is RUNNING, but no worker of the study made it" in first.problem
+    assert "trial 2 is RUNNING, but no worker of the study made it" in second.problem
     assert all(one.mended for one in found(storage, host, fix=True))
     with open_storage(storage.url, create=False) as fresh:  # what a process owns it does not read again
         trials = fresh.load_study("tiny").trials
     assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "FAIL"]
+    assert found(storage, host) == []
+
+
+def test_trials_that_wait_or_continue_are_no_finding(storage: Storage, host: Path) -> None:
+    opened = storage.load_study("tiny")
+    opened.enqueue_trial({"learning_rate": 1e-4})
+    with WorkerLease(storage, opened, max_retries=1) as worker:
+        run_trial(worker, "failed", traceback="Traceback")
+        run_trial(worker, "preempted")
+        opened.enqueue_trial({"learning_rate": 1e-4})
     assert found(storage, host) == []
 
 
@@ -134,10 +139,7 @@ def test_checkpoints_of_no_trial_are_removed(
     with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
         complete = run_trial(worker)
         pruned = run_trial(worker, "pruned")
-        lease = worker.claim()
-        assert lease is not None
-        running = worker.open_trial(lease)
-        assert running is not None
+        _, running = begin(worker)
         for number in (complete, pruned, running.number, 7):
             make_checkpoint(trial_folder(number))
         assert [one.problem for one in found(storage, host, fix=True)] == [

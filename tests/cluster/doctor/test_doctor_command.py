@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import Finished, hpo_command, refused
+from command_line import Finished, hpo_command, ok, refused
 from optuna.trial import TrialState, create_trial
 from tiny import tiny_study, write_study
 from worker_process import study
@@ -45,3 +45,21 @@ def test_an_unknown_study_is_refused(tmp_path: Path) -> None:
         create_or_resume_study(storage, study(1))
     refused(run(tmp_path, "tiney"), "Did you mean `tiny`")
     assert run(tmp_path, "--storage", "mysql://a:b@c/d").exit_code == 2
+
+
+def test_status_and_doctor_agree_about_a_trial_without_a_claim(tmp_path: Path) -> None:
+    """Plain Optuna has made it, and no worker takes it."""
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    problem = "trial 0 is RUNNING, but no worker of the study made it."
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        storage.load_study("tiny").add_trial(create_trial(state=TrialState.RUNNING))
+    [finding] = hpo_command(tmp_path, "doctor", "--json").json["findings"]
+    assert finding["problem"] == f"Study tiny: {problem}"
+    warning = f"T{problem[1:]} `hpo doctor --fix` ends it as FAIL."
+    assert ok(hpo_command(tmp_path, "status", "tiny", "--json")).json["warnings"] == [warning]
+    shown = " ".join(ok(hpo_command(tmp_path, "status", "tiny")).out.split())
+    assert f"Warning: {warning}" in shown
+    assert "The next worker" not in shown
+    assert hpo_command(tmp_path, "doctor", "--fix").exit_code == 0
+    assert ok(hpo_command(tmp_path, "status", "tiny", "--json")).json["warnings"] == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,15 +20,15 @@ from worker_process import (
 )
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError
-from hpo.study.claims import leases
+from hpo.errors import LeaseLostError, OutageError
+from hpo.study.claims import snapshot
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import slots, workers
+from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
@@ -44,25 +45,25 @@ def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> W
 
 @pytest.fixture(autouse=True)
 def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(snapshot, "LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("look_seconds", [0.0, math.inf])
 def test_unfinished_trial_is_continued_first(
     storage: Storage, opened: optuna.Study, monkeypatch: pytest.MonkeyPatch, look_seconds: float
 ) -> None:
-    monkeypatch.setattr(leases, "LOOK_SECONDS", look_seconds)
+    monkeypatch.setattr(snapshot, "LOOK_SECONDS", look_seconds)
     config = study(2)
     with worker_on(storage, opened) as worker:
-        zero, one = worker.claim(), None
-        worker.record_outcome(zero, worker.open_trial(zero), result("complete"))
-        one = worker.claim()
-        params = suggest(config.search_space, worker.open_trial(one))
-        worker.record_outcome(one, worker.open_trial(one), result("preempted"))
+        zero, _ = begin(worker)
+        worker.record_outcome(zero, result("complete"))
+        one, trial = begin(worker)
+        params = suggest(config.search_space, trial)
+        worker.record_outcome(one, result("preempted"))
     create_or_resume_study(storage, study(5))
     with worker_on(storage, opened) as worker:
         lease, trial = begin(worker)
-        assert (lease.slot, trial.number) == (1, 1)
+        assert lease.number == trial.number == 1
         assert suggest(config.search_space, trial) == params
 
 
@@ -75,23 +76,21 @@ def test_unfinished_trial_is_continued_first(
         ({"state": "left"}, True),
     ],
 )
-def test_slot_of_a_dead_worker_is_taken_over(
+def test_trial_of_a_dead_worker_is_taken_over(
     storage: Storage, opened: optuna.Study, row: dict[str, Any], taken: bool
 ) -> None:
     first, second = worker_on(storage, opened), worker_on(storage, opened)
     with first, second:
-        lease = first.claim()
-        number = first.open_trial(lease).number
+        lease, _ = begin(first)
         second.claim()
         change_worker(storage, first, **row)
         with worker_on(storage, opened) as third:
             again = third.claim()
             assert (again is not None) == taken
             if again is not None:
-                assert again.slot == lease.slot
-                assert third.open_trial(again).number == number
+                assert again.number == lease.number
                 with pytest.raises(LeaseLostError):
-                    first.record_outcome(lease, opened.trials[0], result("complete"))
+                    first.record_outcome(lease, result("complete"))
                 assert opened.trials[0].state == TrialState.RUNNING, "without the lease it stores nothing"
 
 
@@ -107,7 +106,7 @@ def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
         storage.lease_seconds = 3.0
         with worker_on(storage, opened) as third:
             assert third.claim() is None
-            wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
+            wait_for(lambda: (again := third.claim()) is not None and again.number == lease.number)
 
 
 def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
@@ -133,59 +132,63 @@ def test_deaths_at_one_place_count_until_there_is_progress(
             if died == "with its GPU":
                 lease.saved_step = step  # no heartbeat told the database yet
                 victim.record_death(lease)
-                assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+                assert storage.trial_counts("tiny") == {"open": 1, "running": 1, "done": 0}
             else:
                 die(storage, victim, step if died == "after a checkpoint" else 0)
             lease = peer.claim()
-            assert (lease.deaths, lease.death_step) == (num_deaths, step)
+            assert (lease.row.deaths, lease.row.death_step) == (num_deaths, step)
             assert bool(lease.crash) == (num_deaths == MAX_DEATHS)
-            peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
+            peer.record_outcome(lease, result("preempted"))
         assert lease.crash == "its process died 3 times after step 30, without progress."
-        assert peer.claim().crash, "known to whoever claims the slot next"
+        assert peer.claim().crash, "known to whoever claims the trial next"
 
 
-def test_a_worker_counts_no_death_in_a_slot_of_another_worker(storage: Storage, opened: optuna.Study) -> None:
+def test_a_worker_counts_no_death_of_a_trial_of_another(storage: Storage, opened: optuna.Study) -> None:
     with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
         lease, _ = begin(worker)
         worker.release(lease)
         taken, _ = begin(other)
-        assert taken.slot == lease.slot
+        assert taken.number == lease.number
         worker.record_death(lease)
-        assert storage.trial_counts("tiny") == {"open": 1, "running": 1, "done": 0}
+        assert owners(storage) == [other.id]
         other.release(taken)
-        assert other.claim().deaths == 0
+        assert other.claim().row.deaths == 0
+
+
+def owners(storage: Storage) -> list[str | None]:
+    """The workers of the trials, by the trials' numbers."""
+    with storage.engine.connect() as connection:
+        query = sa.select(claims.c.owner).order_by(claims.c.trial_number)
+        return list(connection.execute(query).scalars())
 
 
 def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
     with worker_on(storage, opened) as peer, ExitStack() as stack:
         for number, step in ((0, 500), (1, 100)):
             victim = stack.enter_context(worker_on(storage, opened))
-            assert victim.open_trial(victim.claim()).number == number
+            assert begin(victim)[0].number == number
             die(storage, victim, step)
             lease = peer.claim()
-            assert (lease.deaths, lease.death_step) == (1, step)
-            peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
+            assert (lease.row.deaths, lease.row.death_step) == (1, step)
+            peer.record_outcome(lease, result("failed", traceback="Traceback"))
 
 
-def test_a_trial_that_the_dashboard_failed_leaves_its_slot_without_steps_and_deaths(
-    storage: Storage, opened: optuna.Study
+@pytest.mark.parametrize("state", [TrialState.FAIL, TrialState.COMPLETE])
+def test_a_trial_that_the_dashboard_ended_is_one_of_the_study_and_is_not_run_again(
+    storage: Storage, opened: optuna.Study, state: TrialState
 ) -> None:
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        worker.open_trial(lease)
-        lease.saved_step = 500
-        with storage.engine.begin() as connection:
-            lease.hold(connection, deaths=2, death_step=500)
-        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, state=TrialState.FAIL)
-        with pytest.raises(LeaseLostError):
-            worker.record_outcome(lease, lease.trial, result("complete"))
-        again = worker.claim()
-        assert worker.open_trial(again).number == 1
-        assert (again.saved_step, again.deaths) == (0, 0)
-        worker.release(again)
-        with storage.engine.connect() as connection:
-            row = connection.execute(sa.select(slots).where(slots.c.slot == again.slot)).one()
-        assert (row.trial_number, row.saved_step, row.deaths, row.death_step) == (1, 0, 0, 0)
+        lease, _ = begin(worker)
+        values = [0.9] if state == TrialState.COMPLETE else None
+        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, values, state)
+        with pytest.raises(LeaseLostError, match="ended by somebody else"):
+            worker.record_outcome(lease, result("nonfinite"))
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        again, _ = begin(worker)
+        assert again.number == 1
+        worker.record_outcome(again, result("complete"))
+        assert worker.claim() is None
+        assert not worker.left
 
 
 @pytest.mark.parametrize("lost", ["all", "learning_rate"])
@@ -200,11 +203,11 @@ def test_parameters_that_the_server_lost_are_written_again(
         with storage.engine.begin() as connection:
             which = sa.true() if lost == "all" else stored_params.c.param_name == lost
             connection.execute(sa.delete(stored_params).where(which))
-        worker.record_outcome(lease, trial, result("complete"))
+        worker.record_outcome(lease, result("complete"))
     assert read_study(storage, "tiny").trials[0].params == params
 
 
-def test_a_trial_with_parameters_of_another_process_is_opened_again(
+def test_a_trial_with_parameters_of_another_process_is_claimed_again(
     storage: Storage, opened: optuna.Study
 ) -> None:
     """Of a worker that was stopped while it drew them, or of a first attempt whose answer was lost."""
@@ -216,7 +219,7 @@ def test_a_trial_with_parameters_of_another_process_is_opened_again(
         assert suggest(config.search_space, trial) != drawn
         with pytest.raises(LeaseLostError, match="has another `"):
             lease.store_params()
-        assert suggest(config.search_space, worker.open_trial(worker.claim())) == drawn
+        assert suggest(config.search_space, begin(worker)[1]) == drawn
 
 
 def test_heartbeat_says_how_far_the_trial_is_and_sees_a_lost_lease(
@@ -241,13 +244,13 @@ def test_heartbeat_says_how_far_the_trial_is_and_sees_a_lost_lease(
             "train_loss": None,
             "examples_per_second": 12.5,
             "checkpoint_seconds": 1.5,
-            "trial": lease.trial_number,
+            "trial": lease.number,
         }
         assert not lease.lost.is_set()
         with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
+            connection.execute(sa.update(claims).values(owner="other"))
         beat()
-        with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
+        with pytest.raises(LeaseLostError, match="Another worker has taken over trial 0"):
             lease.check()
         worker._lease = None
         assert beat().progress is None
@@ -260,28 +263,42 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
         params = []
         for number in range(3):
             lease, trial = begin(worker)
-            assert (lease.slot, trial.number) == (0, number)
+            assert trial.number == number
             frozen = opened.trials[number]
             assert frozen.user_attrs == ({"retry_of": number - 1} if number else {})
             assert frozen.intermediate_values == {}
             params.append(suggest(config.search_space, trial))
             evaluate(storage, trial)
-            worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+            worker.record_outcome(lease, result("failed", traceback="Traceback"))
         assert params[1:] == params[:2]
-        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
-        assert worker.claim().slot == 1
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}, "one place of n_trials"
+        assert worker.claim().number == 3
 
 
-def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
-    storage: Storage, opened: optuna.Study
+@pytest.mark.parametrize("kind", ["new", "waiting", "free"])
+def test_a_claim_whose_answer_was_lost_is_not_made_twice(
+    storage: Storage, opened: optuna.Study, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    if kind == "waiting":
+        opened.enqueue_trial({"learning_rate": 1e-4})
+    if kind == "free":
+        with worker_on(storage, opened) as before:
+            begin(before)
+    attempt, lost = storage.attempt, []
+
+    def attempt_without_answer(action: Callable[[], Any]) -> Any:
+        answer = attempt(action)
+        if action.__name__ == "claim" and not lost:
+            lost.append(answer)
+            raise OutageError("the connection broke after the commit")
+        return answer
+
+    monkeypatch.setattr(storage, "attempt", attempt_without_answer)
     with worker_on(storage, opened) as worker:
-        first = worker.claim()
-        lease = worker.claim()
-        assert lease.slot == first.slot
-        worker._make_trial(lease)
-        lease.trial_number = None
-        assert worker.open_trial(lease).number == 0
+        lease, _ = begin(worker)
+        assert lost[0] is not None
+        assert (lease.number, lease.row.deaths) == (0, 0)
+        assert owners(storage) == [worker.id]
         assert len(opened.trials) == 1
 
 
@@ -292,33 +309,34 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
     with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
         for number, worker in enumerate((first, second)):
             lease, trial = begin(worker)
-            assert (lease.slot, trial.number) == (number, number)
+            assert trial.number == number
             assert suggest(study().search_space, trial)["learning_rate"] == (1e-4, 2e-4)[number]
-            worker.record_outcome(lease, trial, result("complete"))
+            worker.record_outcome(lease, result("complete"))
             assert opened.trials[number].user_attrs["memo"] == "asked for"
-        assert first.open_trial(first.claim()).number == 2
-    assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+        assert first.claim().number == 2
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 2}
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("num_begun", [0, 1])
-def test_a_claim_reads_the_slot_that_it_takes_and_few_others(postgres_url: str, num_begun: int) -> None:
+def test_a_claim_reads_the_row_of_its_trial_and_few_others(postgres_url: str) -> None:
     read = sa.text(
-        "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'hpo_slots'"
+        "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'hpo_claims'"
     )
     with open_storage(postgres_url) as storage:
         opened = create_or_resume_study(storage, study(5000))
+        with worker_on(storage, opened) as worker:
+            begin(worker)
+        (trial,) = opened.get_trials()
         with storage.engine.begin() as connection:
-            some = (slots.c.study == "tiny", slots.c.slot)
-            connection.execute(sa.update(slots).where(some[0], some[1] < 2000).values(state="done"))
-            begun = (some[0], some[1].between(3000, 2999 + num_begun))
-            connection.execute(sa.update(slots).where(*begun).values(trial_number=7))
+            others = [{"study": "tiny", "trial_number": number} for number in range(1, 5000)]
+            connection.execute(sa.insert(claims), others)
+            row = connection.execute(sa.select(claims).where(claims.c.trial_number == 0)).one()
         with storage.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
-            connection.exec_driver_sql("VACUUM ANALYZE hpo_slots")
+            connection.exec_driver_sql("VACUUM ANALYZE hpo_claims")
         with worker_on(storage, opened) as worker, storage.engine.begin() as connection:
-            taken = worker._open_slot(connection, sa.true())
+            taken = worker._take(connection, trial, row)
             assert taken is not None
-            assert taken.slot == (3000 if num_begun else 2000)
+            assert taken.owner == worker.id
             assert 1 <= connection.execute(read).scalar_one() < 20
 
 
@@ -343,7 +361,7 @@ def test_trials_side_by_side_are_pruned_as_by_plain_optuna(storage: Storage) -> 
             opened = create_or_resume_study(own, config)
             opened.pruner = build_pruner(config.pruner)
             worker = stack.enter_context(WorkerLease(own, opened, max_retries=0))
-            trials.append((own, worker.open_trial(worker.claim())))
+            trials.append((own, begin(worker)[1]))
         for (own, trial), value, is_pruned in zip(trials, VALUES, expected, strict=True):
             assert evaluate(own, trial, 1, value) == is_pruned
 
@@ -356,7 +374,7 @@ def test_rungs_outlive_the_worker(storage: Storage) -> None:
             opened = create_or_resume_study(own, config)
             opened.pruner = build_pruner(config.pruner)
             worker = stack.enter_context(WorkerLease(own, opened, max_retries=0))
-            assert not evaluate(own, worker.open_trial(worker.claim()), index, value)
+            assert not evaluate(own, begin(worker)[1], index, value)
             change_worker(own, worker, process_start="1")
         (trial,) = storage.load_study("tiny").get_trials()
     rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}

@@ -161,7 +161,7 @@ RARE = {"trial made": (2, 7), "half of the outcome": (1, 2), "trial ended": (1, 
 
 def kills() -> Iterator[Any]:
     """On PostgreSQL only the three places that leave most half done are fast tests."""
-    for place in [place for place in PLACES if place not in ("training", "half suggested")]:
+    for place in ("pause noted", *(place for place in PLACES if place not in ("training", "half suggested"))):
         for kill_at in RARE.get(place, (2, 9)):
             is_fast = kill_at != 2 and place in ("trial made", "half of the outcome", "pause noted")
             marks = [pytest.mark.postgres, *([] if is_fast else [pytest.mark.slow])]

@@ -1,17 +1,185 @@
-"""A worker refuses rows that hpo did not write, with one clear error."""
+"""A worker decides by trials that may change meanwhile, by dead workers and by rows that may be damaged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, result, study, worker_on
+from worker_process import begin, change_worker, evaluate, result, study, worker_on
 
+from hpo.config.search_space import suggest
 from hpo.errors import StorageError
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR
+from hpo.study.claims import snapshot
+from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.runnable import Runnable
+from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store import optuna_internals
+from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.storage import Storage
+
+PRECISIONS = ("fp32", "fp16")
+SPACE = {"fp_precision": {"type": "categorical", "choices": list(PRECISIONS)}}
+PRUNER = {"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2}
+CONFIG = study(8, search_space=SPACE, pruner=PRUNER)
+PROMOTION = promotion_of(CONFIG.pruner, CONFIG.directions, CONFIG.num_trials)
+RUNG = PROMOTION.rungs[0] if PROMOTION else 0.0
+
+
+@pytest.fixture(autouse=True)
+def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "LOOK_SECONDS", 0.0)
+
+
+def promoting(storage: Storage, **options: Any) -> WorkerLease:
+    return worker_on(storage, CONFIG, promotion=PROMOTION, **options)
+
+
+def pause(storage: Storage, *values: float, precision: str = "fp32") -> None:
+    """Pause new trials at the first rung with these values."""
+    with worker_on(storage, CONFIG) as worker:
+        for value in values:
+            storage.load_study(CONFIG.name).enqueue_trial({"fp_precision": precision})
+            lease, trial = begin(worker)
+            assert trial.suggest_categorical("fp_precision", PRECISIONS) == precision
+            lease.pause(RUNG, [value])
+            worker.record_outcome(lease, result("paused"))
+
+
+@pytest.fixture
+def change_after_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Let something happen between the next reading of the trials and that of the claims."""
+    read = snapshot.all_trials
+
+    def install(change: Callable[[], Any]) -> None:
+        def read_and_change(opened: Any) -> Any:
+            monkeypatch.setattr(snapshot, "all_trials", read)
+            trials = read(opened)
+            change()
+            return trials
+
+        monkeypatch.setattr(snapshot, "all_trials", read_and_change)
+
+    return install
+
+
+def test_a_trial_that_ends_meanwhile_is_not_run_again(storage: Storage, change_after_reading: Any) -> None:
+    with worker_on(storage, study(1)) as first, worker_on(storage, study(1)) as other:
+        lease, _ = begin(first)
+        change_after_reading(lambda: first.record_outcome(lease, result("complete")))
+        assert other.claim() is None
+        assert not other.left
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
+
+
+def test_a_trial_that_pauses_meanwhile_is_not_continued_unless_promoted(
+    storage: Storage, change_after_reading: Any
+) -> None:
+    with promoting(storage) as first, promoting(storage) as other:
+        lease, _ = begin(first)
+
+        def pause_it() -> None:
+            lease.pause(RUNG, [0.5])
+            first.record_outcome(lease, result("paused"))
+
+        change_after_reading(pause_it)
+        assert begin(other)[0].number == 1
+    assert storage.trial_counts("tiny")["paused"] == 1
+
+
+def test_two_workers_that_want_the_same_paused_trial_continue_one(
+    storage: Storage, change_after_reading: Any
+) -> None:
+    pause(storage, 0.3, 0.9)
+    claimed = []
+    with promoting(storage) as first, promoting(storage) as other:
+        change_after_reading(lambda: claimed.append(begin(first)[0].number))
+        claimed.append(begin(other)[0].number)
+    assert claimed == [1, 2], "the better one continues, and the other worker begins a new trial"
+
+
+@pytest.mark.parametrize("end", ["killed", "preempted", "asked again"])
+def test_a_promoted_trial_whose_worker_is_gone_at_once_continues_first(storage: Storage, end: str) -> None:
+    """It is no longer paused, and keeps the place of a promoted trial."""
+    pause(storage, 0.3, 0.9)
+    with promoting(storage) as first:
+        lease, trial = begin(first)
+        assert (trial.number, trial.user_attrs["resumed_at"]) == (1, RUNG)
+        if end == "preempted":
+            first.record_outcome(lease, result("preempted"))
+        if end == "killed":
+            change_worker(storage, first, process_start="1")
+        with promoting(storage) as other:
+            again, trial = begin(first if end == "asked again" else other)
+            assert (trial.number, trial.user_attrs["resumed_at"]) == (1, RUNG)
+            assert again.row.deaths == (end == "killed")
+            assert begin(other if end == "asked again" else first)[0].number == 2
+
+
+def test_a_paused_trial_that_comes_to_a_later_rung_meanwhile_keeps_it(storage: Storage) -> None:
+    """Somebody who has read it at the first rung does not end it with the values of that rung."""
+    pause(storage, 0.3, 0.9)
+    seen = storage.load_study("tiny").get_trials()[1]
+    with promoting(storage) as worker:
+        lease, _ = begin(worker)
+        lease.pause(2 * RUNG, [0.95])
+        worker.record_outcome(lease, result("paused"))
+    assert not storage.write(lambda connection: end_unclaimed(connection, "tiny", seen, None, "behind"))
+    set_state(storage, "tiny", "cancelled")
+    assert end_unfinished(storage, "tiny") == 2
+    assert storage.load_study("tiny").get_trials()[1].value == 0.95
+
+
+def test_a_trial_that_has_ended_meanwhile_stays_one_of_the_study(storage: Storage) -> None:
+    with worker_on(storage, study(1)) as worker:
+        begin(worker)
+    seen = storage.load_study("tiny").get_trials()[0]
+    with worker_on(storage, study(1)) as worker:
+        worker.record_outcome(begin(worker)[0], result("complete"))
+    assert not storage.write(lambda connection: end_unclaimed(connection, "tiny", seen, None, "spent"))
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
+
+
+def test_a_dead_worker_without_a_trial_continues_nothing(storage: Storage) -> None:
+    """It was the only one that could run the better trials, and died between two trials."""
+    config = CONFIG.with_values(n_trials=4)
+    only_fp32 = Runnable(PRECISIONS, frozenset({"fp16"}))
+    pause(storage, 0.1, 0.2)
+    pause(storage, 0.8, 0.9, precision="fp16")
+    with (
+        worker_on(storage, config, promotion=PROMOTION) as dead,
+        worker_on(storage, config, promotion=PROMOTION, runnable=only_fp32) as other,
+    ):
+        change_worker(storage, dead, process_start="1")
+        assert begin(other)[0].number == 1
+
+
+def test_a_trial_is_not_left_to_the_machine_of_a_dead_worker_without_a_trial(storage: Storage) -> None:
+    with worker_on(storage, study(1), shares_checkpoints=False) as dead:
+        dead.host = "elsewhere"
+        lease, _ = begin(dead)
+        lease.saved_step = 10
+        dead.record_outcome(lease, result("preempted"))
+        change_worker(storage, dead, process_start="1", host="elsewhere")
+        with worker_on(storage, study(1), shares_checkpoints=False) as other:
+            assert begin(other)[0].number == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"read_points": lambda: [{"fp_precision": "fp16"}]}])
+def test_a_study_with_trials_for_another_device_is_not_finished(
+    storage: Storage, options: dict[str, Any]
+) -> None:
+    lacking = frozenset({"fp16"}) if options else frozenset(PRECISIONS)
+    with worker_on(storage, study(1), runnable=Runnable(PRECISIONS, lacking), **options) as worker:
+        assert worker.claim() is None
+        assert worker.runnable.lacks(worker.left) == tuple(name for name in PRECISIONS if name in lacking)
+
+
+# Rows that hpo did not write
 
 GOOD = {"values": [0.5], "constraints": {}}
 
@@ -45,3 +213,35 @@ def test_a_changed_trial_number_is_one_clear_error(storage: Storage) -> None:
             connection.execute(sa.update(optuna_internals.trials).values(number=2**40))
         with pytest.raises(StorageError, match="numbers from 0 to 1, but the last one has"):
             worker.claim()
+
+
+def test_paused_trials_whose_precision_has_broken_continue_last(storage: Storage) -> None:
+    """All trials in fp16 are better than those in fp32 at the rung, and break behind it."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]},
+        "batch_size": {"type": "categorical", "choices": [1, 2, 3, 4]},
+    }
+    pruner = {"name": "promote", "starts": 0.5, "keep": 4, "reduction_factor": 9}
+    config = study(8, sampler={"name": "grid"}, search_space=space, pruner=pruner)
+    promotion = promotion_of(config.pruner, config.directions, 8)
+    continued: list[str] = []
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        params = suggest(config.search_space, trial)
+        lease.store_params()
+        precision, score = params["fp_precision"], params["batch_size"] / 10
+        if trial.user_attrs.get(RESUMED_ATTR) is None:
+            score += precision == "fp16"
+            evaluate(storage, trial, value=score)
+            rung = promotion.pauses_at(0.5, 0.0) if promotion else None
+            assert rung is not None
+            lease.pause(rung, [score])
+            return result("paused")
+        continued.append(precision)
+        if precision == "fp16":
+            facts = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
+            return result("nonfinite", telemetry=facts)
+        return result("complete", values=(score,))
+
+    assert run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.01)).ended == "finished"
+    assert continued == ["fp16", "fp32", "fp32", "fp32", "fp32"]

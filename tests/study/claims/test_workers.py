@@ -50,7 +50,7 @@ def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
         assert len(rows(storage)) == 2
 
 
-def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
+def test_a_trial_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
     with worker_on(storage, study(1)) as worker:
         _, trial = begin(worker)
         with storage.engine.begin() as connection:
@@ -58,4 +58,4 @@ def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> Non
         with worker_on(storage, study(1)) as other:
             taken = other.claim()
             assert taken is not None
-            assert (taken.trial_number, taken.deaths) == (trial.number, 0)
+            assert (taken.number, taken.row.deaths) == (trial.number, 0)

@@ -15,13 +15,13 @@ from hpo.study.store.studies import create_or_resume_study
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
 def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -> None:
     with worker_on(storage, study(2)) as worker, open_storage(storage.url) as reader:
-        lease, trial = begin(worker)
+        lease, _ = begin(worker)
         ended = []
 
         def end_trial(*args: Any) -> None:
             if f"FROM {table}" in args[2].replace("\n", " ") and not ended:
                 ended.append(True)
-                worker.record_outcome(lease, trial, result("complete"))
+                worker.record_outcome(lease, result("complete"))
 
         for when in ("before_cursor_execute", "after_cursor_execute"):
             sa.event.listen(reader.engine, when, end_trial)

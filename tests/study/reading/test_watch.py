@@ -9,15 +9,14 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 import worker_process
-from optuna.trial import TrialState
-from worker_process import evaluate, result, run_trials, study, wait_for
+from worker_process import begin, evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.watch import Look, StudyWatch, watching
+from hpo.study.reading.watch import Look, StudyWatch, outcome_of, watching
 from hpo.study.running.worker import run_worker
-from hpo.study.store.optuna_internals import trial_id_of
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
@@ -51,21 +50,39 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
     assert told(watch.look()) == ([], [])
 
 
-def test_a_trial_has_ended_when_its_slot_is_done(storage: Storage) -> None:
-    """Before that it is not counted, and the line of its end has the count."""
+def test_the_look_at_an_end_counts_it(storage: Storage) -> None:
     config = study(1)
     opened = create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
-        trial.set_user_attr("outcome", "complete")
-        storage.optuna.set_trial_state_values(trial_id_of(trial), TrialState.COMPLETE, (0.5,))
+        lease, _ = begin(worker)
         look = watch.look()
-        assert (told(look), look.num_done) == (([], []), 0)
-        lease.record(result("complete", values=(0.5,)), "done")
+        assert (told(look), look.num_done) == (([(0, [])], []), 0)
+        worker.record_outcome(lease, result("complete", values=(0.5,)))
     look = watch.look()
     assert (told(look), look.num_done) == (([], [0]), 1)
+
+
+def test_a_trial_is_shown_at_each_pause_and_at_its_end(storage: Storage) -> None:
+    config = study(3, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
+    promotion = promotion_of(config.pruner, config.directions, 1)
+    create_or_resume_study(storage, config.with_values(n_trials=1))
+    watch = StudyWatch(storage, config)
+    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0, promotion=promotion) as worker:
+        for rung in (0.1, 0.2):
+            lease, _ = begin(worker)
+            assert told(watch.look()) == ([(0, [])], [])
+            lease.pause(rung, [0.5])
+            assert told(watch.look()) == ([(0, [])], []), "its worker writes the checkpoint"
+            worker.record_outcome(lease, result("paused"))
+            look = watch.look()
+            assert (told(look), look.num_done) == (([], [0]), 0)
+            assert outcome_of(look.ended[0]) == "paused"
+            assert told(watch.look()) == ([], [])
+        worker.record_outcome(begin(worker)[0], result("complete"))
+    look = watch.look()
+    assert (told(look), look.num_done) == (([], [0]), 1)
+    assert outcome_of(look.ended[0]) == "complete"
 
 
 def test_progress_is_told_every_few_seconds_and_is_that_of_the_workers_trial_alone(storage: Storage) -> None:

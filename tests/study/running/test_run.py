@@ -14,7 +14,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from tiny import CPU, GPU, write_study
-from worker_process import evaluate, run_trials, study
+from worker_process import begin, evaluate, run_trials, study, worker_on
 
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
@@ -27,7 +27,7 @@ from hpo.study.running.supervisor import DeviceShare, WorkerProcesses
 from hpo.study.running.worker import RunSummary
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import storage as storage_module
-from hpo.study.store.schema import slots
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.compat import checked_on
@@ -108,12 +108,14 @@ def test_a_study_is_checked_until_one_of_its_trials_has_trained(
 ) -> None:
     create_or_resume_study(storage, study(1))
     if begun == "killed before it was evaluated":
+        with worker_on(storage, study(1)) as worker:
+            begin(worker)
         with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).values(saved_step=40))
+            connection.execute(sa.update(claims).values(saved_step=40))
     if begun == "ended":
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:
-        assert opened.stored.counts["open"] == (1 if begun == "ended" else 2)
+        assert opened.stored.counts["open"] == (2 if begun == "not" else 1)
         assert opened.executor is executors.made[0]
     assert [executor.num_checks for executor in executors.made] == [num_checks]
 

@@ -24,7 +24,7 @@ from hpo.study.reading.study_record import best_trials
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner, shared_from_within
 from hpo.study.running.worker import run_worker
-from hpo.study.sampling.promotion import PAUSED_ATTR
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import TrialResult
@@ -65,7 +65,7 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
             try:
                 callbacks.on_evaluation(scored(index, index / 10, (value,), broken))
             except Paused:
-                return result("pruned", telemetry={"device": {}})
+                return result("paused", telemetry={"device": {}})
         return result("pruned" if broken else "complete", telemetry={"device": {}})
 
     executor = executor_of(config, tmp_path, run)
@@ -84,10 +84,13 @@ def test_a_trial_pauses_where_it_has_a_value_to_be_ranked_by(
     assert storage.trial_counts(config.name).get("paused", 0) == (paused_at is not None)
 
 
-def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_none(
+def test_paused_trials_of_several_objectives_are_ranked_by_fronts_with_a_cap(
     storage: Storage, tmp_path: Path
 ) -> None:
-    """A batch size is the memory it takes. Every score is 1 better at the rung than at the end."""
+    """A batch size is the memory it takes. Every score is 1 better at the rung than at the end.
+
+    No whole front continues: at least two trials, `keep` for each objective, the ends of the front first.
+    """
     scores = dict(enumerate((0.1, 0.3, 0.2, 0.5, 0.4, 0.45, 0.9, 0.6, 0.8), 1))
     config = study(
         9,
@@ -106,25 +109,30 @@ def test_paused_trials_of_several_objectives_are_ranked_by_fronts_and_are_on_non
             try:
                 callbacks.on_evaluation(scored(index, index / 5, values))
             except Paused:
-                return result("pruned", telemetry={"device": {}})
+                return result("paused", telemetry={"device": {}})
         return result("complete", values=values, telemetry={"device": {}})
 
     executor = executor_of(config, tmp_path, run)
     create_or_resume_study(storage, config)
     run_worker(config, storage, TrialRunner(executor, storage, Stop()))
     record, stored = read_study(storage, config.name), storage.load_study(config.name)
-    front = [7, 4, 2, 1]
     complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
-    assert {*front} <= complete < {*scores}
+    assert {1, 7} <= complete, "the ends of the front 7, 4, 2, 1"
+    assert 2 <= len(complete) <= 4, "and those that were the best third of a rung before all had begun"
     for trial in stored.trials:
-        size, is_paused = trial.params["batch_size"], PAUSED_ATTR in trial.user_attrs
+        size = trial.params["batch_size"]
+        is_complete = trial.state.name == "COMPLETE"
         assert (trial.state.name, trial.values) == (
-            "PRUNED" if is_paused else "COMPLETE",
-            [scores[size] + is_paused, size],
+            "COMPLETE" if is_complete else "PRUNED",
+            [scores[size] + (not is_complete), size],
         )
+        paused_at, resumed_at = trial.user_attrs[PAUSED_ATTR], trial.user_attrs.get(RESUMED_ATTR, 0.0)
+        assert (paused_at == resumed_at) == is_complete, "it ended where it paused"
+    by_score = sorted(complete, key=lambda size: scores[size], reverse=True)
+    front = [size for place, size in enumerate(by_score) if size <= min(by_score[: place + 1])]
     assert [trial.params["batch_size"] for trial in best_trials(record)] == front
     assert {trial.params["batch_size"] for trial in stored.best_trials} == {*front}
-    kept = {trial.origin for trial in record.trials} - without_checkpoints(stored, 4)
+    kept = {trial.number for trial in record.trials} - without_checkpoints(stored, 4)
     assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
     assert record.counts == {"open": 0, "running": 0, "done": 9}
 

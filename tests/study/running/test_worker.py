@@ -51,7 +51,7 @@ def test_pruner_is_that_of_the_study(storage: Storage) -> None:
         ({"lr": 1e-4}, "`lr`, which is not searched. Did you mean `learning_rate`?"),
     ],
 )
-def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_slot(
+def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_place(
     storage: Storage, params: dict[str, Any], reason: str
 ) -> None:
     create_or_resume_study(storage, study(2)).enqueue_trial(params)
@@ -104,7 +104,7 @@ def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
 
     with pytest.raises(DataError, match="the data is gone"):
         run_worker(study(2), storage, execute)
-    assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert read_study(storage, "tiny").counts == {"open": 2, "running": 0, "done": 0}
     assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
     assert len(read_study(storage, "tiny").trials) == 2
 

@@ -68,13 +68,20 @@ def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_com
     assert infeasible == (min if direction == "maximize" else max)(others)
 
 
-def test_gp_sees_one_that_went_on_as_of_where_it_paused() -> None:
-    """And one that then broke as infeasible."""
+def test_gp_sees_every_trial_as_of_its_first_rung() -> None:
+    """Also trials that wait at a later rung or are complete. A trial that broke later is infeasible."""
     current = scripted()
-    for score in (0.3, 0.2, 0.1):
-        run_trial(current, [score], "pruned")
-    for origin, ended in ((0, "complete"), (1, "nonfinite")):
+    at_rungs = [(0.3, 0.7), (0.2, 0.8), (0.1,)]
+    for scores, ended in zip(at_rungs, ["complete", "nonfinite", "paused"], strict=True):
         trial, _ = current.ask()
-        trial.set_user_attr("origin", origin)
-        current.end(trial, 0.9 if ended == "complete" else ended)
+        rungs = dict(zip(("0.04", "0.12"), scores, strict=False))
+        trial.set_user_attr(
+            "rungs", {at: {"values": [score], "constraints": {}} for at, score in rungs.items()}
+        )
+        trial.set_user_attr("paused_at", 0.12)
+        for step, score in enumerate(scores, 1):
+            trial.report(score, step)
+        if ended != "paused":
+            current.end(trial, 0.9 if ended == "complete" else ended)
     assert [trial.value for trial in ask_gp(current)] == [0.3, 0.1, 0.1]
+    assert {trial.state for trial in ask_gp(current)[:3]} == {TrialState.COMPLETE}

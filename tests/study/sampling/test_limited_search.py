@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 from optuna.samplers import RandomSampler
+from optuna.trial import FrozenTrial
 from scripted_study import Params, ScriptedStudy
 from worker_process import study
 
-from hpo.config.limits import violation
-from hpo.outcome import Outcome
+from hpo.config.limits import violation, violations
 from hpo.study.checkpoints.keep_best import without_checkpoints
-from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler
-from hpo.study.sampling.gp_sampler import _with_pruned
-from hpo.study.sampling.promotion import ORIGIN_ATTR, PAUSED_ATTR, Promotion
+from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
+from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
+from hpo.study.sampling.promotion import Promotion, Standings
+from hpo.study.sampling.samplers import build_sampler
 
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
 
@@ -90,32 +92,42 @@ def test_gp_is_shown_all_limits_of_every_trial() -> None:
     current = ScriptedStudy(config, lambda params: ends[params["fp_precision"]], measured=measured)
     for precision, rate in [("fp32", 1e-5), ("fp16", 1e-5), ("bf16", 1e-3), ("bf16", 1e-5)]:
         current.run(fp_precision=precision, learning_rate=rate, batch_size=8)
-    shown = _with_pruned(current.study)
+    shown = shown_to_gp(current)
     assert [trial.values for trial in shown] == [[0.5], [0.5], [0.5], None]
     memory, speed = "peak_memory_bytes", "evaluation_examples_per_second"
     told = [{name: round(value, 9) for name, value in trial.constraints.items()} for trial in shown[:3]]
     assert told == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]
 
 
-def test_a_paused_trial_that_breaks_a_limit_goes_on_last() -> None:
-    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
-    current = ScriptedStudy(config, measured=measured)
+def test_a_paused_trial_that_breaks_a_limit_is_promoted_last() -> None:
+    current = ScriptedStudy(study(4, sampler={"name": "random"}, constraints=LIMITS), measured=measured)
     for rate, value in [(1e-3, 0.9), (1e-5, 0.2), (2e-5, 0.4)]:
         current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
-        trial, _ = current.ask()
-        trial.report(value, 1)
-        current.end(trial, str(Outcome.PRUNED), **{PAUSED_ATTR: 0.2})
-    numbers: list[int | None] = [0, 1, 2]
-    promotion = Promotion((0.2,), 9, 2, ("maximize",), num_trials=9)
-    assert promotion.going_on(current.trials, numbers) == [2, 1]
-    assert Promotion((0.2,), 9, 3, ("maximize",), num_trials=9).going_on(current.trials, numbers) == [2, 1, 0]
-    goes_on = current.study.ask()
-    goes_on.set_user_attr(ORIGIN_ATTR, 2)
-    goes_on.set_constraint("peak_memory_bytes", 0.25)
-    goes_on.set_constraint("evaluation_examples_per_second", -0.5)
-    current.study.tell(goes_on, 0.8)
-    shown = _with_pruned(current.study)
-    assert (shown[2].values, shown[2].constraints["peak_memory_bytes"]) == ([0.4], 0.25), "as of its end"
+        trial, params = current.ask()
+        at_rung = {"values": [value], "constraints": violations(current.limits, measured(params))}
+        trial.set_user_attr("rungs", {"0.2": at_rung})
+        trial.set_user_attr("paused_at", 0.2)
+    for keep, expected in [(2, [2, 1]), (3, [2, 1, 0])]:
+        standings = Standings(Promotion((0.2,), 9, keep, ("maximize",), num_trials=9))
+        rungs = standings.rungs(current.trials, lambda _: True)
+        assert standings.promoted(rungs, more_begin=False) == expected
+
+
+def test_a_paused_trial_that_breaks_a_limit_is_shown_as_breaking_it() -> None:
+    current = ScriptedStudy(study(4, sampler={"name": "gp"}, constraints=LIMITS), measured=measured)
+    current.run(fp_precision="fp32", learning_rate=1e-5, batch_size=8)
+    paused, _ = current.ask()
+    broken = {"peak_memory_bytes": 0.25, "evaluation_examples_per_second": -0.5}
+    paused.set_user_attr("rungs", {"0.04": {"values": [0.4], "constraints": broken}})
+    shown = shown_to_gp(current)[-1]
+    assert (shown.values, shown.constraints) == ([0.4], broken)
+
+
+def shown_to_gp(current: ScriptedStudy) -> list[FrozenTrial]:
+    """The trials of a study as a Gaussian process sees them."""
+    config = study(4, sampler={"name": "gp"})
+    sampler: Any = build_sampler(config.sampler, config.search_space)
+    return PrunedAwareSampler(RandomSampler(seed=0)).view(sampler.view(current.study)).get_trials()
 
 
 def test_checkpoints_of_trials_that_meet_the_limits_are_kept_first() -> None:

@@ -1,80 +1,137 @@
-"""Which of the trials that have paused go on, from the trials alone."""
+"""The rule by which paused trials continue, from the trials alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpo.study.sampling.promotion import Promotion
+from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
+from hpo.study.sampling.promotion import BUDGET_SPENT, Promotion, Standings
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
-"""At least three go on from the first rung, and one from the last."""
+"""At least three continue from the first rung, and one from the last."""
+
+ENDED, BROKE, RUNS, FAILED, DROPPED = "ended", "broke", "runs", "failed", "dropped"
 
 
-def study_of(*trials: tuple[float | None, float | None, int | None, float]) -> list[FrozenTrial]:
-    """Trials by where they paused (1: they are complete; None: they broke), where before, whose start they go
-    on from, and their value."""
-    frozen = []
-    for number, (paused_at, resumed_at, origin, value) in enumerate(trials):
-        attrs: dict[str, Any] = {"outcome": "pruned"}
-        attrs |= {} if paused_at in (1, None) else {"paused_at": paused_at}
-        attrs |= {} if resumed_at is None else {"resumed_at": resumed_at, "origin": origin}
-        state = TrialState.COMPLETE if paused_at == 1 else TrialState.PRUNED
-        trial = create_trial(state=state, value=None if paused_at is None else value, user_attrs=attrs)
-        trial.number = number
-        frozen.append(trial)
-    return frozen
+def frozen(number: int, *values: float | str, limits: Mapping[str, float] = {}) -> FrozenTrial:
+    """A trial by its values at its rungs, and by what came after the last: it is paused if nothing did."""
+    rungs = {str(rung): {"values": [value]} for rung, value in zip((0.1, 0.3), values, strict=False)}
+    after = values[-1] if values and isinstance(values[-1], str) else ""
+    if after:
+        rungs.pop(str((0.1, 0.3, 1.0)[len(values) - 1]), None)
+    attrs: dict[str, Any] = {"rungs": {rung: {**at, "constraints": limits} for rung, at in rungs.items()}}
+    if rungs:
+        attrs["paused_at"] = max(map(float, rungs))
+    if after not in ("", DROPPED) and rungs:
+        attrs["resumed_at"] = attrs["paused_at"]
+    states = {ENDED: TrialState.COMPLETE, BROKE: TrialState.PRUNED, DROPPED: TrialState.PRUNED}
+    states |= {FAILED: TrialState.FAIL}
+    state = states.get(after, TrialState.RUNNING)
+    value = {TrialState.COMPLETE: 1.0, TrialState.PRUNED: None}.get(state)
+    trial = create_trial(state=state, value=value, user_attrs=attrs)
+    trial.number = number
+    return trial
 
 
-STARTS = [(0.1, None, None, value) for value in (0.3, 0.5, 0.4)]
+def look(promotion: Promotion, *trials: Any, **options: Any) -> tuple[Standings, Any]:
+    """The standings of these trials, each the arguments of `frozen`, and their rungs."""
+    standings, unfinished = Standings(promotion, **options), []
+    for number, values in enumerate(trials):
+        trial = frozen(number, *values) if isinstance(values, tuple) else values
+        if trial.state.is_finished():
+            standings.add_ended(trial)
+        else:
+            unfinished.append(trial)
+    return standings, standings.rungs(unfinished, lambda _: True)
+
+
+STARTS = ((0.3,), (0.5,), (0.4,))
 
 
 @pytest.mark.parametrize(
-    ("trials", "unfinished", "going_on"),
+    ("trials", "more_begin", "promoted"),
     [
-        (STARTS[:2], {0, 1, None}, []),
-        (STARTS, {0, 1, 2, None}, [1]),
-        (STARTS[:2], {0, 1}, [1, 0]),
-        ([*STARTS, STARTS[0]], {0, 1, 2, 3}, [1]),
-        # 1 has gone on and pauses again: it is the only one there, and others are still to come.
-        ([*STARTS, (0.3, 0.1, 1, 0.6)], {0, 2, 3, None}, []),
-        ([*STARTS, (0.3, 0.1, 1, 0.6)], {0, 2, 3}, [2, 0]),
-        ([*STARTS, (0.3, 0.1, 1, 0.6), (0.3, 0.1, 2, 0.7), (0.3, 0.1, 0, 0.1)], {3, 4, 5}, [4]),
-        # 1 has gone on and broken, and leaves its place to the next.
-        ([*STARTS, (None, 0.1, 1, 0.0)], {0, 2, None}, [2]),
-        # As above, but it failed and is to be tried again.
-        ([*STARTS, (None, 0.1, 1, 0.0)], {0, 2, 3, None}, []),
-        # The slot of 1 is gone with it.
-        (STARTS, {0, 2, None}, [2]),
-        # All of the last rung are complete.
-        ([*STARTS, (0.3, 0.1, 1, 0.6), (1, 0.3, 1, 0.9)], {0, 2, None}, []),
+        (STARTS[:2], True, []),
+        (STARTS, True, [1]),
+        (STARTS[:2], False, [1, 0]),
+        ([*STARTS, STARTS[0]], False, [1]),
+        # 1 has continued and pauses again: it is the only one there, and others are still to come.
+        ([STARTS[0], (0.5, 0.6), STARTS[2]], True, []),
+        ([STARTS[0], (0.5, 0.6), STARTS[2]], False, [2, 0]),
+        ([(0.3, 0.1), (0.5, 0.6), (0.4, 0.7)], False, [2]),
+        # 1 has continued and broken, and leaves its place to the next.
+        ([STARTS[0], (0.5, BROKE), STARTS[2]], True, [2]),
+        # As above, but it failed: its next attempt begins anew, and two trials are too few for one.
+        ([STARTS[0], (0.5, FAILED), STARTS[2]], True, []),
+        ([STARTS[0], (0.5, FAILED), STARTS[2]], False, [2, 0]),
+        # 1 has continued and runs.
+        ([STARTS[0], (0.5, RUNS), STARTS[2]], True, []),
+        # 1 was complete after the last rung.
+        ([STARTS[0], (0.5, 0.6, ENDED), STARTS[2]], True, []),
+        # 1 broke before the first rung, and does not count.
+        ([STARTS[0], (BROKE,), STARTS[2]], True, []),
+        # 1 and 2 ended as PRUNED at the first rung: they count, and leave their places.
+        ([STARTS[0], (0.5, DROPPED), (0.4, DROPPED)], True, [0]),
     ],
 )
-def test_who_goes_on(trials: list[Any], unfinished: set[int | None], going_on: list[int]) -> None:
-    assert PROMOTION.going_on(study_of(*trials), unfinished) == going_on
+def test_the_best_third_of_a_rung_continues(trials: Any, more_begin: bool, promoted: list[int]) -> None:
+    standings, rungs = look(PROMOTION, *trials)
+    assert standings.promoted(rungs, more_begin=more_begin) == promoted
 
 
-def test_those_who_never_will_are_known_without_those_that_have_gone_on() -> None:
-    trials = [(0.1, None, None, value / 100) for value in range(12)]
-    trials += [(1, 0.1, 0, 0.9)]
-    hopeless = PROMOTION.hopeless(study_of(*trials), {*range(1, 12), None})
-    assert hopeless == {1, 2, 3}, "half as many again as the four, and two more, are kept; 0 has gone on"
+def test_a_trial_with_a_broken_precision_or_a_broken_limit_continues_last() -> None:
+    trials = (frozen(0, 0.9, limits={"peak_memory": 1.0}), frozen(1, 0.8), frozen(2, 0.1))
+    standings, rungs = look(PROMOTION, *trials, continues_last=lambda trial: trial.number == 1)
+    assert standings.promoted(rungs, more_begin=True) == [2]
 
 
-def test_a_study_is_done_when_its_last_trials_are() -> None:
-    """Of nine trials, three go on from the first rung and one from the last."""
-    ended = [0.0] * 9 + [0.1] * 3 + [0.3]
-    done, total = PROMOTION.work(ended)
-    assert done == pytest.approx(total) == pytest.approx(9 * 0.1 + 3 * 0.2 + 0.7)
-    assert PROMOTION.work(ended[:-1])[0] == pytest.approx(total - 0.7)
+def test_a_trial_continued_since_it_was_read_has_its_place() -> None:
+    standings = Standings(PROMOTION)
+    trials = [frozen(number, *values) for number, values in enumerate(STARTS)]
+    rungs = standings.rungs(trials, lambda trial: trial.number != 1, continued={1})
+    assert standings.promoted(rungs, more_begin=True) == []
+    assert rungs[0].num_running == 1
+
+
+def test_paused_trials_behind_the_bound_never_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpo.study.sampling.promotion.MOST_PAUSED", 4)
+    standings, rungs = look(PROMOTION, (2.0, 0.6, ENDED), *((value / 100,) for value in range(1, 12)))
+    assert standings.fallen_behind(rungs) == [7, 6, 5, 4, 3, 2, 1], "four wait, and 0 has continued"
+
+
+def test_at_least_those_that_continue_in_the_end_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpo.study.sampling.promotion.MOST_PAUSED", 1)
+    standings, rungs = look(PROMOTION, *STARTS, (0.1,))
+    assert standings.fallen_behind(rungs) == [3], "three of the first rung continue in the end"
+
+
+@pytest.mark.parametrize(
+    ("trials", "num_starts", "left"),
+    [
+        ((), 9, 9 * 0.1 + 3 * 0.2 + 0.7),
+        ([(value,) for value in range(9)], 0, 3 * 0.2 + 0.7),
+        ([(1, RUNS), *[(0.5,)] * 8], 0, 3 * 0.2 + 0.7),
+        ([(1, 1), (1, 1), (1, 1), *[(0.5,)] * 6], 0, 0.7),
+        ([(1, 1, RUNS), (1, 1), (1, 1), *[(0.5,)] * 6], 0, 0.7),
+        ([(1, 1, ENDED), (1, 1), (1, 1), *[(0.5,)] * 6], 0, 0.0),
+    ],
+)
+def test_the_work_that_is_left(trials: Any, num_starts: int, left: float) -> None:
+    """Three of nine trials continue from the first rung, and one from the last."""
+    standings, rungs = look(PROMOTION, *trials)
+    stages = stages_left(standings.promotion, rungs, num_starts)
+    assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
 
 
 def test_a_minimum_is_searched_as_well() -> None:
     promotion = Promotion((0.1,), reduction_factor=3, keep=1, directions=("minimize",), num_trials=9)
-    assert promotion.going_on(study_of(*STARTS), {0, 1, 2, None}) == [0]
+    standings, rungs = look(promotion, *STARTS)
+    assert standings.promoted(rungs, more_begin=True) == [0]
 
 
 @pytest.mark.parametrize(
@@ -88,16 +145,32 @@ def test_a_minimum_is_searched_as_well() -> None:
         (1.0, 0.1, None),
     ],
 )
-def test_where_a_trial_pauses(used: float, resumed_at: float, rung: float | None) -> None:
+def test_a_trial_pauses_at_its_next_rung(used: float, resumed_at: float, rung: float | None) -> None:
     assert PROMOTION.pauses_at(used, resumed_at) == rung
 
 
 @pytest.mark.parametrize(("num_trials", "rungs"), [(1, []), (2, [0.3]), (3, [0.3]), (4, [0.1, 0.3])])
-def test_none_pauses_where_all_would_go_on(num_trials: int, rungs: list[float]) -> None:
+def test_no_trial_pauses_at_a_rung_from_which_all_would_continue(num_trials: int, rungs: list[float]) -> None:
     promotion = replace(PROMOTION, num_trials=num_trials)
+    assert promotion.used == rungs
     assert [share for share in (0.1, 0.3) if promotion.pauses_at(share, 0.0) == share] == rungs
-    ended = [*([0.0] * num_trials), *([rungs[-1]] if rungs else [])]
-    done, total = promotion.work(ended)
-    assert done <= total
-    if num_trials < 4:  # of these one goes on to the end
-        assert done == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_complete", "num_runs", "trained"),
+    [
+        ({}, False, 1, 0.1),
+        ({"paused_at": 0.1}, False, 1, 0.1),
+        ({"paused_at": 0.1, "resumed_at": 0.1}, False, 2, 0.3),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, False, 3, 1.0),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, True, 3, 1.0),
+        ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
+    ],
+)
+def test_the_share_of_its_budget_of_a_trial_that_rests(
+    attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
+) -> None:
+    """A trial that broke counts as if it had come to the next rung."""
+    rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
+    measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
+    assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))

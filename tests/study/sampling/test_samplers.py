@@ -12,20 +12,16 @@ from worker_process import SPACE, study
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler
+from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
+from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
 from hpo.study.sampling.samplers import build_pruner
 
-SAMPLERS = ("tpe", "gp", "nsga2", "random", "grid", "qmc")
+SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
-GRID = {
-    "fp_precision": SPACE["fp_precision"],
-    "learning_rate": {"type": "float", "low": 0.1, "high": 0.4, "step": 0.1},
-}
 
 
 def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) -> Any:
-    space = space or (GRID if name == "grid" else SPACE)
-    return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space)
+    return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space or SPACE)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -35,17 +31,24 @@ def test_sampler_suggests_all_settings_as_its_seed_and_worker_number_decide(name
     assert all(set(params) == set(config.search_space) for params in tried)
     assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
     assert ScriptedStudy(config).run(3) == tried[:3]
-    assert (ScriptedStudy(config, worker_number=1).run(3) == tried[:3]) == (name == "grid")
+    assert ScriptedStudy(config, worker_number=1).run(3) != tried[:3]
 
 
-@pytest.mark.parametrize("name", ["grid", "qmc"])
-def test_workers_share_one_sequence(name: str) -> None:
-    """Alone or in turns, the same points are tried after the first, which is random for qmc."""
+def test_workers_share_one_sequence() -> None:
+    """Alone or in turns, the same points are tried after the first, which is random."""
     storage = optuna.storages.InMemoryStorage()
-    workers = [ScriptedStudy(config_of(name), storage=storage, worker_number=i) for i in range(3)]
+    workers = [ScriptedStudy(config_of("qmc"), storage=storage, worker_number=i) for i in range(3)]
     for index in range(12):
         workers[index % 3].run()
-    assert workers[0].params[1:] == ScriptedStudy(config_of(name)).run(12)[1:]
+    assert workers[0].params[1:] == ScriptedStudy(config_of("qmc")).run(12)[1:]
+
+
+def test_the_settings_that_an_enqueued_point_of_a_grid_leaves_open_are_drawn() -> None:
+    space = {name: SPACE[name] for name in ("fp_precision", "batch_size")}
+    current = ScriptedStudy(config_of("grid", space), lambda _: 0.5, skipped={"bf16"})
+    drawn = current.run(8, batch_size=16)
+    assert {params["batch_size"] for params in drawn} == {16}
+    assert {params["fp_precision"] for params in drawn} == {"fp32", "fp16"}
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp"])

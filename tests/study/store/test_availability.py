@@ -1,3 +1,5 @@
+"""A worker is silent for as long as this process saw its row unchanged, by this process's monotonic clock."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,34 +7,49 @@ import pytest
 from hpo.study.store import availability
 from hpo.study.store.availability import Availability
 
+GAP = 30.0
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(availability, "_now", lambda: now[0])
+    now = [0.0]
+    monkeypatch.setattr(availability.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_unbroken_seconds(clock: list[float]) -> None:
-    seen = Availability()
-    assert seen.unbroken_seconds(30) == 0, "nobody asked yet"
-    for _ in range(3):
-        seen.note_answer(30)
-        clock[0] += 20
-    assert seen.unbroken_seconds(30) == 60
-    seen.note_outage("no answer")
-    assert seen.unbroken_seconds(30) == 0
-    seen.note_answer(30)
-    clock[0] += 20
-    assert seen.unbroken_seconds(30) == 20
+def test_silence_is_the_time_since_the_row_was_seen_to_change(clock: list[float]) -> None:
+    seen, silent = Availability(), []
+    seen.note_answer(GAP)
+    for now, heartbeat in ((0.0, "a"), (20.0, "a"), (40.0, "a"), (45.0, "b"), (60.0, "b"), (80.0, "a")):
+        clock[0] = now
+        silent.append(seen.silent_seconds("worker", heartbeat, GAP))
+        seen.note_answer(GAP)
+    assert silent == [0.0, 20.0, 40.0, 0.0, 15.0, 0.0]
+    assert seen.silent_seconds("another", "a", GAP) == 0.0
 
 
-def test_what_was_before_a_gap_is_not_known(clock: list[float]) -> None:
-    """The process was stopped, or the machine slept."""
+@pytest.mark.parametrize(
+    ("outage", "gap", "silent"),
+    [
+        (False, 0.0, 40.0),
+        (True, 0.0, 0.0),  # nobody could write
+        (False, 31.0, 0.0),  # this process was stopped, and knows nothing of the database in that time
+        (False, 29.0, 69.0),
+    ],
+)
+def test_silence_begins_anew_after_a_break(
+    clock: list[float], outage: bool, gap: float, silent: float
+) -> None:
     seen = Availability()
-    seen.note_answer(30)
-    clock[0] += 31
-    assert seen.unbroken_seconds(30) == 0, "also when nobody has asked since"
-    seen.note_answer(30)
-    clock[0] += 10
-    assert seen.unbroken_seconds(30) == 10
+    seen.note_answer(GAP)
+    for now in (0.0, 20.0, 40.0):
+        clock[0] = now
+        seen.silent_seconds("worker", "a", GAP)
+        seen.note_answer(GAP)
+    if outage:
+        seen.note_outage("down")
+        assert seen.is_away
+        seen.note_answer(GAP)
+        assert not seen.is_away
+    clock[0] += gap
+    assert seen.silent_seconds("worker", "a", GAP) == silent

@@ -141,7 +141,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
     config = study(3)
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease, trial = begin(worker)
+        lease, _ = begin(worker)
         lease.saved_step = 20
         worker._beat_once()
         set_state(storage, "tiny", "cancelled")
@@ -150,7 +150,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         assert end_unfinished(storage, "tiny") == 1
         set_state(storage, "tiny", "open")
         with pytest.raises(LeaseLostError):
-            worker.record_outcome(lease, trial, result("complete"))
+            worker.record_outcome(lease, result("complete"))
         worker._beat_once()
     record = read_study(storage, "tiny")
     assert record.counts == {"open": 3, "running": 0, "done": 0}
@@ -158,20 +158,21 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         ("FAIL", "preempted", None)
     ]
     with storage.engine.connect() as connection:
-        row = connection.execute(sa.select(schema.counts).where(schema.counts.c.slot == lease.slot)).one()
-    assert (row.trial_number, row.owner, row.saved_step) == (None, None, 0)
+        row = connection.execute(sa.select(schema.claims)).one()
+    assert (row.trial_number, row.owner, row.counts) == (0, None, False)
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
 
 
 def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:
-    """Its slot may be open again, for another trial without a checkpoint."""
+    """The next attempt has no checkpoint and no worker."""
     opened = create_or_resume_study(storage, study(1, max_retries=1))
     with WorkerLease(storage, opened, max_retries=1) as worker:
-        lease, trial = begin(worker)
+        lease, _ = begin(worker)
         lease.saved_step = 20
         worker._beat_once()
-        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        worker.record_outcome(lease, result("failed", traceback="Traceback"))
         worker._beat_once()
         with storage.engine.connect() as connection:
-            row = connection.execute(sa.select(schema.counts)).one()
-        assert (row.state, row.saved_step) == ("open", 0)
+            ended, again = connection.execute(sa.select(schema.claims).order_by("trial_number")).all()
+        assert (ended.owner, ended.counts) == (None, False)
+        assert (again.owner, again.counts, again.saved_step) == (None, True, 0)

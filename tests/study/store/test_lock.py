@@ -6,30 +6,34 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from worker_process import start_process, wait_for
+from worker_process import finish, start_process, study, wait_for
 
-from hpo.errors import HpoError, StoppedError
-from hpo.study.store import lock
+from hpo.errors import HpoError, RunError, StoppedError
+from hpo.study.store import connection as bounds
+from hpo.study.store import database
 from hpo.study.store.database import connect
 from hpo.study.store.lock import exclusive
-from hpo.study.store.storage import Storage
+from hpo.study.store.schema import compat
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
-def hold(url: str, log: Path, seconds: float) -> None:
+def hold(url: str, log: Path, idle_seconds: float) -> None:
     """Have the lock until the file `log` is gone; note how that ended."""
-    lock.LOCK_SECONDS = seconds
+    bounds.IDLE_SECONDS = idle_seconds
     engine = connect(url)
     try:
-        with exclusive(engine):
+        with exclusive(engine) as connection:
             log.write_text("has it")
             while log.exists():
                 time.sleep(0.01)
+            connection.execute(sa.select(1))
         log.write_text("kept it")
     except (HpoError, sa.exc.SQLAlchemyError):
         log.write_text("lost it")
@@ -38,9 +42,9 @@ def hold(url: str, log: Path, seconds: float) -> None:
 
 
 @contextmanager
-def held(url: str, log: Path, seconds: float) -> Iterator[int]:
+def held(url: str, log: Path, idle_seconds: float = 45.0) -> Iterator[int]:
     """Another process has the lock; yields its id."""
-    process = start_process(hold, url, log, seconds)
+    process = start_process(hold, url, log, idle_seconds)
     try:
         wait_for(log.exists)
         yield process.pid
@@ -50,12 +54,10 @@ def held(url: str, log: Path, seconds: float) -> Iterator[int]:
         process.join(60)
 
 
-def test_a_stopped_process_loses_the_lock(
-    storage_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
-    engine, log = connect(storage_url), tmp_path / "log"
-    with held(storage_url, log, 1.0) as pid:
+@pytest.mark.postgres
+def test_a_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> None:
+    engine, log = connect(postgres_url), tmp_path / "log"
+    with held(postgres_url, log, 1.0) as pid:
         os.kill(pid, signal.SIGSTOP)
         with exclusive(engine, threading.Event()):
             pass
@@ -66,30 +68,80 @@ def test_a_stopped_process_loses_the_lock(
 
 
 @pytest.mark.postgres
-def test_the_server_ends_the_lock_of_a_stopped_process_before_a_lease(postgres_url: str) -> None:
-    engine = connect(postgres_url)
-    with exclusive(engine) as connection:
-        assert connection is not None
+@pytest.mark.parametrize("begin", [exclusive, sa.Engine.begin])
+def test_the_server_ends_a_transaction_of_a_stopped_process_before_a_lease(
+    postgres_url: str, begin: Callable[[sa.Engine], AbstractContextManager[sa.Connection]]
+) -> None:
+    with open_storage(postgres_url) as storage, begin(storage.engine) as connection:
         bound = connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar_one()
+    assert bound == f"{bounds.IDLE_SECONDS:.0f}s"
+    assert Storage.lease_seconds > bounds.IDLE_SECONDS
+
+
+def test_the_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> None:
+    engine = connect(storage_url)
+    process = start_process(hold, storage_url, tmp_path / "log", 45.0)
+    wait_for((tmp_path / "log").exists)
+    process.kill()
+    with exclusive(engine, threading.Event()):
+        pass
     engine.dispose()
-    assert bound == f"{lock.LOCK_SECONDS:.0f}s"
-    assert Storage.lease_seconds > lock.LOCK_SECONDS
 
 
 def test_waiting_for_the_lock_ends_when_told_to_stop(storage_url: str, tmp_path: Path) -> None:
     engine, stop = connect(storage_url), threading.Event()
-    with held(storage_url, tmp_path / "log", 45.0):
+    with held(storage_url, tmp_path / "log"):
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(StoppedError, match="another process had the database"), exclusive(engine, stop):
             pass
     engine.dispose()
 
 
-def test_a_process_that_works_for_long_keeps_the_lock(sqlite_url: str, tmp_path: Path) -> None:
-    engine, stop, log = connect(sqlite_url), threading.Event(), tmp_path / "log"
-    with held(sqlite_url, log, 0.5):
-        threading.Timer(2.0, stop.set).start()
-        with pytest.raises(StoppedError), exclusive(engine, stop):
-            pass
-    assert log.read_text() == "kept it"
-    engine.dispose()
+def test_a_worker_that_waits_for_the_lock_says_so_when_told_to_stop(storage_url: str, tmp_path: Path) -> None:
+    """The database is not away, and the message does not say so."""
+    stop = threading.Event()
+    with open_storage(storage_url, stop=stop) as storage, held(storage_url, tmp_path / "log"):
+        threading.Timer(0.3, stop.set).start()
+        with pytest.raises(StoppedError) as stopped:
+            create_or_resume_study(storage, study(1))
+    assert str(stopped.value) == "told to stop while another process had the database to itself."
+
+
+def test_a_worker_that_waits_for_a_locked_database_says_so_when_told_to_stop(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
+    stop = threading.Event()
+    with open_storage(sqlite_url, stop=stop) as storage, held(sqlite_url, tmp_path / "log"):
+        stop.set()
+        with pytest.raises(
+            StoppedError, match=r"^told to stop while another program has the database locked"
+        ):
+            storage.write(lambda connection: connection.execute(sa.delete(compat)))
+
+
+def test_a_command_does_not_wait_for_ever_for_a_locked_database(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.2)
+    with held(sqlite_url, tmp_path / "log"), pytest.raises(RunError, match="another program holds it locked"):
+        open_storage(sqlite_url)
+
+
+NUM_AT_ONCE = 8
+
+
+def create_tables(url: str, folder: Path, number: int) -> None:
+    """Open the database at the same moment as the others."""
+    (folder / str(number)).touch()
+    while len(list(folder.iterdir())) < NUM_AT_ONCE:
+        time.sleep(0.001)
+    open_storage(url).close()
+
+
+def test_processes_create_the_tables_of_an_empty_database_at_once(storage_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ready"
+    folder.mkdir()
+    finish(*(start_process(create_tables, storage_url, folder, number) for number in range(NUM_AT_ONCE)))
+    with open_storage(storage_url) as storage:
+        create_or_resume_study(storage, study(1))

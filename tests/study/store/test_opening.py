@@ -56,7 +56,7 @@ def make_and_die(url: str, statement: str) -> None:
     open_storage(url).close()
 
 
-@pytest.mark.parametrize("statement", ["CREATE TABLE hpo_slots", "INSERT INTO hpo_version"])
+@pytest.mark.parametrize("statement", ["CREATE TABLE hpo_claims", "INSERT INTO hpo_version"])
 def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_none(
     storage_url: str, statement: str
 ) -> None:

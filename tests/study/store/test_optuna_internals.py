@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import optuna
 import pytest
 import sqlalchemy as sa
@@ -25,7 +27,7 @@ def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> No
         study_id = optuna_internals.study_id_of(study)
         study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
         study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
-        attributes = {"fixed_params": {"x": 0.5}}, {"retry_of": 3}
+        attributes: dict[str, Any] = {"fixed_params": {"x": 0.5}, "user_attrs": {"retry_of": 3}}
         study.ask()
         with storage.engine.begin() as connection:
             if is_enqueued:
@@ -33,7 +35,7 @@ def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> No
                 assert optuna_internals.start_trial(connection, second)
                 assert not optuna_internals.start_trial(connection, second)
             else:
-                assert optuna_internals.make_trial(connection, study_id, *attributes) == 2
+                assert optuna_internals.make_trial(connection, study_id, **attributes) == 2
         optunas, ours = study.trials[0], study.trials[1 if is_enqueued else 2]
         assert ours.state == optunas.state == TrialState.RUNNING
         assert (ours.datetime_start - optunas.datetime_start).total_seconds() < 60

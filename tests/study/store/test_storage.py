@@ -14,6 +14,7 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import load_data
 from hpo.errors import LeaseLostError, StorageError, StudyChangedError
+from hpo.study.claims import lease as lease_module
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
@@ -29,7 +30,7 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
         for trial_result in results:
             lease, trial = begin(worker)
             suggest(config.search_space, trial)
-            worker.record_outcome(lease, trial, trial_result)
+            worker.record_outcome(lease, trial_result)
     return opened
 
 
@@ -54,11 +55,11 @@ def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
     assert read_study(storage, "tiny").definition["amp"]["memory_fraction"] is None
 
 
-def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
+def test_a_grid_has_no_more_trials_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    for n_trials, sampler, num_slots in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
+    for n_trials, sampler, num_trials in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
         create_or_resume_study(storage, study(n_trials, search_space=space, sampler={"name": sampler}))
-        assert storage.trial_counts("tiny")["open"] == num_slots
+        assert storage.trial_counts("tiny")["open"] == num_trials
 
 
 def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
@@ -117,18 +118,18 @@ def test_the_order_of_keys_is_that_of_the_first_file(storage: Storage, tmp_path:
 # The size
 
 
-def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
+def test_raised_n_trials_adds_trials_and_lowered_gives_up_those_without_a_worker(storage: Storage) -> None:
     run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
     create_or_resume_study(storage, study(6))
-    assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 3, "running": 1, "done": 2}
     create_or_resume_study(storage, study(3))
-    assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 2}
     assert read_study(storage, "tiny").trials[2].outcome == "preempted"
 
     dropped = create_or_resume_study(storage, study(1)).trials
     assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
     assert dropped[2].state == TrialState.FAIL
-    assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1"
+    assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1."
 
     create_or_resume_study(storage, study(4))
     assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 2}
@@ -136,25 +137,26 @@ def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage
     assert len(read_study(storage, "tiny").trials) == 5
 
 
-def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
+def test_lowered_n_trials_gives_up_the_trial_of_a_dead_worker(storage: Storage) -> None:
     with worker_on(storage, study(2)) as dead, open_storage(storage.url) as other:
-        lease, trial = begin(dead)
+        lease, _ = begin(dead)
         with worker_on(storage, study(2)) as alive:
-            alive.open_trial(alive.claim())
+            begin(alive)
             change_worker(storage, dead, process_start="1")
             create_or_resume_study(other, study(1))
             assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 0}
             states = [one.state for one in other.load_study("tiny").trials]
             assert states == [TrialState.FAIL, TrialState.RUNNING]
         with pytest.raises(LeaseLostError):
-            dead.record_outcome(lease, trial, result("complete"))
+            dead.record_outcome(lease, result("complete"))
 
 
-def test_lowered_n_trials_drops_a_retry_that_has_not_begun(storage: Storage) -> None:
+def test_lowered_n_trials_gives_up_a_retry_that_has_not_begun(storage: Storage) -> None:
     run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
     trials = create_or_resume_study(storage, study(1)).trials
     assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
     assert trials[1].user_attrs["outcome"] == "failed"
+    assert (trials[2].state, trials[2].user_attrs["retry_of"]) == (TrialState.FAIL, 1)
 
 
 def test_joining_worker_does_not_resize(storage: Storage) -> None:
@@ -213,7 +215,10 @@ def test_headline_and_telemetry(storage: Storage) -> None:
     }
     telemetry = {"metrics": {"task": {"f1_macro": float("nan")}}, "scale_max": float("inf"), "n": (1, 2)}
     done = run_trials(storage, study(1), result("complete", headline=headline, telemetry=telemetry))
-    assert done.trials[0].user_attrs == {
+    attributes = done.trials[0].user_attrs
+    assert attributes.pop("active_seconds") >= 0
+    assert attributes.pop("worker") == read_study(storage, "tiny").workers[0].id
+    assert attributes == {
         "outcome": "complete",
         "outcome_reason": "",
         "fp_precision_effective": "bf16",
@@ -232,7 +237,7 @@ def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        trial = worker.open_trial(worker.claim())
+        _, trial = begin(worker)
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
         more = {"epoch": 0.5, "seconds": 3.0, "metrics": metrics, **rates}
@@ -248,9 +253,9 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
 def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        trials = [worker.open_trial(worker.claim())]
+        trials = [begin(worker)[1]]
         with WorkerLease(storage, opened, max_retries=0) as other:
-            trials.append(other.open_trial(other.claim()))
+            trials.append(begin(other)[1])
         for trial in trials:
             for index in (1, 2, 3):
                 evaluate(storage, trial, index, step=40 * index)
@@ -266,11 +271,12 @@ def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with worker_on(storage, study(1)) as worker:
-        trial = worker.open_trial(worker.claim())
+        _, trial = begin(worker)
         with monkeypatch.context() as patched:
-            patched.setattr(type(storage.optuna), "set_trial_intermediate_value", lambda *_: 1 / 0)
+            patched.setattr(lease_module, "set_intermediate_value", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 evaluate(storage, trial)
+        assert read_study(storage, "tiny").trials[0].evaluations == []
         for value in (0.4, 0.6):  # a trial that goes on from before comes to the same step again
             evaluate(storage, trial, value=value)
         assert trial.study.trials[0].intermediate_values == {1: 0.6}
@@ -285,7 +291,7 @@ def test_several_objectives(storage: Storage) -> None:
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease, trial = begin(worker)
         assert evaluate(storage, trial) is False, "Optuna cannot prune by two objectives"
-        worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
+        worker.record_outcome(lease, result("complete", values=(0.5, 100.0)))
     record = read_study(storage, "tiny")
     assert record.metric_names == ("score", "peak_memory_bytes")
     assert record.directions == ("maximize", "minimize")
@@ -307,7 +313,7 @@ def test_read_study(storage: Storage) -> None:
     run_trials(storage, config, result("complete"), result("failed", traceback="Traceback: x"))
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=1) as worker:
-        trial = worker.open_trial(worker.claim())
+        _, trial = begin(worker)
         record = read_study(storage, "tiny")
         running = record.trials[trial.number]
         assert (running.outcome, running.ended, running.seconds) == ("running", None, None)

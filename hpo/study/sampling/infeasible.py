@@ -1,0 +1,146 @@
+"""Which choices are to blame for trials that cannot work.
+
+A choice that never worked is blamed when `MIN_INFEASIBLE_TRIALS` trials with it were infeasible. The choice
+with the most of them comes first and explains its trials, so that a batch size is not blamed for a precision.
+
+One failure suffices if the trial itself shows the cause: the device lacks the precision, or the step that
+broke is finite when it is repeated in fp32. It does not suffice if other trials of that precision trained
+beyond that step. Then something else is involved, such as a high learning rate.
+
+A precision may become NaN late in a trial. So only a COMPLETE trial shows that it survives training. Any
+other failure is refuted by each trial that trained with the choice to a rung.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.config.limits import FEASIBLE
+from hpo.outcome import Outcome, concerns_precision
+from hpo.precision.table import BASE_PRECISION, PRECISION
+from hpo.study.sampling.promotion import rungs_of
+
+MIN_INFEASIBLE_TRIALS = 3
+"""So many trials of a choice must have been infeasible, and none feasible, before it is blamed."""
+
+Choice = tuple[str, Any]
+
+
+class _Failure(NamedTuple):
+    """An infeasible trial."""
+
+    suspects: tuple[Choice, ...]
+    is_proven: bool
+    """Whether there is one suspect, and the trial shows that it is to blame."""
+    is_late: bool
+    """Whether it may have trained for long: only a COMPLETE trial clears its precision."""
+    rung: float
+    """The last rung that the trial passed; 0: none."""
+
+
+class Failures:
+    """The choices of a study that are blamed. A trial that has ended is added once and for all."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[_Failure] = Counter()
+        self._completed: set[Choice] = set()
+        self._reached: dict[Choice, float] = {}
+        self.num_trials = 0
+        self.num_tried: Counter[Choice] = Counter()
+        """How many trials that ended had a choice."""
+
+    def add_ended(self, trial: FrozenTrial) -> None:
+        """Add a trial that has ended. A trial that FAILed does not count."""
+        if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
+            return
+        chosen = choices_of(trial)
+        self.num_trials += 1
+        self.num_tried.update(chosen)
+        if is_infeasible(trial):
+            self._failures[_failure(trial, chosen)] += 1
+        if trial.state == TrialState.COMPLETE:
+            self._completed.update(chosen)
+        _note_rung(self._reached, trial, chosen)
+
+    def blamed(self, unfinished: Iterable[FrozenTrial] = ()) -> set[Choice]:
+        """Return the choices that are to blame. `unfinished`: trials that run or have paused."""
+        reached = dict(self._reached)
+        for trial in unfinished:
+            _note_rung(reached, trial, choices_of(trial))
+        counts = [(self._weights(one, reached), number) for one, number in self._failures.items()]
+        found: set[Choice] = set()
+        while blame := _blame(counts):
+            found.add(blame)
+            counts = [(weights, number) for weights, number in counts if blame not in weights]
+        return found
+
+    def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
+        """How much the failure counts against each choice that has not been shown to work."""
+        weights = {}
+        for choice in failure.suspects:
+            is_late = failure.is_late and choice[0] in (PRECISION, BASE_PRECISION)
+            if choice in self._completed or (choice in reached and not is_late):
+                continue
+            is_enough = failure.is_proven and reached.get(choice, 0.0) <= failure.rung
+            weights[choice] = MIN_INFEASIBLE_TRIALS if is_enough else 1
+        return weights
+
+
+def is_infeasible(trial: FrozenTrial) -> bool:
+    """Whether the configuration cannot work. A trial that only breaks a limit of the study does work."""
+    return trial.constraints.get(FEASIBLE, 0.0) > 0
+
+
+def choices_of(trial: FrozenTrial) -> list[Choice]:
+    """Return the categorical settings of a trial."""
+    return [
+        (name, value)
+        for name, value in trial.params.items()
+        if isinstance(trial.distributions[name], CategoricalDistribution)
+    ]
+
+
+def _note_rung(reached: dict[Choice, float], trial: FrozenTrial, chosen: Iterable[Choice]) -> None:
+    """Note the last rung of a trial, if it trained."""
+    rung = max(rungs_of(trial.user_attrs), default=0.0)
+    if not rung and (is_infeasible(trial) or not trial.state.is_finished()):
+        return
+    for choice in chosen:
+        reached[choice] = max(reached.get(choice, 0.0), rung)
+
+
+def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
+    attributes = trial.user_attrs
+    outcome, telemetry = attributes.get("outcome", ""), attributes.get("telemetry", {})
+    suspects, is_proven = [*chosen], False
+    precision = (PRECISION, trial.params.get(PRECISION))
+    is_fp32 = telemetry.get("precision", {}).get("effective") == "fp32"
+    heals = False if is_fp32 else telemetry.get("finite_in_fp32")
+    if not concerns_precision(outcome, telemetry) or (outcome == Outcome.NONFINITE and heals is False):
+        suspects = [choice for choice in suspects if choice != precision]
+    elif outcome == Outcome.UNSUPPORTED:
+        base = telemetry.get("base_precision", {})
+        if base.get("effective", "") is None:
+            precision = (BASE_PRECISION, trial.params.get(BASE_PRECISION))
+        is_proven = precision in suspects
+    elif outcome == Outcome.NONFINITE:
+        is_proven = heals is True and precision in suspects
+    rung = max(rungs_of(attributes), default=0.0)
+    return _Failure(
+        (precision,) if is_proven else tuple(suspects), is_proven, outcome == Outcome.NONFINITE, rung
+    )
+
+
+def _blame(counts: Iterable[tuple[dict[Choice, int], int]]) -> Choice | None:
+    """Return the choice that explains the most of the trials, if it explains enough."""
+    total: Counter[Choice] = Counter()
+    for weights, number in counts:
+        for choice, weight in weights.items():
+            total[choice] += number * weight
+    blamed = max(total, key=lambda choice: (total[choice], choice[0] == PRECISION), default=None)
+    return blamed if blamed is not None and total[blamed] >= MIN_INFEASIBLE_TRIALS else None

@@ -1,0 +1,61 @@
+"""Rows whose study or trial is gone, and how they are removed.
+
+SQLite checks no foreign keys. If somebody deletes a study while a process writes to one of its trials, that
+row stays. SQLite also gives the ids of deleted studies and trials to new ones, which would then have the rows
+of others. The dashboard and plain Optuna delete nothing from our tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+
+from hpo.study.store import optuna_internals
+from hpo.study.store.schema import delete_rows, metadata, studies
+from hpo.study.store.storage import Storage
+
+
+def _optuna_orphans(
+    connection: sa.Connection,
+) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+    """Optuna's tables, those that others refer to first, with the condition of a row without its parent."""
+    if connection.dialect.name == "sqlite":  # PostgreSQL checks the foreign keys
+        for table in optuna_internals.tables:
+            parents = [~sa.exists().where(key.column == key.parent) for key in table.foreign_keys]
+            if parents:
+                yield table, sa.or_(*parents)
+
+
+def count_optuna_orphans(connection: sa.Connection) -> dict[str, int]:
+    """Count the rows of Optuna's tables whose study or trial is gone, by the name of the table."""
+    counts = {}
+    for table, is_orphan in _optuna_orphans(connection):
+        query = sa.select(sa.func.count()).select_from(table).where(is_orphan)
+        counts[table.name] = connection.execute(query).scalar_one()
+    return {name: count for name, count in counts.items() if count}
+
+
+def remove_optuna_orphans(connection: sa.Connection) -> None:
+    """Remove the rows of Optuna's tables whose study or trial is gone."""
+    for table, is_orphan in _optuna_orphans(connection):  # what an orphan has is an orphan after it
+        connection.execute(sa.delete(table).where(is_orphan))
+
+
+def deleted_studies(storage: Storage, connection: sa.Connection) -> list[str]:
+    """Return the names of the studies of which our tables have rows, but which are gone from Optuna's."""
+    there = {row.name for row in storage.studies(connection)}
+    named = [table.c.study for table in metadata.sorted_tables if "study" in table.c] + [studies.c.name]
+    names = sa.union(*(sa.select(column) for column in named))
+    return sorted(set(connection.execute(names).scalars()) - there)
+
+
+def remove_deleted(storage: Storage, name: str) -> None:
+    """Remove our rows of a study that is gone from Optuna's tables, unless it was made anew."""
+
+    def remove() -> None:
+        with storage.exclusive() as connection:
+            if name in deleted_studies(storage, connection):
+                delete_rows(connection, name)
+
+    storage.persist(remove)

@@ -1,0 +1,112 @@
+"""Somebody deletes a study with plain Optuna, as the dashboard does, while workers run its trials."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from tiny import write_long_study, write_study
+
+from hpo.study.reading.reader import read_study
+from hpo.study.store import optuna_internals as optunas
+from hpo.study.store.database import connect, parse_url
+from hpo.study.store.storage import open_storage
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[sa.Engine]:
+    (tmp_path / "runs").mkdir()
+    engine = connect(f"sqlite:///{tmp_path}/runs/hpo.db")
+    yield engine
+    engine.dispose()
+
+
+def delete_with_optuna(url: str, name: str = "tiny") -> None:
+    with warnings.catch_warnings(action="ignore"):
+        storage = optuna.storages.RDBStorage(str(parse_url(url).render_as_string(hide_password=False)))
+    optuna.delete_study(study_name=name, storage=storage)
+    storage.engine.dispose()
+
+
+def test_a_study_that_is_deleted_under_its_worker_can_be_started_again(
+    tmp_path: Path, storage_url: str
+) -> None:
+    options = ("--storage", storage_url)
+    write_long_study(tmp_path, 0.1, n_trials=3, per_trial=4, max_seconds=6)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", *options))
+    running = start_hpo(tmp_path, "worker", "tiny", "--json", *options)
+    wait_until(lambda: bool(saved_steps(tmp_path)), running)
+    delete_with_optuna(storage_url)
+    ended = finish(running)
+    assert ended.exit_code == 0, ended
+    assert ended.json["ended"] == "closed", ended
+    assert "Traceback" not in ended.err
+    with open_storage(storage_url) as storage, storage.engine.connect() as connection:
+        for table in optunas.tables:
+            if table.foreign_keys or table is optunas.studies:
+                count = sa.select(sa.func.count()).select_from(table)
+                assert connection.execute(count).scalar_one() == 0, table.name
+
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", *options))
+    with open_storage(storage_url) as storage:
+        trials = read_study(storage, "tiny").trials
+    assert [(trial.number, trial.state) for trial in trials] == [(0, "COMPLETE"), (1, "COMPLETE")]
+    found = hpo_command(tmp_path, "doctor", "--json", *options).json["findings"]
+    assert [finding["check"] for finding in found] == ["checkpoints"], "the folder of the deleted study"
+
+
+def leave_orphans(database: sa.Engine) -> None:
+    """As a process that made a trial, and wrote to another, of a study that was deleted meanwhile."""
+    with database.begin() as connection:
+        first = connection.execute(sa.select(sa.func.max(optunas.studies.c.study_id))).scalar() or 0
+        trial = {"study_id": first + 1, "number": 0, "state": optuna.trial.TrialState.RUNNING}
+        made = connection.execute(
+            sa.insert(optunas.trials).values(trial).returning(optunas.trials.c.trial_id)
+        )
+        trial_id = made.scalar_one()
+        for table, of in ((optunas.user_attributes, trial_id), (optunas.system_attributes, trial_id + 1)):
+            connection.execute(sa.insert(table).values(trial_id=of, key="left", value_json="1"))
+
+
+def test_a_new_study_adopts_no_orphaned_trials(tmp_path: Path, database: sa.Engine) -> None:
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    delete_with_optuna(str(database.url))
+    leave_orphans(database)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    trials = stored(tmp_path).trials
+    assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE"]
+    with database.connect() as connection:
+        keys = [
+            key
+            for table in (optunas.user_attributes, optunas.system_attributes)
+            for key in connection.execute(sa.select(table.c.key)).scalars()
+        ]
+    assert keys
+    assert "left" not in keys
+
+
+def test_doctor_finds_and_removes_orphans(tmp_path: Path, database: sa.Engine) -> None:
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    other = (tmp_path / "tiny.yaml").read_text().replace("name: tiny", "name: other")
+    (tmp_path / "other.yaml").write_text(other)
+    ok(hpo_command(tmp_path, "init", "other.yaml"))
+    delete_with_optuna(str(database.url), "tiny")
+    leave_orphans(database)
+    found = hpo_command(tmp_path, "doctor", "--json").json["findings"]
+    problems = [finding["problem"] for finding in found if finding["check"] == "orphans"]
+    assert len(problems) == 2
+    assert "1 of trials, 1 of trial_system_attributes" in problems[0]
+    assert problems[1].startswith("Study tiny was deleted, but this database still has rows")
+    fixed = hpo_command(tmp_path, "doctor", "--fix", "--json").json["findings"]
+    assert all(finding["mended"] for finding in fixed)
+    assert hpo_command(tmp_path, "doctor", "--json").json["findings"] == []
+    ok(hpo_command(tmp_path, "run", "other.yaml"))
+    assert len(stored(tmp_path, "other").trials) == 2

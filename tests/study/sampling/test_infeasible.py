@@ -1,0 +1,129 @@
+"""Which choices are blamed for trials that cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+from scripted_study import ScriptedStudy
+from worker_process import study
+
+from hpo.outcome import Outcome
+from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Failures
+
+FP16 = ("fp_precision", "fp16")
+CHOICES = {
+    "fp_precision": CategoricalDistribution(("fp32", "bf16", "fp16")),
+    "batch_size": CategoricalDistribution((8, 16, 32)),
+    "encoder": CategoricalDistribution(("a", "b")),
+}
+AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
+HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
+
+
+def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, **params: Any) -> FrozenTrial:
+    """A trial that has come to these rungs; one that is `paused` has not ended."""
+    params = {"fp_precision": "fp16", "batch_size": 8, **params}
+    is_paused = outcome == "paused"
+    state = TrialState.RUNNING if is_paused else TrialState[Outcome(outcome).optuna_state]
+    return optuna.trial.create_trial(
+        state=state,
+        value=0.5 if state == TrialState.COMPLETE else None,
+        params=params,
+        distributions={name: CHOICES[name] for name in params},
+        user_attrs={
+            "outcome": outcome,
+            "telemetry": telemetry or {},
+            "rungs": {str(rung): {"values": [0.5], "constraints": {}} for rung in rungs},
+            "paused_at": max(rungs, default=0.0),
+        },
+        system_attrs={} if is_paused or not Outcome(outcome).infeasible else {"constraints:feasible": 1.0},
+    )
+
+
+def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
+    failures = Failures()
+    for one in trials:
+        if one.state.is_finished():
+            failures.add_ended(one)
+    return failures.blamed([one for one in trials if not one.state.is_finished()])
+
+
+@pytest.mark.parametrize("rungs", [(), (0.04,), (0.04, 0.12, 0.36)])
+def test_one_failure_suffices_if_fp32_is_finite_at_the_same_step(rungs: tuple[float, ...]) -> None:
+    paused = [trial("paused", *rungs) for _ in range(5) if rungs]
+    failed = trial("nonfinite", *rungs, telemetry=HEALS)
+    assert blamed(*paused) == set()
+    assert blamed(*paused, failed) == {FP16}
+
+
+@pytest.mark.parametrize("outcome", ["paused", "pruned"])
+@pytest.mark.parametrize("num_failed", [2, 3])
+def test_a_trial_that_has_not_completed_does_not_clear_its_precision(outcome: str, num_failed: int) -> None:
+    """Without a repeat in fp32, three failures are needed."""
+    failed = [trial("nonfinite", 0.04) for _ in range(num_failed)]
+    others = [trial(outcome, 0.04) for _ in range(5)]
+    assert blamed(*failed, *others) == ({FP16} if num_failed == MIN_INFEASIBLE_TRIALS else set())
+    assert blamed(*failed, trial("complete", 0.04, 0.12)) == set()
+
+
+@pytest.mark.parametrize("telemetry", [HEALS, {}])
+def test_one_complete_trial_clears_a_precision(telemetry: dict[str, Any]) -> None:
+    failed = [trial("nonfinite", 0.04, telemetry=telemetry) for _ in range(5)]
+    assert blamed(*failed) == {FP16}
+    assert blamed(*failed, trial("complete")) == set()
+
+
+def test_a_step_that_breaks_in_fp32_too_says_nothing_about_the_precision() -> None:
+    breaks = {"finite_in_fp32": False, "precision": {"effective": "fp16"}}
+    assert blamed(*[trial("nonfinite", telemetry=breaks, batch_size=32) for _ in range(5)]) == {
+        ("batch_size", 32)
+    }
+
+
+def test_a_failure_that_other_trials_of_the_precision_got_past_is_not_enough_alone() -> None:
+    """A high learning rate breaks fp16 early in one trial, while others train on."""
+    early, late = (trial("nonfinite", *rungs, telemetry=HEALS) for rungs in [(), (0.04, 0.12)])
+    others = [trial("paused", 0.04), trial("paused", 0.04, 0.12)]
+    assert blamed(early, *others) == set()
+    assert blamed(early, late, *others) == {FP16}
+
+
+def test_the_settings_beside_a_blamed_precision_are_not_blamed() -> None:
+    failed = [trial("nonfinite", 0.04, telemetry=HEALS, encoder="b") for _ in range(5)]
+    assert blamed(*failed) == {FP16}
+
+
+@pytest.mark.parametrize("outcome", ["incompatible", "oom", "unsupported", "crashed"])
+def test_a_paused_trial_clears_its_choices_of_other_failures(outcome: str) -> None:
+    failed = [trial(outcome) for _ in range(5)]
+    assert blamed(*failed) >= {FP16}
+    assert blamed(*failed, trial("paused", 0.04)) == set()
+
+
+def test_a_paused_trial_clears_its_other_settings_of_a_late_failure() -> None:
+    """They would be avoided before any trial is complete, if some trials diverge."""
+    in_fp32 = {"precision": {"effective": "fp32"}}
+    failed = [trial("nonfinite", telemetry=in_fp32, fp_precision="fp32", batch_size=32) for _ in range(5)]
+    assert ("batch_size", 32) in blamed(*failed)
+    assert blamed(*failed, trial("paused", 0.04, batch_size=32, fp_precision="bf16")) == set()
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2"])
+def test_paused_trials_count_as_attempts_with_a_blamed_precision(name: str) -> None:
+    """Avoided choices get a twentieth of the trials. Most of these attempts pause and do not fail again."""
+    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
+    current.study.enqueue_trial({"fp_precision": "fp16"})
+    failing, _ = current.ask()
+    failing.set_user_attr("rungs", AT_RUNG)
+    current.end(failing, "nonfinite", telemetry=HEALS)
+    drawn = []
+    for _ in range(40):
+        started, params = current.ask()
+        started.set_user_attr("rungs", AT_RUNG)
+        started.set_user_attr("paused_at", 0.04)
+        drawn.append(params["fp_precision"])
+    assert drawn.count("fp16") <= 2

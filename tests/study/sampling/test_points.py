@@ -1,0 +1,123 @@
+"""Points of a grid or a comparison, each for one trial."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from planted_comparison import plan_of
+from worker_process import begin, result, study, worker_on
+
+from hpo.compare.companion import comparison_study
+from hpo.config.search_space import suggest
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.claims.runnable import Runnable
+from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
+from hpo.study.store.storage import Storage, open_storage
+
+GRID = study(
+    4,
+    sampler={"name": "grid", "seed": 1},
+    search_space={
+        "batch_size": {"type": "categorical", "choices": [8, 16]},
+        "pooling": {"type": "categorical", "choices": ["cls", "mean"]},
+    },
+)
+PLAN = plan_of(2)
+COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
+
+
+def points_of(config: Any) -> Sequence[Point]:
+    return grid_points(config.search_space, 1) if config is GRID else PLAN.points()
+
+
+@pytest.fixture(params=[GRID, COMPARISON], ids=["grid", "comparison"])
+def config(request: pytest.FixtureRequest) -> Any:
+    """A study of four points."""
+    return request.param
+
+
+def run_one(worker: WorkerLease, config: Any, outcome: str = "complete") -> dict[str, Any]:
+    lease, trial = begin(worker)
+    params = suggest(config.search_space, trial)
+    bug = "Traceback" if outcome == "failed" else None
+    worker.record_outcome(lease, result(outcome, traceback=bug))
+    return params
+
+
+def test_workers_side_by_side_have_different_points(storage: Storage, config: Any) -> None:
+    points = points_of(config)
+    with open_storage(storage.url) as other:
+        workers = [worker_on(one, config, read_points=lambda: points) for one in (storage, other)]
+        with workers[0], workers[1]:
+            given = [suggest(config.search_space, begin(worker)[1]) for worker in workers * 2]
+    assert given[:2] == given[2:] == list(points)[:2], "each claims its own trial again"
+
+
+def test_each_point_is_the_trial_of_its_turn(storage: Storage, config: Any) -> None:
+    points = points_of(config)
+    with worker_on(storage, config, read_points=lambda: points) as worker:
+        params = [run_one(worker, config) for _ in range(4)]
+        assert worker.claim() is None
+        assert not worker.left
+    assert params == list(points)
+
+
+def test_a_failed_trial_and_its_next_attempt_have_one_point(storage: Storage, config: Any) -> None:
+    """Also if no attempt succeeds, no other trial gets the point."""
+    points = points_of(config)
+    with worker_on(storage, config, read_points=lambda: points, max_retries=1) as worker:
+        params = [run_one(worker, config, "failed") for _ in range(8)]
+        assert worker.claim() is None
+        assert not worker.left
+    assert Counter(map(point_key, params)) == dict.fromkeys(map(point_key, points), 2)
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 4}
+
+
+def test_a_point_is_used_again_when_each_one_has_a_trial() -> None:
+    points: list[Point] = [{"seed": seed} for seed in range(3)]
+    keys = [*map(point_key, points)]
+    assert unused_points(points, {}) == points
+    assert unused_points(points, {keys[0]: 1, keys[2]: 1}) == points[1:2]
+    assert unused_points(points, dict.fromkeys(keys, 2)) == points
+    assert unused_points([], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"batch_size": 16}, {"batch_size": 16, "fp_precision": "fp32"}),
+        ({"batch_size": 12}, {"batch_size": 12, "fp_precision": "fp32"}),
+        ({}, {"batch_size": 8, "fp_precision": "fp32"}),
+    ],
+    ids=["of the grid", "beside the grid", "open"],
+)
+def test_an_enqueued_trial_gets_a_point_of_the_device(
+    storage: Storage, asked: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """Although both points of fp32 have trials already, and the others wait for another device."""
+    config = study(8)
+    points = [{"batch_size": size, "fp_precision": name} for name in ("fp16", "fp32") for size in (8, 16)]
+    runnable = Runnable(("fp16", "fp32"), frozenset({"fp16"}))
+    with worker_on(storage, config, read_points=lambda: points, runnable=runnable) as worker:
+        for size in (8, 16):
+            lease, trial = begin(worker)
+            assert trial.suggest_categorical("batch_size", [8, 12, 16]) == size
+            worker.record_outcome(lease, result("complete"))
+        assert worker.claim() is None
+        assert len(worker.left) == 2
+        storage.load_study("tiny").enqueue_trial(asked)
+        lease, trial = begin(worker)
+        assert trial.suggest_categorical("batch_size", [8, 12, 16]) == expected["batch_size"]
+        assert trial.suggest_categorical("fp_precision", ["fp16", "fp32"]) == expected["fp_precision"]
+
+
+def test_the_points_of_a_grid_are_its_combinations_in_the_order_of_its_seed() -> None:
+    points = grid_points(GRID.search_space, 1)
+    assert {str(sorted(point.items())) for point in points} == {
+        str([("batch_size", size), ("pooling", pooling)]) for size in (8, 16) for pooling in ("cls", "mean")
+    }
+    assert points == grid_points(GRID.search_space, 1)
+    assert any(points != grid_points(GRID.search_space, seed) for seed in range(2, 9))

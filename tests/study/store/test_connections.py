@@ -1,0 +1,77 @@
+"""Each thread uses one connection at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from one_connection import one_connection
+from worker_process import study, work, worker_on
+
+from hpo.study.reading.overview import list_studies
+from hpo.study.reading.reader import read_study
+from hpo.study.store.copy import copy_study
+from hpo.study.store.lifecycle import delete_study, end_unfinished, set_state
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+
+def copy(storage: Storage, folder: Path) -> None:
+    with open_storage(f"sqlite:///{folder}/copy.db") as target:
+        copy_study(storage, target, "tiny")
+
+
+def join(storage: Storage, _: Path) -> None:
+    with worker_on(storage, study(2)) as worker:
+        worker._beat_once()
+
+
+def cancel(storage: Storage, _: Path) -> None:
+    set_state(storage, "tiny", "cancelled")
+    end_unfinished(storage, "tiny")
+
+
+ACTIONS: dict[str, Callable[[Storage, Path], Any]] = {
+    "resume": lambda storage, _: create_or_resume_study(storage, study(3)),
+    "lower n_trials": lambda storage, _: create_or_resume_study(storage, study(1)),
+    "join": join,
+    "run": lambda storage, folder: work(storage.url, study(9), folder / "log"),
+    "run with a budget": lambda storage, folder: work(
+        storage.url, study(9, name="other", budget={"hours": 1.0}), folder / "log"
+    ),
+    "read": lambda storage, _: (read_study(storage, "tiny"), list_studies(storage)),
+    "cancel": cancel,
+    "delete": lambda storage, _: delete_study(storage, "tiny"),
+    "copy": copy,
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_second_connection_inside_a_transaction(storage_url: str, tmp_path: Path, action: str) -> None:
+    with one_connection(), open_storage(storage_url) as storage:
+        create_or_resume_study(storage, study(2))
+        ACTIONS[action](storage, tmp_path)
+
+
+def test_the_guard_notices_a_second_connection(sqlite_url: str) -> None:
+    second = pytest.raises(AssertionError, match="a second connection")
+    with one_connection(), open_storage(sqlite_url) as storage, storage.engine.begin(), second:
+        storage.engine.connect()
+
+
+def test_the_database_opens_for_plain_optuna(storage_url: str) -> None:
+    """Optuna's tables and versions are those that Optuna itself creates."""
+    open_storage(storage_url).close()
+    plain = optuna.storages.RDBStorage(storage_url.replace("postgresql://", "postgresql+psycopg://"))
+    assert plain.get_current_version() == plain.get_head_version()
+    optuna.create_study(storage=plain, study_name="theirs").ask()
+    with plain.engine.connect() as connection:
+        made_by = connection.execute(
+            sa.text("SELECT schema_version, library_version FROM version_info")
+        ).all()
+    plain.engine.dispose()
+    assert made_by == [(12, optuna.__version__)]

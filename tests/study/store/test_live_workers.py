@@ -1,0 +1,108 @@
+"""A worker is dead only by evidence: its process, or a lease in which its row did not change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from worker_process import wait_for
+
+from hpo.study.claims.process import process_start, this_machine
+from hpo.study.store.schema import workers
+from hpo.study.store.storage import Storage, open_storage
+
+LEASE = 1.5
+
+
+@pytest.fixture
+def watcher(storage_url: str) -> Iterator[Storage]:
+    with open_storage(storage_url) as storage:
+        storage.lease_seconds = LEASE
+        yield storage
+
+
+def add_worker(storage: Storage, **values: Any) -> None:
+    row = {"id": "worker", "study": "tiny", "host": "node", "machine": "elsewhere", "pid": 1, "number": 0}
+    row |= {"process_start": "1", "started": 0.0, "last_seen": 0.0, "state": "live", "left_out": "[]"}
+    storage.write(lambda connection: connection.execute(sa.insert(workers).values({**row, **values})))
+
+
+def is_live(storage: Storage) -> bool:
+    return "worker" in storage.read(storage.live_workers)
+
+
+@pytest.mark.parametrize("last_seen", [0.0, 1e12])
+def test_a_worker_elsewhere_is_dead_after_a_lease_of_the_watcher(watcher: Storage, last_seen: float) -> None:
+    add_worker(watcher, last_seen=last_seen)
+    assert is_live(watcher), "however old its row is, nobody has watched it yet"
+    wait_for(lambda: not is_live(watcher))
+    with open_storage(watcher.url) as another:
+        assert is_live(another)
+
+
+def test_a_worker_elsewhere_whose_row_changes_is_alive(watcher: Storage) -> None:
+    add_worker(watcher)
+    add_worker(watcher, id="silent", number=1)
+    clock = iter(range(10**6, 0, -1))  # it is set back again and again
+
+    def has_died(worker: str) -> bool:
+        beat = sa.update(workers).where(workers.c.id == "worker").values(last_seen=float(next(clock)))
+        watcher.write(lambda connection: connection.execute(beat))
+        live = watcher.read(watcher.live_workers)
+        assert "worker" in live
+        return worker not in live
+
+    wait_for(lambda: has_died("silent"))
+
+
+def test_the_watch_begins_anew_after_an_outage(watcher: Storage) -> None:
+    add_worker(watcher)
+    assert is_live(watcher)
+    wait_for(lambda: not is_live(watcher))
+    watcher.availability.note_outage("the database is down")
+    assert is_live(watcher), "nobody could write"
+
+
+def test_a_stopped_process_of_this_machine_is_dead_after_a_lease(watcher: Storage) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        start = process_start(child.pid)
+        add_worker(watcher, machine=this_machine(), pid=child.pid, process_start=start)
+        os.kill(child.pid, signal.SIGSTOP)
+        assert is_live(watcher)
+        wait_for(lambda: not is_live(watcher))
+        os.kill(child.pid, signal.SIGCONT)
+        wait_for(lambda: is_live(watcher))
+    finally:
+        child.kill()
+        child.wait()
+    assert not is_live(watcher)
+
+
+@pytest.mark.parametrize(("age", "seems_alive"), [(0.0, True), (600.0, False), (-600.0, False)])
+def test_a_reader_goes_by_the_clock_of_the_database(watcher: Storage, age: float, seems_alive: bool) -> None:
+    add_worker(watcher, last_seen=watcher.now - age)
+    watcher.lease_seconds = 60.0
+    assert ("worker" in watcher.read(watcher.heard_workers)) is seems_alive
+    assert is_live(watcher)
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_workers_are_watched_until_they_prove_alive_or_dead(watcher: Storage, beats: bool) -> None:
+    add_worker(watcher)
+    wait, clock = watcher.stop.wait, iter(range(1, 100))
+
+    def wait_and_beat(seconds: float | None = None) -> bool:
+        if beats:
+            beat = sa.update(workers).values(last_seen=float(next(clock)))
+            watcher.write(lambda connection: connection.execute(beat))
+        return wait(seconds)
+
+    watcher.stop.wait = wait_and_beat  # type: ignore[method-assign]
+    assert [row.id for row in watcher.watch_workers()] == (["worker"] if beats else [])

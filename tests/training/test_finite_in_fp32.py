@@ -1,0 +1,86 @@
+"""A trial that becomes NaN is told from its precision: the step that broke is repeated in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_trials import run_trial
+from tiny import altered_executor
+from torch import Tensor, nn
+
+from hpo.models.encoder import encoder_layers
+from hpo.models.multitask import MultitaskModel
+
+TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
+DIVERGING = {"max_steps": 30, "optimizer": "sgd", "max_grad_norm": None, "learning_rate": 10}
+
+
+def wide_layer(model: MultitaskModel) -> None:
+    """Make a feed-forward output exceed the largest number of fp16. The norm after it scales it down."""
+    block: Any = encoder_layers(model.encoder)[1]
+    nn.init.constant_(block.intermediate.dense.bias, 10.0)
+    nn.init.normal_(block.output.dense.weight, std=1e4)
+
+
+def bad_head(model: MultitaskModel) -> None:
+    """Give a head NaN weights, which break each step in every precision."""
+    nn.init.constant_(next(model.heads.parameters()), torch.nan)
+
+
+def breaks_in_evaluation(model: MultitaskModel) -> None:
+    """Make the logits infinite under autocast where there are no gradients."""
+
+    def overflow(module: nn.Module, _: Any, output: Tensor) -> Tensor | None:
+        is_broken = torch.is_autocast_enabled("cpu") and not module.training
+        return output + torch.inf if is_broken else None
+
+    model.heads[0].register_forward_hook(overflow)
+
+
+@pytest.mark.parametrize(
+    ("alter", "precision", "settings", "expected"),
+    [
+        (wide_layer, "fp16", {}, True),
+        (breaks_in_evaluation, "bf16", {}, True),
+        (lambda _: None, "bf16", DIVERGING, False),
+        (bad_head, "bf16", {}, False),
+        (bad_head, "bf16-true", {}, False),
+        (lambda _: None, "fp32", DIVERGING, None),
+    ],
+    ids=["forward", "evaluation", "diverged", "bad weights", "bf16 weights", "fp32 itself"],
+)
+def test_the_step_that_broke_is_repeated_in_fp32(
+    tmp_path: Path, alter: Any, precision: str, settings: dict[str, Any], expected: bool | None
+) -> None:
+    executor = altered_executor(
+        tmp_path,
+        alter,
+        training=TRAINING | settings,
+        amp={"allow_emulated": True},
+        compat={"enabled": False},
+        search_space={},
+    )
+    result = run_trial(executor, tmp_path / "trial", fp_precision=precision)
+    assert result.outcome == "nonfinite"
+    assert result.telemetry.get("finite_in_fp32") == expected
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_an_overflow_at_the_lowest_loss_scale_is_finite_in_fp32(tmp_path: Path, fallback: bool) -> None:
+    """The repeat has no loss scale: gradients in fp32 would overflow with it, too."""
+    amp = {"allow_emulated": True, "fallback_to_fp32": fallback, "init_scale": 1e36, "min_scale": 1e36}
+    executor = altered_executor(
+        tmp_path, lambda _: None, training=TRAINING, amp=amp, compat={"enabled": False}
+    )
+    result = run_trial(executor, tmp_path / "trial", fp_precision="fp16")
+    assert (result.outcome, result.telemetry["finite_in_fp32"]) == ("nonfinite", True)
+
+
+def test_losses_that_fall_back_to_fp32_too_often_are_finite_there(tmp_path: Path) -> None:
+    amp = {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 1}
+    executor = altered_executor(tmp_path, wide_layer, training=TRAINING, amp=amp, compat={"enabled": False})
+    result = run_trial(executor, tmp_path / "trial", fp_precision="fp16")
+    assert (result.outcome, result.telemetry["finite_in_fp32"]) == ("nonfinite", True)
