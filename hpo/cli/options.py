@@ -176,7 +176,10 @@ stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
 
 def _study(given: dict[str, Any], *, quiet: bool) -> Any:
     """The study of a command; takes its arguments out of `given`."""
-    from hpo.api.study import Study
+    from hpo.memory import collector_paused
+
+    with collector_paused():
+        from hpo.api.study import Study
 
     of_study = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
     return Study(**of_study, quiet=quiet)

@@ -94,6 +94,16 @@ def _promotion(record: StudyRecord) -> Promotion | None:
     return promotion_of(pruner, record.directions, sum(record.counts.values()))
 
 
+def paused_told(record: StudyRecord) -> str:
+    """Say how many trials are paused, and when they continue; empty if none is paused."""
+    paused, promotion = record.counts.get("paused", 0), _promotion(record)
+    if not paused or promotion is None:
+        return ""
+    factor = promotion.reduction_factor
+    share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
+    return f"Paused at a rung: {paused}. A paused trial continues if it is among the best {share} there."
+
+
 def trial_seconds(trial: TrialRecord) -> float | None:
     """Seconds in which a worker had the trial: without the time in which it was paused."""
     active: float | None = trial.attributes.get("active_seconds")
