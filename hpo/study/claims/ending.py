@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import sqlalchemy as sa
@@ -38,17 +39,20 @@ def end_unclaimed(
     """
     rungs = rungs_of(trial.user_attrs)
     change = sa.update(claims).where(is_as_seen(study, trial, owner))
-    if not connection.execute(change.values(owner=None, counts=bool(rungs), paused_at=None)).rowcount:
+    change = change.values(owner=None, counts=bool(rungs), paused_at=None)
+    row = connection.execute(change.returning(claims.c.facts)).one_or_none()
+    if row is None:
         return False
     if not rungs:
         return give_up(connection, trial, Outcome.PREEMPTED, reason)
     at: dict[str, Any] = {**[*rungs.values()][-1]}
+    facts = json.loads(row.facts or "{}")
     return end_trial(
         connection,
         trial_id_of(trial),
         TrialState.PRUNED,
         values=at["values"],
-        user_attrs={"outcome": Outcome.PRUNED, "outcome_reason": reason},
+        user_attrs={**facts, "outcome": Outcome.PRUNED, "outcome_reason": reason},
         constraints=at.get("constraints"),
     )
 
