@@ -15,7 +15,6 @@ from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.cluster.batch.slurm import WorkerArray
-    from hpo.config.study_config import StudyConfig
 
 
 _SBATCH_OPTIONS: Mapping[str, Any] = {
@@ -68,11 +67,14 @@ def submit(
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, name_code
     from hpo.config.allowed import allowing
+    from hpo.config.study_name import check_study_name
     from hpo.study.store.database import storage_url
 
     if not options["slurm"]:
         raise InputError("The batch system must be named: give --slurm. For Kubernetes: docker/README.md.")
-    name, config = _named_study(study)
+    config = load_file(study)  # None: STUDY can only be a name in the database
+    name = config.name if config else study
+    check_study_name(name)
     array = WorkerArray(
         study=name,
         storage=file_given(options.get("storage")) or storage_url(options.get("storage")),
@@ -89,20 +91,6 @@ def submit(
     if options["dry_run"]:
         return Answer({"study": name, "script": script}, script)
     return _submit(study, array, options.get("n_trials"), quiet=as_json)
-
-
-def _named_study(study: str) -> tuple[str, StudyConfig | None]:
-    """The name of STUDY, and its file; None: it can only be a name in the database.
-
-    Raises InputError where it can be neither.
-    """
-    from hpo.config.study_name import study_name
-
-    config = load_file(study)
-    try:
-        return study_name(config.name if config else study), config
-    except ValueError as error:
-        raise InputError(f"The name of a study {error}") from None
 
 
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool) -> Answer:
