@@ -1,4 +1,4 @@
-"""What a study's trials or its budget come to, as far as it is measured, or can be here."""
+"""The plan of a study, by what was measured or can be measured here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpo.precision.table import apply_preset
 from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
-from hpo.trial.trial_parts import fit_rungs
+from hpo.trial.trial_parts import fit_pruner
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -24,20 +24,27 @@ _logger = logging.getLogger(__name__)
 
 
 def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
-    """The plan of a study, with the losses that a comparison cannot exclude.
+    """Return the plan of a study, with the losses that a comparison cannot exclude.
 
-    `workers` defaults to the live ones, or one. Raises RunError if the steps did not work.
+
+    Raises RunError if the steps did not work.
+
+    Args:
+        workers: None: the live ones, or one.
     """
-    data = None
+    data, why_pruner = None, "it is stored with the study"
     if record is None:
         data = load_data(config.data)
-        config = fit_rungs(config, data)
+        config, why_pruner = fit_pruner(config, data)
     else:
         config = config.resumed(record.definition)
-    return replace(_measured_plan(config, record, workers), limit=comparison_limit(config, data))
+    plan = _measured_plan(config, record, workers, why_pruner)
+    return replace(plan, limit=comparison_limit(config, data))
 
 
-def _measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
+def _measured_plan(
+    config: StudyConfig, record: StudyRecord | None, workers: int | None, why_pruner: str
+) -> Plan:
     """The plan by the complete trials, and by some steps here in a precision that has none."""
     device = probe_device(config.device)
     lacking = check_precisions(config, device)
@@ -49,4 +56,11 @@ def _measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
-    return make_plan(config, list(costs.values()), record, workers or live or 1)
+    pruner = _pruner_text(config, why_pruner)
+    return make_plan(config, list(costs.values()), record, workers or live or 1, pruner)
+
+
+def _pruner_text(config: StudyConfig, why: str) -> str:
+    rungs = ", ".join(f"{float(rung):.0%}" for rung in config.pruner.rungs)
+    pauses = f", trials pause at {rungs} of their budget" if rungs else ""
+    return f"{config.pruner.name}{pauses}; {why}"

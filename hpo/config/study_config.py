@@ -153,8 +153,9 @@ class StudyConfig(CheckedSection):
     """Try configurations of published fine-tuning too, at most a tenth of the trials: where `tpe`, `gp` or
     `nsga2` searches the learning rate of pretrained encoders."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
-    """When a trial stops early. Left out: `promote`; `none` where no objective is a metric of the model,
-    or the trials' budget is searched."""
+    """When a trial stops early. Left out: `promote`; or `none` if no objective is a metric of the model, if
+    the trials' budget is searched, or if a start costs too much of a whole trial, counted in rows when the
+    study is made. `hpo plan` shows the choice."""
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
@@ -207,22 +208,27 @@ class StudyConfig(CheckedSection):
     def resumed(self, stored: Mapping[str, Any]) -> StudyConfig:
         """The study with its keys in the order that they have in `stored`, its definition.
 
-        No value is taken from there but the first rung that suits the data (`PrunerConfig.fitted`).
+        No value is taken from there but the pruner, or its first rung, that was chosen by the data.
 
         Raises:
             StudyChangedError: the two differ in what the study's results depend on.
             StorageError: what is stored is no definition.
         """
         try:
-            now = self._starting_as(stored).definition()
+            now = self._with_stored_pruner(stored).definition()
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
         return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
-    def _starting_as(self, stored: Mapping[str, Any]) -> StudyConfig:
-        pruner, before = self.pruner, stored.get("pruner", {})
-        if "pruner" not in stored["given"] or pruner.starts is not None or pruner.name != before["name"]:
+    def _with_stored_pruner(self, stored: Mapping[str, Any]) -> StudyConfig:
+        """The study with the pruner, or the first rung, that was chosen by its data when it was made."""
+        pruner, before, given = self.pruner, stored.get("pruner", {}), stored["given"]
+        if "pruner" not in given:
+            return self
+        if "pruner.name" not in given and "pruner.name" not in self.given:
+            return self.with_values(pruner=PrunerConfig.model_validate(before))
+        if pruner.starts is not None or pruner.name != before["name"]:
             return self
         return self.with_values(pruner=pruner.model_copy(update={"starts": before["starts"]}))
 

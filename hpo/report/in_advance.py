@@ -13,7 +13,7 @@ from hpo.data.dataset import load_data
 from hpo.errors import DataError
 from hpo.evaluation.verdict import Question, facts_in_advance
 from hpo.report.formats import format_seconds
-from hpo.report.plan import trial_seconds
+from hpo.report.plan import whole_seconds
 from hpo.study.reading.study_record import complete_trials
 from hpo.tasks.registry import is_error
 from hpo.trial.objectives import quality_objective
@@ -62,5 +62,5 @@ def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
 def trials_in_advance(search: StudyRecord, plan: ComparisonConfig) -> str:
     """State the largest number of trials and their time, by the complete trials of the search."""
     num = len(plan.arms()) * plan.max_seeds
-    seconds = fmean(trial_seconds(trial) for trial in complete_trials(search))
+    seconds = fmean(whole_seconds(trial) for trial in complete_trials(search))
     return f"At most {num} trials, about {format_seconds(num * seconds)} on one worker."

@@ -192,7 +192,10 @@ class StudyTables:
         """
         devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
-        concerned = [concerns_precision(trial.outcome, trial.telemetry) for trial in self.record.trials]
+        concerned = [
+            trial.state != "WAITING" and concerns_precision(trial.outcome, trial.telemetry)
+            for trial in self.record.trials  # a trial that waits has no precision yet
+        ]
         trials = self.trials.assign(device=device).loc[concerned]
         nothing = self.summary(trials.iloc[:0])
         rows = [

@@ -181,6 +181,14 @@ def _mib(folder: Path) -> str:
 CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, orphans, checkpoints)
 
 
+def summary(findings: Sequence[Finding], place: str) -> str:
+    """State how many problems were mended, and how many are left."""
+    left = [finding for finding in findings if not finding.mended]
+    can, mended = sum(finding.mend is not None for finding in left), len(findings) - len(left)
+    to_mend = f"{mended} mended, {len(left) or 'nothing'} left" if mended else f"{len(left) or 'nothing'}"
+    return f"{place}: {to_mend} to mend." + (f" `hpo doctor --fix` mends {can}." if can else "")
+
+
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
     """Yield the problems of the studies (or of `study` alone) in the database at `url` and on this host.
 

@@ -15,8 +15,8 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import BUDGET_SPENT
 from hpo.study.sampling.fronts import loss_signs, pareto_front
+from hpo.study.sampling.promotion import BUDGET_SPENT
 
 if TYPE_CHECKING:
     from hpo.study.checkpoints.remote_store import RemoteStore

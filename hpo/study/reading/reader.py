@@ -31,7 +31,7 @@ from hpo.study.reading.study_record import (
     WorkerRecord,
     best_trials,
 )
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR
 from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
@@ -39,7 +39,7 @@ from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
 _TELEMETRY = "telemetry"
 _FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
-_OUTLINE = ("outcome", "outcome_reason", "worker", "active_seconds", PAUSED_ATTR, RESUMED_ATTR)
+_OUTLINE = ("outcome", "outcome_reason", "worker", "active_seconds", PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR)
 """The user attributes by which all trials are counted and ranked."""
 _ALL = sa.true()
 _MAX_IDS = 10_000
@@ -166,9 +166,9 @@ class _Trials:
         for row in self._rows(table, "key", where=table.c.key.startswith(CONSTRAINTS)):
             constraints[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
         table = schema.evaluations
-        evaluated = sa.select(table.c.trial_number, sa.func.count()).where(table.c.study == self.study)
-        counted = self.connection.execute(evaluated.group_by(table.c.trial_number))
-        num_evaluations = {number: count for number, count in counted}
+        columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
+        evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
+        evaluations = {number: found for number, *found in self.connection.execute(evaluated)}
         trials = optuna_tables.trials
         query = sa.select(trials).where(trials.c.study_id == self.study_id).order_by(trials.c.number)
         found = {}
@@ -177,6 +177,7 @@ class _Trials:
             running_as, owner = state_of.get(row.number, ("running", None))
             outcome = own.get("outcome") or (Outcome.FAILED if row.state == "FAIL" else row.state.lower())
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+            num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
             found[row.trial_id] = TrialRecord(
                 number=row.number,
                 state=row.state,
@@ -190,7 +191,8 @@ class _Trials:
                 attributes=_own({"worker": owner, **own} if owner else own),
                 constraints=constraints.get(row.trial_id, {}),
                 telemetry=NOT_READ,
-                evaluations=NotRead(num_evaluations.get(row.number, 0)),
+                evaluations=NotRead(num_evaluations),
+                trained_seconds=trained_seconds,
                 detailed=NOT_READ,
             )
         return found
@@ -254,9 +256,8 @@ class _Trials:
         where: sa.ColumnElement[bool] = _ALL,
     ) -> Iterable[sa.Row[Any]]:
         trials = optuna_tables.trials
-        here: sa.ColumnElement[bool] = table.c.trial_id.in_(
-            sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id)
-        )
+        in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id)
+        here: sa.ColumnElement[bool] = table.c.trial_id.in_(in_study)
         if trial_ids is not None and len(trial_ids) <= _MAX_IDS:
             here = here & table.c.trial_id.in_(list(trial_ids))
         return self.connection.execute(sa.select(table).where(here, where).order_by(table.c[order]))

@@ -109,6 +109,8 @@ class TrialRecord:
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[EvaluationRow] | NotRead = ()
+    trained_seconds: float | None = None
+    """Seconds of training at its last evaluation; None: it has none."""
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
 

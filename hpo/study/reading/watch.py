@@ -63,7 +63,7 @@ class StudyWatch:
         """The study now; as it was where its database is away, which workers wait for, or it is deleted."""
         try:
             self._last = self._read()
-        except (*database_errors(), KeyError):
+        except database_errors(KeyError):
             self._last = replace(self._last, ended=())
         return self._last
 

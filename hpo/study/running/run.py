@@ -120,7 +120,7 @@ def open_study(
             if trains_here or must_check:
                 executor = _build_executor(config, device, runs_dir)
                 if stored is None:
-                    config = _fit_rungs(config, executor)
+                    config = _fit_pruner(config, executor)
                 if must_check:
                     executor.check_study()
             if not trains_here:
@@ -225,11 +225,13 @@ def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> 
     return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
 
 
-def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
-    from hpo.trial.trial_parts import fit_rungs
+def _fit_pruner(config: StudyConfig, executor: Executor) -> StudyConfig:
+    from hpo.trial.trial_parts import fit_pruner
 
-    executor.study = fit_rungs(executor.study, executor.dataset)
-    return fit_rungs(config, executor.dataset)
+    executor.study, reason = fit_pruner(executor.study, executor.dataset)
+    config, _ = fit_pruner(config, executor.dataset)
+    _logger.info("pruner %s: %s.", config.pruner.name, reason)
+    return config
 
 
 def _num_on_device() -> int:

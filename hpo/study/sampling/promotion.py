@@ -20,7 +20,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -41,6 +41,8 @@ RESUMED_ATTR = "resumed_at"
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": how far it was outside of
 each limit of the study there}}."""
+BUDGET_SPENT = "the budget of the study was not enough for more."
+"""Reason of a trial that the budget of its study ended. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"
 """User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
 MOST_PAUSED = 36
@@ -63,10 +65,10 @@ def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
     rungs = attributes.get(RUNGS_ATTR, {})
     at_rungs = rungs.values() if isinstance(rungs, dict) and all(map(_is_share, rungs)) else [None]
     for at in at_rungs:
-        values = at.get("values") if isinstance(at, dict) else None
-        limits = at.get("constraints") if isinstance(at, dict) else None
+        values, limits = (at.get("values"), at.get("constraints")) if isinstance(at, dict) else (None, None)
         is_valid = isinstance(values, list) and len(values) == num_objectives and isinstance(limits, dict)
-        if not is_valid or not all(map(is_number, [*values, *limits.values()])):
+        numbers = [*(values or ()), *(limits or {}).values()] if is_valid else []
+        if not is_valid or not all(map(is_number, numbers)):
             _refuse(trial, RUNGS_ATTR, "{share: {values: a number for each objective, constraints: numbers}}")
 
 
@@ -91,20 +93,6 @@ def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:
 
 def _by_rung(item: tuple[str, Any]) -> float:
     return float(item[0])
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A number of trials that train from one share of their budget to another."""
-
-    begin: float
-    end: float
-    num_trials: int
-
-    @property
-    def whole_trials(self) -> float:
-        """The training of the stage, in whole trials."""
-        return self.num_trials * (self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -140,28 +128,14 @@ class Promotion:
         last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
         return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
 
+    def most_paused(self, num_trials: int) -> int:
+        """Return how many of so many trials wait at all rungs together, at most."""
+        pairs = zip(self.rungs, self.at_least, strict=True)
+        return sum(min(num_trials, max(MOST_PAUSED, least)) for rung, least in pairs if rung in self.used)
+
     def num_promoted(self, num_paused: int, at_least: int) -> int:
         """Return how many of the trials that pause at a rung are promoted in the end."""
         return min(num_paused, max(num_paused // self.reduction_factor, at_least))
-
-    def stages(self, num_trials: int) -> Iterator[Stage]:
-        """Yield what so many trials train, if none breaks: to the first rung, and so on to the end."""
-        ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
-        for begin, end, at_least in ends:
-            yield Stage(begin, end, num_trials)
-            num_trials = self.num_promoted(num_trials, at_least)
-
-    def trained(self, attributes: Mapping[str, Any], outcome: str) -> float:
-        """Return the share of its budget that a trial has trained, by its user attributes and outcome.
-
-        A trial that broke counts as if it had come to the next rung.
-        """
-        if outcome == "complete":
-            return 1.0
-        paused_at, resumed_at = attributes.get(PAUSED_ATTR, 0.0), attributes.get(RESUMED_ATTR, 0.0)
-        if outcome in ("running", "preempted", "paused") or paused_at > resumed_at:
-            return float(paused_at)
-        return next((rung for rung in self.used if rung > resumed_at), 1.0)
 
 
 class Standing(NamedTuple):
@@ -292,21 +266,6 @@ class Standings:
         """Return the numbers of the paused trials that wait behind `MOST_PAUSED` better ones."""
         pairs = zip(rungs, self.promotion.at_least, strict=True)
         return [number for rung, at_least in pairs for number in rung.beyond(max(MOST_PAUSED, at_least))]
-
-    def left(self, rungs: Sequence[Rung], num_starts: int) -> float:
-        """Return what it takes until all trials have ended, in whole trials.
-
-        Args:
-            num_starts: trials that have not come to the first rung yet, or are still to begin.
-        """
-        promotion, arriving = self.promotion, num_starts
-        left = arriving * promotion.rungs[0]
-        ends = (*promotion.rungs[1:], 1.0)
-        for share, end, rung, at_least in zip(promotion.rungs, ends, rungs, promotion.at_least, strict=True):
-            num_promoted = promotion.num_promoted(rung.num_paused + arriving, at_least)
-            arriving = max(0, num_promoted - len(rung.promoted)) + rung.num_running
-            left += arriving * (end - share)
-        return left
 
     def _standing(self, trial: FrozenTrial, at: Mapping[str, Any], is_last: bool = False) -> Standing:
         losses = tuple(float(value * sign) for value, sign in zip(at["values"], self._signs, strict=True))

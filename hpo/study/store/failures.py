@@ -59,14 +59,15 @@ _CANNOT_GO_ON = {
 }
 
 
-def database_errors() -> tuple[type[Exception], ...]:
-    """Return what a call of the database raises; Optuna's error only if Optuna is imported."""
+def database_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `others`, and what a call of the database raises; Optuna's error only if Optuna is imported."""
     optunas = sys.modules.get("optuna.exceptions")
-    return (SQLAlchemyError,) if optunas is None else (SQLAlchemyError, optunas.StorageInternalError)
+    of_optuna = () if optunas is None else (optunas.StorageInternalError,)
+    return (*others, SQLAlchemyError, *of_optuna)
 
 
 def _is_optunas(error: BaseException) -> bool:
-    return isinstance(error, database_errors()[1:])
+    return not isinstance(error, SQLAlchemyError) and isinstance(error, database_errors())
 
 
 def explain(url: str, error: BaseException) -> HpoError:

@@ -33,7 +33,7 @@ from hpo.study.store.opening import open_database, optuna_storage
 from hpo.study.store.schema import claims, compat, studies, workers
 
 if TYPE_CHECKING:
-    import optuna
+    from optuna import Study
     from optuna.storages import BaseStorage
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class Storage:
         def open_once() -> sa.Engine:
             try:
                 return open_database(url, create=create, stop=stop)
-            except (*database_errors(), sqlite3.Error, ImportError) as error:
+            except database_errors(sqlite3.Error, ImportError) as error:
                 explained = explain(url, error)
                 if stop is None or not is_outage(error) or is_wrong_input(error):
                     raise explained from error
@@ -289,7 +289,7 @@ class Storage:
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
 
-    def load_study(self, name: str) -> optuna.Study:
+    def load_study(self, name: str) -> Study:
         """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
         self.check_study(name)
         import optuna
