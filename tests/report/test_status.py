@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -88,3 +90,17 @@ def test_paused_trials_are_named_with_the_condition_of_the_study(factor: int, sh
 
 def test_nothing_is_said_where_no_trial_is_paused() -> None:
     assert paused_told(record()) == ""
+
+
+def test_the_status_of_a_study_that_promotes_imports_no_slow_module() -> None:
+    """Its planner asks the rungs, whose trials NumPy sorts only if there are several objectives."""
+    study = {"pruner": {"name": "promote"}}
+    code = (
+        "import sys\nfrom hpo.report.status import study_status\n"
+        "from hpo.study.reading.study_record import StudyRecord\n"
+        "counts = {'open': 4, 'running': 0, 'done': 0}\n"
+        f"study_status(StudyRecord('s', ('score',), ('maximize',), {study}, [], [], counts))\n"
+        "print([name for name in ('numpy', 'pandas', 'optuna') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -199,9 +199,7 @@ class Standings:
     ) -> None:
         self.promotion = promotion
         self._continues_last = continues_last
-        from hpo.study.sampling.fronts import loss_signs
-
-        self._signs = loss_signs(promotion.directions)
+        self._signs = [-1.0 if direction == "maximize" else 1.0 for direction in promotion.directions]
         self._ended = {rung: Rung() for rung in promotion.rungs}
 
     def add_ended(self, trial: FrozenTrial) -> None:
