@@ -267,8 +267,9 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The metrics with those of a task as `task/metric`."""
     for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}/{inner}", of) for inner, of in _flat(value))
+        if isinstance(value, dict):
+            for inner, of in _flat(value):
+                yield f"{name}/{inner}", of
         else:
             yield name, value
 
