@@ -154,9 +154,9 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
         assert after[name] == before[name]
 
 
-def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
+def test_a_paused_trial_is_not_charged_for_the_time_it_waited() -> None:
     trial = fake_trial(0, "fp32")
-    trial.telemetry.update(resumed_from_step=40, train_seconds=50.0, evaluation_seconds=5.0)
+    trial.attributes["active_seconds"] = 55.0
     ended = trial.ended + timedelta(days=1)
     waited = dataclasses.replace(trial, ended=ended, seconds=trial.seconds + 86400)
     assert list(tables_of([waited]).trials["seconds"]) == [55.0]
