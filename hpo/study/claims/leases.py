@@ -31,7 +31,6 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
@@ -50,6 +49,7 @@ from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR
 from hpo.study.store.optuna_internals import (
     lock_trials,
     make_trial,
+    open_trial,
     set_trial_attributes,
     start_trial,
     study_id_of,
@@ -95,6 +95,8 @@ class WorkerLease(Membership):
         """The configurations that trials have as far as this worker had to know, by `point_key`."""
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
+        self.has_ended_trials = False
+        """Whether this worker has ended trials since somebody set this to False."""
 
     # Claims
 
@@ -162,14 +164,12 @@ class WorkerLease(Membership):
         return None if row is None else self._lease_of(row)
 
     def _lease_of(self, row: sa.Row[Any]) -> Lease:
-        trials = self._storage.persist(lambda: self._study.get_trials(deepcopy=False))
-        trial_id = trial_id_of(trials[row.trial_number])
         self._lease = Lease(
             self._storage,
             self._study.study_name,
             self.token,
             self.id,
-            self._storage.persist(lambda: optuna.trial.Trial(self._study, trial_id)),
+            self._storage.persist(lambda: open_trial(self._study, row.trial_number)),
             row,
             study_closed=self.study_closed,
             budget=self.budget,
@@ -295,6 +295,7 @@ class WorkerLease(Membership):
         for trial in trials:
             end = partial(end_unclaimed, study=self._study.study_name, trial=trial, reason=reason)
             self._storage.write(partial(end, owner=seen.owner(trial)))
+            self.has_ended_trials = True
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""
@@ -342,7 +343,7 @@ class WorkerLease(Membership):
         if not values or not all(map(math.isfinite, values)):
             raise ValueError(f"a complete trial must have finite values, but got {values}")
         lease.end(result, self._retry(lease, result))
-        self._lease = None
+        self._lease, self.has_ended_trials = None, True
 
     def _retry(self, lease: Lease, result: TrialResult) -> dict[str, Any] | None:
         """The user attributes of the next attempt of a failed trial; None: there is none.

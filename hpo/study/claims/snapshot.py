@@ -23,7 +23,7 @@ from hpo.study.claims.runnable import Runnable, known_params
 from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
-from hpo.study.store.optuna_internals import all_trials
+from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 
@@ -115,7 +115,7 @@ class Watch:
             runnable: what the worker can run.
             points: the configurations of a grid or a comparison; None: the sampler proposes.
         """
-        trials = self._storage.persist(lambda: all_trials(self._study))
+        trials = self._storage.persist(lambda: read_trials(self._study))
         unfinished = self._unfinished_of(trials)
         return self._storage.read(lambda it: self._look(it, trials, unfinished, worker, runnable, points))
 

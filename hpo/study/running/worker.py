@@ -165,7 +165,9 @@ def _run_trials(
         if lease := worker.claim():
             if outcome := run_claimed(worker, lease, run_trial):
                 outcomes[outcome] += 1
-                storage.persist(options.after_trial)
+                if worker.has_ended_trials:  # not if it has only paused
+                    worker.has_ended_trials = False
+                    storage.persist(options.after_trial)
         elif closed.is_set():
             break
         elif any(map(worker.runnable, worker.left)):

@@ -53,16 +53,16 @@ def pause(storage: Storage, *values: float, precision: str = "fp32") -> None:
 @pytest.fixture
 def change_after_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
     """Let something happen between the next reading of the trials and that of the claims."""
-    read = snapshot.all_trials
+    read = snapshot.read_trials
 
     def install(change: Callable[[], Any]) -> None:
         def read_and_change(opened: Any) -> Any:
-            monkeypatch.setattr(snapshot, "all_trials", read)
+            monkeypatch.setattr(snapshot, "read_trials", read)
             trials = read(opened)
             change()
             return trials
 
-        monkeypatch.setattr(snapshot, "all_trials", read_and_change)
+        monkeypatch.setattr(snapshot, "read_trials", read_and_change)
 
     return install
 
