@@ -20,7 +20,15 @@ from hpo.study.sampling.forecast import (
     stages_left,
     training_share,
 )
-from hpo.study.sampling.promotion import BUDGET_SPENT, Promotion, Standings, is_paused, promotion_of, rungs_of
+from hpo.study.sampling.promotion import (
+    BUDGET_SPENT,
+    Promotion,
+    Rung,
+    Standings,
+    is_paused,
+    promotion_of,
+    rungs_of,
+)
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -71,10 +79,12 @@ def outlook(
     most = max(0, num_trials - record.counts["done"] - len(begun) + num_reopened - retries)
 
     promotion = promotion_of(pruner, record.directions, num_trials)
-    standings = Standings(promotion) if promotion is not None else None
-    for trial in ended if standings is not None else ():
-        standings.add_ended(trial)
-    rungs = standings.rungs(begun, lambda _: True) if standings is not None else []
+    rungs: Sequence[Rung] = ()
+    if promotion is not None:
+        standings = Standings(promotion)
+        for trial in ended:
+            standings.add_ended(trial)
+        rungs = standings.rungs(begun, lambda _: True)
     measured = _measured(record, promotion, trials)
     num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + retries
     known = measured or cost

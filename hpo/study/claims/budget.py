@@ -153,7 +153,7 @@ class StudyBudget:
         these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number <= max(numbers)
         query = sa.select(*columns, last.scalar_subquery().label("trained"))
         query = query.where(claims.c.study == self.study, these)
-        found = defaultdict(lambda: (0.0, 0.0))
+        found: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for row in connection.execute(query):
             share = training_share(row.trained, row.active_seconds)
             found[row.trial_number] = (row.device_seconds, row.device_seconds * share)

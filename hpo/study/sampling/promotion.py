@@ -127,8 +127,8 @@ class Promotion:
     @property
     def at_least(self) -> list[int]:
         """How many trials are promoted from each rung, if so many have begun."""
-        last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
-        return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
+        least = [self.keep * self.reduction_factor**index for index in reversed(range(len(self.rungs)))]
+        return [max(number, self.keep * len(self.directions)) for number in least]
 
     def most_paused(self, num_trials: int) -> int:
         """Return how many of so many trials wait at all rungs together, at most."""
