@@ -196,7 +196,6 @@ def _trial(
         outcome=outcome,
         reason=reason,
         params=params,
-        distributions={name: DISTRIBUTIONS[name] for name in params},
         values=None if score is None else (score,),
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,

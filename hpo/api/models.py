@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +40,9 @@ def use_best(
     """Evaluate and export the best trial, see `hpo.Study.use_best`."""
     used: dict[str, Any] = {}
     if folder is not None:
-        _check_export(folder, record)
+        check_export_folder(folder, study=record.name)
+        if told := nearest_told(record):
+            raise RunError(told)
     if not best_trials(record):
         return record, used
     trial = best_trials(record)[0]
@@ -69,25 +70,6 @@ def _evaluate(
     except HpoError as error:  # also of a user who may only read
         _logger.warning("The evaluation is not stored: %s", error)
     return {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
-
-
-def _check_export(folder: Path, record: StudyRecord) -> None:
-    """Raise an error if the folder cannot take this study's model, or no trial meets the limits."""
-    check_export_folder(folder)
-    if told := nearest_told(record):
-        raise RunError(told)
-    metadata = folder / "hpo.json"
-    if not metadata.exists():
-        return
-    try:
-        other = json.loads(metadata.read_text())["provenance"]["study"]
-    except (OSError, ValueError, LookupError, TypeError):
-        other = "unknown"
-    if other != record.name:
-        raise InputError(
-            f"{folder} must be free for a model of `{record.name}`, but holds one of the study `{other}`. "
-            "Name another folder, or remove that one."
-        )
 
 
 def diagnose_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from hpo.api.opening import (
     trust,
 )
 from hpo.code import use_code
-from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
 from hpo.errors import NoDatabaseError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
@@ -27,6 +27,7 @@ from hpo.study.store.database import place, storage_url
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
     from hpo.study.reading.study_record import StudyRecord
 
 
@@ -44,13 +45,24 @@ class NamedStudy:
     ) -> None:
         for code in [trust_code] if isinstance(trust_code, str) else trust_code:
             trust(code)
+        self._given = study if isinstance(study, Mapping) else None
         self._word = "" if isinstance(study, Mapping) else str(study)
-        self._file = study_of(study) if isinstance(study, Mapping) else load_file(self._word)
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
+        if self._given is not None or is_path(self._word):
+            _ = self._file  # raises for what is not valid
+
+    @cached_property
+    def _file(self) -> StudyConfig | None:
+        """The study of the file or mapping. A name is read when the database does not suffice."""
+        from hpo.config.study_config import study_of
+
+        return load_file(self._word) if self._given is None else study_of(self._given)
 
     @property
     def file(self) -> StudyConfig:
         """The study of its file or mapping. Raises StudyFileError where there is none."""
+        from hpo.config.study_config import load_study
+
         file = self._file if self._file is not None else load_study(self._word)
         use_code(file.code, f"The study `{file.name}`")  # another study's may be in use
         return file
@@ -71,14 +83,20 @@ class NamedStudy:
         with self.opened() as (_, record):
             return record
 
+    @property
+    def outline(self) -> StudyRecord:
+        """The record in brief, see `read_study`: of a large study it takes a fraction of the time."""
+        with self.opened(brief=True) as (_, record):
+            return record
+
     @contextmanager
-    def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
+    def opened(self, *, brief: bool = False) -> Iterator[tuple[Storage, StudyRecord]]:
         """The database and what it has of the study. Raises StorageError if it has nothing.
 
         A name is that of a study in the database, if there is one, whatever lies in `studies/`.
         """
         with existing_database(self._storage) as database:
-            yield database, read_study(database, self._name_in(database))
+            yield database, read_study(database, self._name_in(database), brief=brief)
 
     @property
     def name(self) -> str:
@@ -106,6 +124,8 @@ class NamedStudy:
         Raises StudyChangedError if the file differs from the stored study, and InputError as `check_trust`
         does.
         """
+        from hpo.config.study_config import stored_study
+
         given = self._file if self._file is not None and self._file.name == record.name else None
         stored = record.definition
         config = stored_study(record.name, stored) if given is None else given.resumed(stored)

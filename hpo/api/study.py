@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
 from hpo.api.opening import RUNS, check_positive, check_workers, to_run
-from hpo.config.comparison import Question
-from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError, StoppedError
+from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.store.database import storage_url
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from hpo.api.lifecycle import Copied, Deleted, Enqueued, StateChange
     from hpo.api.running import RunResult, WorkResult
     from hpo.api.tracking import Tracked
+    from hpo.config.questions import Question
+    from hpo.config.study_config import StudyConfig
     from hpo.config.trackers import TrackerName
     from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
@@ -188,7 +189,7 @@ class Study(NamedStudy):
         """How far it is: what `hpo status --json` prints."""
         from hpo.report.status import study_status
 
-        return study_status(self.record)
+        return study_status(self.outline)
 
     def trials_dataframe(self) -> pd.DataFrame:
         """A row for each trial: outcome, precision that was asked for and that ran, speed, memory, values as
@@ -229,7 +230,7 @@ class Study(NamedStudy):
         if merge and folder is None:
             raise InputError("--merge is how a model is exported: give --export DIR, too.")
         if split is None and folder is None:
-            return self.record, {}
+            return self.outline, {}
         from hpo.api.models import use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
@@ -376,7 +377,8 @@ class Study(NamedStudy):
 
     def report(self, folder: str | Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
-        from hpo.report.report import write_report
+        with collector_paused():
+            from hpo.report.report import write_report
 
         record = self.record
         file = self._word if self._word and self._file is not None else None

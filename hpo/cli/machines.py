@@ -106,7 +106,7 @@ def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
 )
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:
     """Find what is wrong with a database, its studies and checkpoints. Exit code 1: something is left."""
-    from hpo.cluster.doctor.doctor import examine
+    from hpo.cluster.doctor.doctor import examine, summary
     from hpo.study.store.database import place, storage_url
 
     url = storage_url(storage)
@@ -117,13 +117,9 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
         if not as_json:
             typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
             typer.echo(finding.text())
-    left = [finding for finding in findings if not finding.mended]
-    can = sum(finding.mend is not None for finding in left)
-    hint = f" `hpo doctor --fix` mends {can}." if can else ""
-    mended = len(findings) - len(left)
-    to_mend = f"{mended} mended, {len(left) or 'nothing'} left" if mended else f"{len(left) or 'nothing'}"
-    content = {"ok": not left, "findings": [finding.as_json() for finding in findings]}
-    return Answer(content, f"{place(url)}: {to_mend} to mend.{hint}", 1 if left else 0)
+    is_left = not all(finding.mended for finding in findings)
+    content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
+    return Answer(content, summary(findings, place(url)), int(is_left))
 
 
 _DEFAULT = RUNS / "postgres"

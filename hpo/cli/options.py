@@ -71,31 +71,26 @@ def _trust(files: list[str]) -> list[str]:
 
 StudyArgument = argument(str, "STUDY", "A name in studies/, or a YAML file.")
 StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.")
-StorageOption = optional(
-    str,
-    "URL",
-    "Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
-    envvar="HPO_STORAGE",
-    default="sqlite:///runs/hpo.db, in the working folder",
-)
-TrustOption = flag(
-    "--trust-remote-code",
-    "Run the code that comes with an encoder, where the study asks for that in the database.",
-)
-TrustCodeOption = option(
-    list[str],
-    "FILE",
-    "Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
-    callback=_trust,
-)
-NumTrialsOption = optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000)
-JsonOption = flag("--json", "Print JSON instead of text.")
 OPTIONS: Mapping[str, Any] = {
-    "as_json": JsonOption,
-    "storage": StorageOption,
-    "trust_remote_code": TrustOption,
-    "trust_code": TrustCodeOption,
-    "n_trials": NumTrialsOption,
+    "as_json": flag("--json", "Print JSON instead of text."),
+    "storage": optional(
+        str,
+        "URL",
+        "Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
+        "sqlite:///runs/hpo.db, in the working folder",
+        envvar="HPO_STORAGE",
+    ),
+    "trust_remote_code": flag(
+        "--trust-remote-code",
+        "Run the code that comes with an encoder, where the study asks for that in the database.",
+    ),
+    "trust_code": option(
+        list[str],
+        "FILE",
+        "Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
+        callback=_trust,
+    ),
+    "n_trials": optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000),
     "hours": optional(float, "H", "Device-hours of the study, in place of its trials.", min=0.001),
     "workers": optional(int, "W", "Processes here, spread over the GPUs.", "1", min=1, max=1000),
     "workers_per_device": optional(
@@ -113,7 +108,7 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "params": option(list[str], "NAME=VALUE", "A setting of the trial. Repeatable.", ("--param", "-p")),
 }
-"""The options of more than one command. An option with a default says so by `show_default`."""
+"""The options of more than one command."""
 IN_POINTS = "In hundredths, for mae and rmse in the labels' units."
 WORK = ("workers", "workers_per_device", "timeout", "until")
 TRUST = ("trust_remote_code", "trust_code")
@@ -147,14 +142,13 @@ def command(
         names, own = (*names, "storage"), {"study": of_study, **own}
 
     def decorate(function: Function) -> Function:
-        takes_json = "as_json" in inspect.signature(function).parameters
+        left_out = {"as_json", "trust_code"} - inspect.signature(function).parameters.keys()
 
         @functools.wraps(function)
-        def run(*, as_json: bool, trust_code: Any = None, **given: Any) -> NoReturn:
-            del trust_code  # its callback has named the code
-            given = {name: value for name, value in given.items() if value is not None}
+        def run(**given: Any) -> NoReturn:
+            as_json = given["as_json"]
+            given = {name: of for name, of in given.items() if of is not None and name not in left_out}
             arguments = [_study(given, quiet=as_json)] if of_study is not None else []
-            given |= {"as_json": as_json} if takes_json else {}
             with ended_at_once():
                 result = function(*arguments, **given)
                 if result is not None:
@@ -163,7 +157,10 @@ def command(
                 raise RunError(error)
             raise typer.Exit(getattr(result, "exit_code", 0))
 
-        _set_parameters(run, own | {name: OPTIONS[name] for name in (*names, "as_json")})
+        options = own | {name: OPTIONS[name] for name in (*names, "as_json")}
+        parameters = [_parameter(name, of) for name, of in options.items()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = options
         group.command()(run)
         return function
 
@@ -176,40 +173,22 @@ stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
 
 def _study(given: dict[str, Any], *, quiet: bool) -> Any:
     """The study of a command; takes its arguments out of `given`."""
-    from hpo.api.study import Study
+    from hpo.memory import collector_paused
+
+    with collector_paused():
+        from hpo.api.study import Study
 
     of_study = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
     return Study(**of_study, quiet=quiet)
 
 
-def with_options(*tables: Mapping[str, Any]) -> Callable[[Function], Function]:
-    """Give a command that takes `**options` those of the tables, None where they are not given."""
-
-    def decorate(command: Function) -> Function:
-        parameters = inspect.signature(command, eval_str=True).parameters.values()
-        named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-        _set_parameters(command, {name: of for table in tables for name, of in table.items()}, named)
-        return command
-
-    return decorate
-
-
-def _set_parameters(
-    command: Function, annotations: Mapping[str, Any], first: Iterable[inspect.Parameter] = ()
-) -> None:
-    """Have typer read these parameters instead of those in the code of the command."""
-
-    def default(kind: Any) -> Any:
-        if kind is bool or get_origin(kind) is list:
-            return False if kind is bool else []
-        return None if type(None) in get_args(kind) else inspect.Parameter.empty
-
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default(of.__origin__), annotation=of)
-        for name, of in annotations.items()
-    ]
-    command.__signature__ = inspect.Signature([*first, *more])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in (*first, *more)}
+def _parameter(name: str, of: Any) -> inspect.Parameter:
+    """A parameter that typer reads. A list, a flag, and an option that may be None need not be given."""
+    kind = of.__origin__
+    default: Any = None if type(None) in get_args(kind) else inspect.Parameter.empty
+    if kind is bool or get_origin(kind) is list:
+        default = False if kind is bool else []
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of)
 
 
 def print_json(value: Any) -> None:

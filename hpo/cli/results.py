@@ -9,9 +9,8 @@ import typer
 
 import hpo
 from hpo.cli.options import IN_POINTS, TRUST, Answer, answer, flag, folder, option, optional, study_command
-from hpo.config.comparison import CONFIGURATIONS, MOST_SEEDS, question_of
+from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS
 from hpo.config.trackers import TrackerName
-from hpo.precision.table import PRECISION
 
 
 @study_command()
@@ -20,7 +19,7 @@ def status(study: hpo.Study) -> Answer:
     from hpo.report import screens
     from hpo.report.status import study_status
 
-    record = study.record
+    record = study.outline
     numbers = study_status(record)
     return Answer(numbers, screens.status(record, numbers))
 
@@ -73,6 +72,8 @@ def compare(
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.api.comparing import ComparisonStopped
     from hpo.compare.planning import refuse_options
+    from hpo.config.comparison import question_of
+    from hpo.precision.table import PRECISION
     from hpo.report.verdicts import shown
 
     if configurations and over:

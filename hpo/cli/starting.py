@@ -14,7 +14,7 @@ FILES = {"study.yaml": "study.yaml", "my_tasks.py": "my_tasks.py.txt"}
 @command(folder=argument(Path, "FOLDER", "Its name becomes that of the study."))
 def new(folder: Path) -> Answer:
     """Write a study file and a commented file of code of your own into a folder, to start from."""
-    from hpo.config.study_config import study_name
+    from hpo.config.study_name import study_name
 
     try:
         name = study_name(folder.absolute().name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -39,17 +38,12 @@ from hpo.config.objective import ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
+from hpo.config.study_name import study_name
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
-
-
-def study_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
-    return name
 
 
 class ModelConfig(Section):
@@ -387,14 +381,6 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
 
 def _not_valid(name: str, why: str) -> str:
     return f"The database's definition of the study {show(name)} is not valid:\n{why}"
-
-
-def check_study_name(name: str) -> None:
-    """Raise StorageError for a name that no study file can give: it would name another folder of `runs/`."""
-    try:
-        study_name(name)
-    except ValueError as error:
-        raise StorageError(f"The name of a study {error}") from None
 
 
 def _find(given: Path) -> Path:

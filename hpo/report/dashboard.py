@@ -24,8 +24,9 @@ from hpo.errors import InputError
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
+from hpo.report.detailed import headline
 from hpo.report.detailed_page import HEADING
-from hpo.report.detailed_tables import detailed_evaluations, headline
+from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.limits import best_or_nearest, limits_told

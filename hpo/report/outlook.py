@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from optuna.trial import FrozenTrial, TrialState
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from hpo.config.budget import BudgetConfig
 from hpo.config.sampler_config import PrunerConfig
@@ -31,7 +30,12 @@ from hpo.study.sampling.promotion import (
 )
 
 if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+
+_FINISHED = ("COMPLETE", "PRUNED", "FAIL")
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,15 @@ def outlook(
     before = record.definition.get("budget")
     is_raised = before is not None and (budget is None or budget.hours > before["hours"])
     trials = [_frozen(trial, is_raised) for trial in record.trials]
-    ended = [trial for trial in trials if trial.state.is_finished()]
-    begun = [trial for trial in trials if trial.state == TrialState.RUNNING]
+    ended = [trial for trial in trials if trial.state.name in _FINISHED]
+    begun = [trial for trial in trials if trial.state.name == "RUNNING"]
     running = [trial for trial in begun if not is_paused(trial)]
     retries = sum(trial.state == "WAITING" and "retry_of" in trial.attributes for trial in record.trials)
     num_reopened = len(begun) - sum(trial.state == "RUNNING" for trial in record.trials)
     most = max(0, num_trials - record.counts["done"] - len(begun) + num_reopened - retries)
 
     promotion = promotion_of(pruner, record.directions, num_trials)
-    rungs: Sequence[Rung] = ()
+    rungs: list[Rung] = []
     if promotion is not None:
         standings = Standings(promotion)
         for trial in ended:
@@ -117,34 +121,20 @@ def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence
     """The mean cost of the trials that have trained and have ended or paused."""
     found = []
     for read, trial in zip(record.trials, trials, strict=True):
-        rests = trial.state.is_finished() or is_paused(trial)
-        if not rests or not (read.evaluations or read.values):
+        rests = trial.state.name in _FINISHED or is_paused(trial)
+        if not rests or (read.trained_seconds is None and not read.values):
             continue
         seconds = trial_seconds(record, read)
         active = read.attributes.get("active_seconds", seconds)
-        share = training_share(read.evaluations[-1].seconds if read.evaluations else None, active)
+        share = training_share(read.trained_seconds, active)
         attributes = read.attributes | {"outcome_reason": read.reason}
-        is_complete = trial.state == TrialState.COMPLETE
+        is_complete = trial.state.name == "COMPLETE"
         found.append(measured_trial(promotion, attributes, is_complete, (seconds, seconds * share)))
     return measured_cost(filter(None, found))
 
 
 def _frozen(trial: TrialRecord, is_raised: bool) -> FrozenTrial:
-    """The trial as workers see it. One that the budget ended runs again if the budget is raised."""
-    state = TrialState[trial.state]
-    if is_raised and trial.reason == BUDGET_SPENT and state == TrialState.PRUNED:
-        state = TrialState.RUNNING
-    return FrozenTrial(
-        number=trial.number,
-        state=state,
-        value=None,
-        values=None,
-        datetime_start=None,
-        datetime_complete=None,
-        params={},
-        distributions={},
-        user_attrs=trial.attributes,
-        system_attrs={},
-        intermediate_values={},
-        trial_id=trial.number,
-    )
+    """The trial as workers see it, without Optuna. One that the budget ended runs again if it is raised."""
+    is_reopened = is_raised and trial.reason == BUDGET_SPENT and trial.state == "PRUNED"
+    state = SimpleNamespace(name="RUNNING" if is_reopened else trial.state)
+    return cast("FrozenTrial", SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes))

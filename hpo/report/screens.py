@@ -18,8 +18,8 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
+from hpo.report.status import paused_told
 from hpo.report.terminal import OUTCOME_STYLES, one_line, warning
-from hpo.study.claims.lease import trial_attributes
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
@@ -29,7 +29,7 @@ from hpo.study.reading.study_record import (
 )
 
 if TYPE_CHECKING:
-    from hpo.report.detailed_tables import Detailed
+    from hpo.report.detailed import Detailed
     from hpo.report.terminal import Part
     from hpo.study.reading.overview import StudyOverview
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -55,7 +55,7 @@ def summary(record: StudyRecord) -> Iterator[Part]:
 def best(record: StudyRecord) -> Iterator[Part]:
     """The best trial (with several objectives, the Pareto front): values, parameters, precision facts, and
     the score with its interval on each split that it was evaluated on in detail."""
-    from hpo.report.detailed_tables import evaluations_of, headline
+    from hpo.report.detailed import evaluations_of, headline
 
     trials = best_trials(record)
     if not trials:
@@ -76,7 +76,7 @@ def best(record: StudyRecord) -> Iterator[Part]:
 
 def best_model(record: StudyRecord, evaluated: str | None, exported: str | None) -> Iterator[Part]:
     """The best trials, the metrics of the first on validation and on `evaluated`, and warnings."""
-    from hpo.report.detailed_tables import evaluations_of
+    from hpo.report.detailed import evaluations_of
 
     yield from best(record)
     if trials := best_trials(record):
@@ -132,7 +132,8 @@ def metrics(trial: TrialRecord) -> Iterator[Part]:
 
 def detailed(one: Detailed) -> Iterator[Part]:
     """The metrics of a detailed evaluation with intervals and warnings; the page has the rest."""
-    from hpo.report.detailed_tables import decided_text, metrics_text, num_rows
+    from hpo.report.detailed import decided_text, num_rows
+    from hpo.report.detailed_tables import metrics_text
 
     said = f"Trial {one.trial_number} on {one.split}: {num_rows(one)}"
     yield Text("; ".join(filter(None, (said, decided_text(one)))), style="bold")
@@ -142,6 +143,8 @@ def detailed(one: Detailed) -> Iterator[Part]:
 
 def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
     """The record that a study would store of a trial."""
+    from hpo.study.claims.lease import trial_attributes
+
     values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
     return {"params": params, "values": values, **trial_attributes(result)}
 
@@ -200,10 +203,16 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
     yield "", [{"outcome": outcome, "trials": count} for outcome, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
     stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
+    if told := paused_told(record):
+        yield told
     if stranded:
         yield f"Unfinished, with no worker: {len(stranded)}. The next worker continues them."
     elif not numbers["workers"]:
         yield "No live worker."
+    # Also those of plain Optuna.
+    others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
+    if others:
+        yield f"RUNNING, but of no worker of this study: {len(others)}. `hpo doctor` says more."
     if numbers["trials_per_hour"]:
         yield f"Rate: {format_number(numbers['trials_per_hour'])} trials an hour."
     if numbers["estimated_end"]:

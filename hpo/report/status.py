@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from hpo.config.sampler_config import PrunerConfig
 from hpo.report.outlook import stored_outlook
 from hpo.report.spending import spending
 from hpo.study.reading.study_record import (
@@ -87,6 +88,16 @@ def _unclaimed(record: StudyRecord) -> Iterator[str]:
                 f"Trial {trial.number} is RUNNING, but no worker of the study made it. "
                 "`hpo doctor --fix` ends it as FAIL."
             )
+
+
+def paused_told(record: StudyRecord) -> str:
+    """Say how many trials are paused, and when they continue; empty if none is paused."""
+    paused = record.counts.get("paused", 0)
+    factor = PrunerConfig.model_validate(record.definition.get("pruner", {})).options.get("reduction_factor")
+    if not paused or not factor:
+        return ""
+    share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
+    return f"Paused at a rung: {paused}. A paused trial continues if it is among the best {share} there."
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

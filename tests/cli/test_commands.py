@@ -29,6 +29,7 @@ from hpo.study.store.storage import open_storage
 def slow_modules_after(code: str) -> set[str]:
     """Which of the modules that take long to import a new process has after running `code`."""
     names = ("torch", "optuna", "transformers", "pandas", "sqlalchemy", "pydantic", "numpy", "sklearn")
+    names += ("alembic", "scipy", "plotly", "jinja2")
     report = f"\nimport sys; print([name for name in {names} if name in sys.modules])"
     command = [sys.executable, "-c", code + report]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -41,6 +42,16 @@ def test_help_imports_no_slow_module(arguments: list[str]) -> None:
     code = f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
     found = slow_modules_after(f"{code}try: hpo.cli.commands.main()\nexcept SystemExit: pass")
     assert found <= {"pydantic"}, "with which typer itself reads the options of a command"
+
+
+def test_status_imports_no_slow_module(folder: Path) -> None:
+    """Status reads the tables by its own SQL, also the detailed evaluation of the best trial."""
+    database = folder / "runs" / "hpo.db"
+    arguments = ["hpo", "status", "tiny", "--storage", f"sqlite:///{database}"]
+    found = slow_modules_after(
+        f"import sys, hpo.cli.commands\nsys.argv = {arguments}\nhpo.cli.commands.app(standalone_mode=False)"
+    )
+    assert found == {"pydantic", "sqlalchemy"}
 
 
 # What each says of itself

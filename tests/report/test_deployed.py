@@ -8,7 +8,7 @@ from rich.console import Console
 from hpo.deploy.artifacts import ARTIFACTS
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
-from hpo.evaluation.intervals import Interval
+from hpo.evaluation.record import Interval
 from hpo.report import terminal
 from hpo.report.deployed import loading, shown, verdict
 

@@ -18,7 +18,7 @@ from tiny import tiny_study
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
 from hpo.report import progress, screens, terminal
-from hpo.report.detailed_tables import Detailed
+from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
@@ -49,17 +51,19 @@ def end_unclaimed(
     elif reason == BUDGET_SPENT and not rungs:
         kept = claims.c.saved_step > 0
     change = sa.update(claims).where(is_as_seen(study, trial, owner))
-    changed = connection.execute(change.values(owner=None, counts=kept).returning(claims.c.counts)).first()
+    change = change.values(owner=None, counts=kept)
+    changed = connection.execute(change.returning(claims.c.counts, claims.c.facts)).one_or_none()
     if changed is None:
         return False
     if not changed.counts:
         return give_up(connection, trial, Outcome.PREEMPTED, reason)
+    facts = json.loads(changed.facts or "{}")
     return end_trial(
         connection,
         trial_id_of(trial),
         TrialState.PRUNED,
         values=values,
-        user_attrs={"outcome": Outcome.PRUNED, "outcome_reason": reason},
+        user_attrs={**facts, "outcome": Outcome.PRUNED, "outcome_reason": reason},
         constraints=[*rungs.values()][-1].get("constraints") if rungs else None,
     )
 

@@ -156,7 +156,8 @@ class Watch:
     ) -> Snapshot:
         name = self._study.study_name
         of_unfinished = claims.c.trial_number.in_([trial.number for trial in unfinished])
-        query = sa.select(claims).where(claims.c.study == name, of_unfinished)
+        columns = [column for column in claims.c if column is not claims.c.facts]  # which are long
+        query = sa.select(*columns).where(claims.c.study == name, of_unfinished)
         rows = {row.trial_number: row for row in connection.execute(query)}
         others = self._others(connection, worker)
         owners = {row.owner for row in rows.values()} - {None, worker}

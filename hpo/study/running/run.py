@@ -22,7 +22,7 @@ from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, EnergyCounter, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
-from hpo.memory import release_free_memory
+from hpo.memory import collector_paused, release_free_memory
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
@@ -179,7 +179,8 @@ def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInf
 
     Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
     """
-    from hpo.training.distributed import world_size
+    with collector_paused():
+        from hpo.training.distributed import world_size
 
     try:
         device = probe_device(config.device)
@@ -218,7 +219,8 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
 
 
 def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
-    from hpo.trial.executor import Executor
+    with collector_paused():
+        from hpo.trial.executor import Executor
 
     return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
 

@@ -24,16 +24,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
-from optuna.trial import FrozenTrial, TrialState
-
 from hpo.config.limits import violation
 from hpo.config.study_file import show
 from hpo.errors import StorageError
 from hpo.json_safe import is_number
-from hpo.study.sampling.fronts import loss_signs, order
 
 if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
     from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
@@ -55,7 +53,7 @@ def is_paused(trial: FrozenTrial) -> bool:
     """Whether the trial has come to a rung and has not continued from it."""
     attributes = trial.user_attrs
     at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
-    return bool(at_rung) and trial.state == TrialState.RUNNING
+    return bool(at_rung) and trial.state.name == "RUNNING"
 
 
 def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
@@ -67,10 +65,10 @@ def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
     rungs = attributes.get(RUNGS_ATTR, {})
     at_rungs = rungs.values() if isinstance(rungs, dict) and all(map(_is_share, rungs)) else [None]
     for at in at_rungs:
-        values = at.get("values") if isinstance(at, dict) else None
-        limits = at.get("constraints") if isinstance(at, dict) else None
+        values, limits = (at.get("values"), at.get("constraints")) if isinstance(at, dict) else (None, None)
         is_valid = isinstance(values, list) and len(values) == num_objectives and isinstance(limits, dict)
-        if not is_valid or not all(map(is_number, [*values, *limits.values()])):
+        numbers = [*(values or ()), *(limits or {}).values()] if is_valid else []
+        if not is_valid or not all(map(is_number, numbers)):
             _refuse(trial, RUNGS_ATTR, "{share: {values: a number for each objective, constraints: numbers}}")
 
 
@@ -176,6 +174,10 @@ class Rung:
         if not self.waiting or len(self.waiting[0].losses) == 1:
             waiting = sorted(self.waiting)
             return [(bisect_left(self.promoted, one) + place, one) for place, one in enumerate(waiting)]
+        import numpy as np  # which status does without
+
+        from hpo.study.sampling.fronts import order
+
         every = [*self.promoted, *self.waiting]
         losses_NK = np.array([standing.losses for standing in every], dtype=float)
         behind_K = 1 + losses_NK.max(axis=0) - losses_NK.min(axis=0)
@@ -197,12 +199,14 @@ class Standings:
     ) -> None:
         self.promotion = promotion
         self._continues_last = continues_last
+        from hpo.study.sampling.fronts import loss_signs
+
         self._signs = loss_signs(promotion.directions)
         self._ended = {rung: Rung() for rung in promotion.rungs}
 
     def add_ended(self, trial: FrozenTrial) -> None:
         """Add a trial that has ended. A trial that FAILed does not count."""
-        if trial.state == TrialState.FAIL:
+        if trial.state.name == "FAIL":
             return
         at_rungs = rungs_of(trial.user_attrs)
         last = max(at_rungs, default=0.0)
@@ -211,7 +215,7 @@ class Standings:
             if rung is None:
                 continue  # the study had other rungs
             rung.num_paused += 1
-            if number < last or trial.state == TrialState.COMPLETE:
+            if number < last or trial.state.name == "COMPLETE":
                 insort(rung.promoted, self._standing(trial, at))
 
     def rungs(
