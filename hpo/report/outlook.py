@@ -45,6 +45,8 @@ class Outlook:
     cost: Cost | None
     """None: nothing was trained."""
     forecast: Forecast
+    num_planned: int
+    """Trials that will have begun in the end."""
     seconds: float
     """Device time that is left to spend."""
     next_seconds: float
@@ -105,7 +107,10 @@ def outlook(
         found = forecast(promotion, rungs, num_starts, min(1, most))
     seconds = known.of(found.stages) - ahead if known is not None else 0.0
     one_more = stages_left(promotion, rungs, num_starts + 1)
-    return Outlook(measured, found, max(0.0, seconds), known.of(one_more) if known is not None else 0.0)
+    num_planned = num_trials - most + found.num_new
+    return Outlook(
+        measured, found, num_planned, max(0.0, seconds), known.of(one_more) if known is not None else 0.0
+    )
 
 
 def stored_outlook(record: StudyRecord) -> Outlook:

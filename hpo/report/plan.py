@@ -94,7 +94,7 @@ class Plan:
         of = "" if self.budget_hours is None else f" of the budget of {self.budget_hours:.3g}"
         spent = f", {self.spent_hours:.3g} of them spent" if self.spent_hours else ""
         yield f"Device-hours: about {self.hours:.3g}{of}{spent}."
-        if self.budget_hours is not None and self.hours > self.budget_hours:
+        if self.budget_hours is not None and self.whole_trials and self.hours > self.budget_hours:
             yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
         if self.paused_bytes is not None:
             yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
@@ -125,7 +125,8 @@ def make_plan(
     spent = sum(trial_seconds(record, trial) for trial in record.trials)
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
     promotion = promotion_of(config.pruner, config.directions, config.num_trials)
-    num_paused = promotion.most_paused(config.num_trials) if promotion is not None else 0
+    is_left = found.forecast.whole_trials > 0
+    num_paused = promotion.most_paused(found.num_planned) if promotion is not None and is_left else 0
     return Plan(
         costs,
         [*found.forecast.stages],

@@ -7,10 +7,10 @@ paused.
 
 Of `reduction_factor` trials at a rung one is promoted, at once and before another trial starts (asynchronous
 successive halving). When every trial of the study has begun, more are promoted so that `keep` trials for each
-objective reach the end. A trial that pauses late and is among the best is promoted as well. With several
-objectives the best are the first fronts (`hpo.study.sampling.fronts`). At each rung the best `MOST_PAUSED` of
-the waiting trials are kept, because Optuna reads every unfinished trial again and again. The others end as
-PRUNED, and so do all of them when the study ends.
+objective reach the end. A trial that pauses late and is among the best is promoted as well. Trials of several
+objectives are ranked by fronts (`hpo.study.sampling.fronts`). A large first front changes nothing in the
+numbers. At each rung the best `MOST_PAUSED` of the waiting trials are kept, because Optuna reads every
+unfinished trial again and again. The others end as PRUNED, and so do all of them when the study ends.
 
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
@@ -125,8 +125,8 @@ class Promotion:
     @property
     def at_least(self) -> list[int]:
         """How many trials are promoted from each rung, if so many have begun."""
-        last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
-        return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
+        least = [self.keep * self.reduction_factor**index for index in reversed(range(len(self.rungs)))]
+        return [max(number, self.keep * len(self.directions)) for number in least]
 
     def most_paused(self, num_trials: int) -> int:
         """Return how many of so many trials wait at all rungs together, at most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from worker_process import begin, evaluate, result, study, worker_on
 
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
-from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.promotion import BUDGET_SPENT, promotion_of
@@ -54,13 +55,16 @@ def url(storage: Storage) -> str:
 
 
 @pytest.mark.parametrize("hours", [9.0, None])
-def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None) -> None:
+def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None, tmp_path: Path) -> None:
     with open_storage(url) as storage:
         assert storage.is_finished("tiny")
         trials = read_study(storage, "tiny").trials
         assert [trial.state for trial in trials] == ["PRUNED", "PRUNED"]
         assert [trial.reason for trial in trials] == [BUDGET_SPENT, BUDGET_SPENT]
-        assert without_checkpoints(storage.load_study("tiny"), 0) == set(), "they may continue"
+        for number in (0, 1):
+            (tmp_path / f"trial-{number:05d}").mkdir()
+        keep_best_checkpoints(storage.load_study("tiny"), tmp_path, 0)
+        assert len([*tmp_path.glob("trial-*")]) == 2, "they may continue"
     with open_storage(url) as storage:
         config = config_of(hours)
         create_or_resume_study(storage, config)

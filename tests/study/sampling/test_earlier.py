@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 from worker_process import finish, result, run_trials, run_until_killed, start_process, study
@@ -23,7 +22,7 @@ GIVEN = [{"learning_rate": 2e-5, "batch_size": 32}, {"fp_precision": "fp32"}, {"
 def make(url: str, config: StudyConfig, kill: str = "") -> None:
     """Make the study; with `kill`, this process dies when it has come so far."""
     if kill:
-        module, name = {"create_study": (optuna, kill), "enqueue_trials": (studies, kill)}[kill]
+        module, name = studies, kill
         function = getattr(module, name)
 
         def called(*args: Any, **kwargs: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import TrialState, create_trial
 from worker_process import evaluate, result, study
 
-from hpo.api.planning import plan_told
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.report.plan import TrialCost, make_plan
@@ -22,7 +22,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.forecast import Cost, Stage, forecast, planned_stages
-from hpo.study.sampling.promotion import RESUMED_ATTR, Rung, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, Rung, Standings, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -166,5 +166,20 @@ def test_a_small_budget_is_enough_for_one_start(storage: Storage, clock: FakeTim
     config = config_of(PRUNERS["none"], 5.0)
     plan = make_plan(config, [TrialCost("fp32", None, 22.0, "a test", run_seconds=2.0)], None, 1)
     assert [stage.num_trials for stage in plan.stages] == [1]
-    assert any("not be enough for one whole trial" in line for line in plan_told(plan))
+    assert "not be enough for one whole trial" in plan.text()
     assert len(run(storage, config, clock, COST).trials) == 1
+
+
+def test_a_large_first_front_continues_as_planned() -> None:
+    """None of 60 trials is better in both objectives than another. As many continue as the plan says."""
+    promotion = promotion_of(study(pruner=PRUNERS["promote"]).pruner, ("minimize", "minimize"), 60)
+    assert promotion is not None
+    assert [stage.num_trials for stage in planned_stages(promotion, 60)] == [60, 20, 6, 4]
+    standings, trials = Standings(promotion), []
+    for number in range(60):
+        values = {"values": [float(number), -float(number)], "constraints": {}}
+        attributes = {"paused_at": 0.04, "rungs": {"0.04": values}}
+        trials.append(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
+        trials[-1].number = number
+    rungs = standings.rungs(trials, lambda _: True)
+    assert len(standings.promoted(rungs, more_begin=False)) == 20
