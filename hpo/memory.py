@@ -6,11 +6,28 @@ import contextlib
 import ctypes
 import gc
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpo.device import DeviceInfo
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Import large packages, or read a study, without Python's garbage collector.
+
+    Hardly any of these objects is garbage, and the collector goes through all of them again and again: it
+    takes 0.7 s of the 4.4 s of CPU of the imports of a trial.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def disable_malloc_trim() -> None:

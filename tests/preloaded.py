@@ -16,7 +16,8 @@ from worker_process import run_trials, study
 import hpo.api.comparing
 import hpo.api.running
 import hpo.api.study
-import hpo.cli.display
+import hpo.report.screens
+import hpo.report.tables
 import hpo.study.running.run
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage

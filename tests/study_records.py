@@ -80,7 +80,7 @@ def fake_record() -> StudyRecord:
     trials[9].telemetry["precision"] |= disagreement
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
     trials[12].telemetry["device"]["shared"] = True
-    return record_of(trials, slots={"open": 1, "running": 1, "done": 38})
+    return record_of(trials, counts={"open": 1, "running": 1, "done": 38})
 
 
 GPU = {"type": "cuda", "name": "Example GPU 80GB", "compute_capability": "9.0", "torch": "2.13.0"}
@@ -110,7 +110,7 @@ def two_device_record() -> StudyRecord:
             telemetry["device_utilization"] = 0.95
             telemetry["precision"] |= {"support": "native"}
         trials.append(dataclasses.replace(trial, values=None if fails else values, telemetry=telemetry))
-    return record_of(trials, slots={"open": 0, "running": 0, "done": 60})
+    return record_of(trials, counts={"open": 0, "running": 0, "done": 60})
 
 
 def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialRecord:
@@ -124,8 +124,8 @@ def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialR
 
 
 def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
-    slots = {"open": 40, "running": 0, "done": 0}
-    record = StudyRecord("fake", ("score",), ("maximize",), DEFINITION, trials, workers=[], slots=slots)
+    counts = {"open": 40, "running": 0, "done": 0}
+    record = StudyRecord("fake", ("score",), ("maximize",), DEFINITION, trials, workers=[], counts=counts)
     return dataclasses.replace(record, **changes)
 
 
@@ -196,7 +196,6 @@ def _trial(
         outcome=outcome,
         reason=reason,
         params=params,
-        distributions={name: DISTRIBUTIONS[name] for name in params},
         values=None if score is None else (score,),
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,

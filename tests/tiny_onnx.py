@@ -19,7 +19,7 @@ from hpo.deploy.onnx_export import export_onnx
 from hpo.inference.model import TrainedModel
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 
 TEXTS = (
     "Late again!",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
-from hpo.api.in_advance import limit_in_advance, trials_in_advance
-from hpo.api.running import RunResult, run_here
+from hpo.api.opening import check_positive, make_runs_folder
+from hpo.api.running import RunResult
 from hpo.compare.companion import open_comparison, unlabelled_in_test
-from hpo.config.comparison import CONFIGURATIONS
+from hpo.compare.looks import run_looks
+from hpo.config.questions import CONFIGURATIONS, Question
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
-from hpo.errors import RunError
+from hpo.errors import InputError, RunError
+from hpo.json_safe import json_safe
+from hpo.report.in_advance import limit_in_advance, trials_in_advance
 from hpo.study.running.run import check_trust
 from hpo.study.store.studies import check_data
 
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
-    from hpo.study.running.stopping import Stop
-    from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -63,11 +65,31 @@ def planned_comparison(
     return companion, data, in_advance
 
 
-def run_look(
-    companion: StudyConfig, processes: WorkerProcesses, stop: Stop, storage: str | None, *, quiet: bool
-) -> StudyRecord:
-    """Train the planned trials of a comparison, as `run_here` does. Raises ComparisonStopped."""
-    result = run_here(companion, processes, stop, storage, quiet=quiet)
-    if result.ended != "finished":
-        raise ComparisonStopped(result)
-    return result.record
+def run_comparison(
+    database: Storage,
+    search: StudyRecord,
+    config: StudyConfig,
+    request: Request,
+    run: Callable[[StudyConfig], RunResult],
+) -> Mapping[str, Any]:
+    """Plan a comparison, `run` its trials look by look and judge them, see `hpo.Study.compare`.
+
+    Raises ComparisonStopped.
+    """
+    if request.question not in get_args(Question):
+        raise InputError(
+            f"`question` must be one of {', '.join(get_args(Question))}, but got {request.question}."
+        )
+    check_positive(top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin)
+    companion, data, in_advance = planned_comparison(database, search, config, request)
+    make_runs_folder(companion.name)
+
+    def run_look(look: StudyConfig) -> StudyRecord:
+        result = run(look)
+        if result.ended != "finished":
+            raise ComparisonStopped(result)
+        return result.record
+
+    result = run_looks(database, companion, search, data.tasks, run_look, in_advance)
+    content: Mapping[str, Any] = json_safe(result.content)
+    return content

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpo.api.opening import RUNS, checkpoint_of
+from hpo.api.models import checkpoint_of
+from hpo.api.opening import RUNS, check_positive
 from hpo.compare.companion import unlabelled_in_test
 from hpo.compare.planning import by_rank
 from hpo.deploy.artifacts import NAMES, parse_names
@@ -50,9 +51,14 @@ class DeploymentOptions:
     artifacts: str | None = None
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        check_positive(timeout=self.timeout, max_drop=self.max_drop, threads=self.threads)
+
 
 class DeploymentStopped(RunError):
     """The search was stopped before fp32 was scored: nothing is kept."""
+
+    exit_code = 130
 
 
 def deploy_best(
@@ -95,11 +101,7 @@ def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, sto
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
     has_test = "test" in data.splits and not unlabelled_in_test(config, data)
     return DeploymentRequest(
-        names,
-        1.0 if max_drop is None else max_drop,
-        batch,
-        has_test,
-        ends=partial(_why_it_ends, stop),
+        names, 1.0 if max_drop is None else max_drop, batch, has_test, ends=partial(_why_it_ends, stop)
     )
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpo.api.opening import checkpoint_of
-from hpo.config.search_space import decode
+from hpo.api.opening import RUNS, make_runs_folder
+from hpo.config.search_space import decode, refusal
+from hpo.device import probe_device
 from hpo.errors import HpoError, InputError, RunError
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.models.export import check_export_folder
+from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.study_record import best_trials, nearest_told, with_evaluation
+from hpo.study.store.studies import check_data
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
+from hpo.trial.executor import Executor
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
     from hpo.study.store.storage import Storage
-    from hpo.trial.executor import Executor
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +40,9 @@ def use_best(
     """Evaluate and export the best trial, see `hpo.Study.use_best`."""
     used: dict[str, Any] = {}
     if folder is not None:
-        _check_export(folder, record)
+        check_export_folder(folder, study=record.name)
+        if told := nearest_told(record):
+            raise RunError(told)
     if not best_trials(record):
         return record, used
     trial = best_trials(record)[0]
@@ -68,25 +72,6 @@ def _evaluate(
     return {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
 
 
-def _check_export(folder: Path, record: StudyRecord) -> None:
-    """Raise an error if the folder cannot take this study's model, or no trial meets the limits."""
-    check_export_folder(folder)
-    if told := nearest_told(record):
-        raise RunError(told)
-    metadata = folder / "hpo.json"
-    if not metadata.exists():
-        return
-    try:
-        other = json.loads(metadata.read_text())["provenance"]["study"]
-    except (OSError, ValueError, LookupError, TypeError):
-        other = "unknown"
-    if other != record.name:
-        raise InputError(
-            f"{folder} must be free for a model of `{record.name}`, but holds one of the study `{other}`. "
-            "Name another folder, or remove that one."
-        )
-
-
 def diagnose_checkpoint(
     database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], number: int
 ) -> Diagnosis:
@@ -103,3 +88,27 @@ def diagnose_checkpoint(
     key = f"{database.study_token(config.name)}/{chosen.number}"
     stored = StoredTrial(number, chosen.outcome, params, chosen.telemetry, folder, key)
     return diagnose(executor, stored)
+
+
+def checkpoint_of(
+    config: StudyConfig,
+    database: Storage,
+    trial: TrialRecord,
+    *,
+    device: str | None = None,
+    kind: Literal["best", "step"] = "best",
+) -> tuple[Executor, Path]:
+    """Return an executor of the study and the folder with a trial's newest checkpoint of that kind.
+
+    Raises InputError if the trial has parameters that are not in the study, such as another encoder.
+    """
+
+    if said := refusal(config.search_space, trial.params):
+        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
+    make_runs_folder(config.name)
+    executor = Executor(config, probe_device(device or config.device), RUNS)
+    check_data(database, config.name, executor.dataset.fingerprint)
+    folder = executor.trial_folder(database.study_token(config.name), trial.number)
+    if (remote := open_remote_store(config.checkpoint)) is not None:
+        remote.fetch_newest(kind, folder)
+    return executor, folder

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-    from hpo.study.reading.study_record import TrialRecord
     from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
-    from hpo.trial.executor import Executor
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -81,25 +77,6 @@ def load_to_work(
     return to_run(config, n_trials), is_file
 
 
-def study_of(content: Mapping[str, Any]) -> StudyConfig:
-    """The study of a mapping with the keys of a study file; paths are relative to the working folder.
-
-    Raises InputError with every problem.
-    """
-    from pydantic import ValidationError
-
-    from hpo.config.study_config import StudyConfig
-    from hpo.config.study_file import problems_of
-
-    folder = Path.cwd()
-    try:
-        return StudyConfig.model_validate(
-            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
-        )
-    except ValidationError as error:
-        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
-
-
 def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyConfig, bool]:
     """Return the study as a worker runs it, and whether it is the one in the user's own file.
 
@@ -159,8 +136,7 @@ def load_file(study: str) -> StudyConfig | None:
         return None
 
 
-@contextmanager
-def existing_database(storage: str | None, stop: Stop | None = None) -> Iterator[Storage]:
+def existing_database(storage: str | None, stop: Stop | None = None) -> Storage:
     """The database, as `Study` takes its URL. Raises NoDatabaseError where there is none.
 
     With `stop` it waits for a database that is away, until that is set.
@@ -168,34 +144,4 @@ def existing_database(storage: str | None, stop: Stop | None = None) -> Iterator
     from hpo.study.store.database import storage_url
     from hpo.study.store.storage import open_storage
 
-    with open_storage(storage_url(storage), create=False, stop=stop) as database:
-        yield database
-
-
-def checkpoint_of(
-    config: StudyConfig,
-    database: Storage,
-    trial: TrialRecord,
-    *,
-    device: str | None = None,
-    kind: Literal["best", "step"] = "best",
-) -> tuple[Executor, Path]:
-    """Return an executor of the study and the folder with a trial's newest checkpoint of that kind.
-
-    Raises InputError if the trial has parameters that are not in the study, such as another encoder.
-    """
-    from hpo.config.search_space import refusal
-    from hpo.device import probe_device
-    from hpo.study.checkpoints.remote_store import open_remote_store
-    from hpo.study.store.studies import check_data
-    from hpo.trial.executor import Executor
-
-    if said := refusal(config.search_space, trial.params):
-        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
-    make_runs_folder(config.name)
-    executor = Executor(config, probe_device(device or config.device), RUNS)
-    check_data(database, config.name, executor.dataset.fingerprint)
-    folder = executor.trial_folder(database.study_token(config.name), trial.number)
-    if (remote := open_remote_store(config.checkpoint)) is not None:
-        remote.fetch_newest(kind, folder)
-    return executor, folder
+    return open_storage(storage_url(storage), create=False, stop=stop)

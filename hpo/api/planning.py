@@ -1,37 +1,51 @@
-"""What a study's trials or its budget come to, as far as it is measured, or can be here."""
+"""The plan of a study, by what was measured or can be measured here."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpo.api.in_advance import limit_in_advance
 from hpo.api.opening import RUNS
-from hpo.compare.planning import DEFAULTS
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
-from hpo.errors import DataError, RunError
+from hpo.errors import RunError
 from hpo.precision.table import apply_preset
-from hpo.report.formats import format_number, format_seconds
+from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
-from hpo.tasks.registry import is_error
-from hpo.trial.objectives import quality_objective
+from hpo.trial.trial_parts import fit_pruner
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-    from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
 
 _logger = logging.getLogger(__name__)
 
 
-def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int | None = None) -> Plan:
-    """The plan of a study by its complete trials, and by some steps here in a precision that has none.
+def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
+    """Return the plan of a study, with the losses that a comparison cannot exclude.
 
-    `workers` defaults to the live ones, or one. Raises RunError if the steps did not work.
+
+    Raises RunError if the steps did not work.
+
+    Args:
+        workers: None: the live ones, or one.
     """
+    data, why_pruner = None, "it is stored with the study"
+    if record is None:
+        data = load_data(config.data)
+        config, why_pruner = fit_pruner(config, data)
+    else:
+        config = config.resumed(record.definition)
+    plan = _measured_plan(config, record, workers, why_pruner)
+    return replace(plan, limit=comparison_limit(config, data))
+
+
+def _measured_plan(
+    config: StudyConfig, record: StudyRecord | None, workers: int | None, why_pruner: str
+) -> Plan:
+    """The plan by the complete trials, and by some steps here in a precision that has none."""
     device = probe_device(config.device)
     lacking = check_precisions(config, device)
     costs = costs_of(record) if record else {}
@@ -42,37 +56,11 @@ def measured_plan(config: StudyConfig, record: StudyRecord | None, workers: int 
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
-    return make_plan(config, list(costs.values()), record, workers or live or 1)
+    pruner = _pruner_text(config, why_pruner)
+    return make_plan(config, list(costs.values()), record, workers or live or 1, pruner)
 
 
-def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
-    """The losses that `hpo compare` cannot exclude with its default margin.
-
-    Empty: there is no default margin, or this machine has no data. A study that was measured needs none.
-    """
-    if is_error(quality_objective(config.objective).metric):
-        return ""
-    try:
-        data = data or load_data(config.data)
-    except DataError as error:
-        _logger.warning("The losses that `hpo compare` cannot exclude are not known here: %s", error)
-        return ""
-    return limit_in_advance(config, data, DEFAULTS["margin"])
-
-
-def plan_told(plan: Plan) -> Iterator[str]:
-    """The plan in sentences, a line each."""
-    for cost in plan.costs:
-        rate = cost.examples_per_second
-        speed = "" if rate is None else f", at {format_number(rate)} examples/s"
-        yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
-    start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in plan.stages)
-    going_on = f"; of these go on {', '.join(later)}" if later else ""
-    yield f"Trials: {start} of their budget{going_on}. That is {plan.whole_trials:.3g} whole trials."
-    of = "" if plan.budget_hours is None else f" of the budget of {plan.budget_hours:.3g}"
-    spent = f", {plan.spent_hours:.3g} of them spent" if plan.spent_hours else ""
-    yield f"Device-hours: about {plan.hours:.3g}{of}{spent}."
-    clock = format_seconds(3600 * plan.hours_to_the_end)
-    if plan.limit:
-        yield f"`hpo compare`: {plan.limit}"
-    yield f"With {plan.num_workers} worker{'s' * (plan.num_workers > 1)}: about {clock} from now."
+def _pruner_text(config: StudyConfig, why: str) -> str:
+    rungs = ", ".join(f"{float(rung):.0%}" for rung in config.pruner.rungs)
+    pauses = f", trials pause at {rungs} of their budget" if rungs else ""
+    return f"{config.pruner.name}{pauses}; {why}"

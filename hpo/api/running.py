@@ -3,36 +3,118 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shlex
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
-from hpo.api.progress import shown
 from hpo.config.study_config import StudyConfig
+from hpo.report.formats import format_seconds, trials_done
+from hpo.report.plan import costs_of
+from hpo.report.progress import StudyDisplay
 from hpo.study.reading.reader import read_study
-from hpo.study.running.run import OpenOptions, open_study, run_study
-from hpo.study.running.stopping import Stop
+from hpo.study.reading.watch import StudyWatch, watching
+from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import storage_url
+from hpo.study.store.database import place, redact, storage_url
+from hpo.study.store.lifecycle import has_complete
+from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from hpo.report.terminal import Part
     from hpo.study.reading.study_record import StudyRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult(RunSummary):
-    """What a run on this machine was."""
+class WorkResult(RunSummary):
+    """The work of one process, or of those that it started, in a study."""
 
-    record: StudyRecord = field(repr=False)
+    study: str
     left_out: Mapping[str, str]
     """Precisions of the study that no trial drew here, with the reason."""
+    stored: StoredStudy | None = field(repr=False)
+    """The study after it; None if it was deleted."""
+    has_complete: bool
+    """Whether a trial of the study is complete."""
+
+    @property
+    def error(self) -> str:
+        """The reason for an exit code of 1; empty: there is none."""
+        if self.exit_code != 1:
+            return ""
+        ended = sum(self.outcomes.values())
+        why = f"`hpo report {self.study}` shows why."
+        return f"{self.num_failed} of the {ended} trials that ended here failed. {why}"
+
+    def as_json(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
+        return {**told, "outcomes": dict(self.outcomes)}
+
+    def text(self) -> Iterable[Part]:
+        return self.how_to_go_on() if self.ended in ("elsewhere", "closed", "timeout") else ()
+
+    def how_to_go_on(self) -> Iterator[str]:
+        """The reason why it ended before the study, and the command that continues the study."""
+        if self.stored is None:
+            yield f"The study {self.study} was deleted."
+            return
+        counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
+        if self.ended == "closed":
+            again = f"To open it again: hpo resume {self.study}"
+            yield f"The study {self.study} is {self.stored.state}: {counts}. {again}"
+            return
+        why = {
+            "stopped": "Stopped and checkpointed",
+            "timeout": "Out of time",
+            "elsewhere": f"What is left needs a device with {' or '.join(self.elsewhere)}",
+        }[self.ended]
+        none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"
+        where = " there" if self.ended == "elsewhere" else ""
+        command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
+        yield f"{why}: {counts}{none}. To go on{where}: {command}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(WorkResult):
+    """A run on this machine, and the study after it."""
+
+    record: StudyRecord = field(repr=False)
+
+    @property
+    def error(self) -> str:
+        if self.ended != "finished" or self.has_complete:
+            return super().error
+        last = next(trial for trial in reversed(self.record.trials) if trial.state != "WAITING")
+        trace = last.attributes.get("traceback")
+        return (
+            f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
+            f"{last.reason}" + (f"\n{trace}" if trace else "")
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        from hpo.report.status import study_status
+
+        return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
+
+    def text(self) -> Iterator[Part]:
+        from hpo.report.screens import summary  # not before the first trial
+
+        yield from summary(self.record)
+        if self.ended != "finished":
+            yield from self.how_to_go_on()
 
 
 def worker_processes(
@@ -73,7 +155,77 @@ def run_here(
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
-        with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=quiet):
+        with tracked(config.name, config.tracker, url, RUNS), _shown(opened, quiet=quiet, stop=stop):
             summary = run_study(opened, processes, stop=stop)
         record = read_study(opened.storage, config.name)
-        return RunResult(**vars(summary), record=record, left_out=opened.left_out)
+        return RunResult(**_facts(opened, summary), record=record)
+
+
+def work_here(
+    config: StudyConfig, processes: WorkerProcesses, how: OpenOptions, storage: str | None, *, quiet: bool
+) -> WorkResult:
+    """Be one or more workers of a study, and keep its number of trials."""
+    here, stop = not processes.shares, how.stop or Stop()
+    how = replace(how, resize=False, trials_run="in this process" if here else "in workers")
+    with (
+        open_study(config, storage_url(storage), RUNS, how) as opened,
+        _shown(opened, quiet=quiet, stop=stop, own=here),
+    ):
+        summary = run_study(opened, processes, stop=stop)
+        if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
+            summary = replace(summary, outcomes={})
+        return WorkResult(**_facts(opened, summary))
+
+
+def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
+    """The fields of a `WorkResult`."""
+    storage, name = opened.storage, opened.config.name
+    complete = storage.read(lambda connection: has_complete(connection, name))
+    facts = {"study": name, "left_out": opened.left_out, "has_complete": complete}
+    return vars(summary) | facts | {"stored": read_stored(storage, name)}
+
+
+@contextmanager
+def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
+    """Say which study is run and what of it is not, and show its progress during the block.
+
+    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
+    workers.
+    """
+    if quiet:
+        yield
+        return
+    stored, storage, config = opened.stored, opened.storage, opened.config
+    done = stored.counts["done"]
+    state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
+    counts = trials_done(stored.counts, has_budget=config.budget is not None)
+    typer.echo(
+        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
+    )
+    if opened.left_out:
+        reasons = " ".join(dict.fromkeys(opened.left_out.values()))
+        typer.echo(
+            f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
+            "`amp.on_unsupported` and `amp.allow_emulated` change that."
+        )
+    typer.echo(_short_time(opened, stop.deadline - time.monotonic()), nl=False)
+    seconds = 2.0 if own else 0.5
+    with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
+        yield
+
+
+def _short_time(opened: OpenStudy, seconds: float) -> str:
+    """A line if trials pause, and so few seconds are left to begin that none of them may reach its end."""
+    config = opened.config
+    is_finished = opened.stored.counts["done"] == config.n_trials
+    if math.isinf(seconds) or is_finished or not config.pruner.rungs:
+        return ""
+    costs = costs_of(read_study(opened.storage, config.name)).values()
+    whole = min((cost.seconds for cost in costs), default=config.training.max_seconds)
+    if whole is None or whole <= seconds:
+        return ""
+    return (
+        f"--timeout is shorter than a whole trial, which takes about {format_seconds(whole)}. Trials that "
+        "pause may not reach their end in this run.\n"
+    )

@@ -13,49 +13,40 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from hpo.api.messages import progress_shown
-from hpo.api.opening import (
-    RUNS,
-    check_positive,
-    check_workers,
-    existing_database,
-    find_study,
-    is_path,
-    load_file,
-    make_runs_folder,
-    study_of,
-    to_run,
-    trust,
-)
-from hpo.code import use_code
-from hpo.config.comparison import Question
-from hpo.config.study_config import StudyConfig, load_study, stored_study
+from hpo.api.named import NamedStudy
+from hpo.api.opening import RUNS, check_positive, check_workers, to_run
 from hpo.device import probe_device
-from hpo.errors import InputError, NoDatabaseError, RunError
-from hpo.json_safe import json_safe
+from hpo.errors import InputError, RunError, StoppedError
+from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
-from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
 from hpo.study.store.database import storage_url
-from hpo.study.store.storage import Storage
+from hpo.study.store.storage import open_storage
 from hpo.trial.callbacks import Callbacks
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpo.api.running import RunResult
+    from hpo.api.lifecycle import Copied, Deleted, Enqueued, StateChange
+    from hpo.api.running import RunResult, WorkResult
+    from hpo.api.tracking import Tracked
+    from hpo.config.questions import Question
+    from hpo.config.study_config import StudyConfig
+    from hpo.config.trackers import TrackerName
+    from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
+    from hpo.study.store.lifecycle import StudyState
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.telemetry import ScoredEvaluation, TrialResult
     from hpo.trial.verify import PrecisionCheck
 
 
-class Study:
+class Study(NamedStudy):
     """A study file, or a mapping with its keys, and what its database has of it.
 
     Args:
@@ -71,80 +62,6 @@ class Study:
         InputError: the study is not valid; the message lists every problem. A name of which there is no valid
             file is looked for in the database when it is used.
     """
-
-    def __init__(
-        self,
-        study: str | Path | Mapping[str, Any],
-        *,
-        storage: str | None = None,
-        trust_code: str | Sequence[str] = (),
-        trust_remote_code: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        for code in [trust_code] if isinstance(trust_code, str) else trust_code:
-            trust(code)
-        self._word = "" if isinstance(study, Mapping) else str(study)
-        self._file = study_of(study) if isinstance(study, Mapping) else load_file(self._word)
-        self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
-
-    @property
-    def file(self) -> StudyConfig:
-        """The study of its file or mapping. Raises StudyFileError where there is none."""
-        file = self._file if self._file is not None else load_study(self._word)
-        use_code(file.code, f"The study `{file.name}`")  # another study's may be in use
-        return file
-
-    @property
-    def config(self) -> StudyConfig:
-        """The study of its file, else as in the database. Raises InputError if there is none, or its code
-        is not trusted."""
-        if self._file is not None:
-            return self.file
-        config, _ = find_study(self._word, storage_url(self._storage))
-        self._check_trust(config, None)
-        return config
-
-    @property
-    def record(self) -> StudyRecord:
-        """All that the database has of the study, as of now. Raises StorageError where it has nothing."""
-        with self.opened() as (_, record):
-            return record
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
-        """The database and what it has of the study. Raises StorageError if it has nothing.
-
-        A name is that of a study in the database, if there is one, whatever lies in `studies/`.
-        """
-        with existing_database(self._storage) as database:
-            yield database, read_study(database, self._name_in(database))
-
-    @property
-    def name(self) -> str:
-        """Of the study in the database, or of its file where there is no database yet."""
-        try:
-            with existing_database(self._storage) as database:
-                return self._name_in(database)
-        except NoDatabaseError:
-            if self._file is None:
-                raise
-            return self._file.name
-
-    def _name_in(self, database: Storage) -> str:
-        is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
-        return self._word if is_stored or self._file is None else self._file.name
-
-    def config_of(self, record: StudyRecord) -> StudyConfig:
-        """The study as in its file; as stored if there is no file, or it is of another study.
-
-        Raises StudyChangedError if the file differs from the stored study, and InputError as `check_trust`
-        does.
-        """
-        given = self._file if self._file is not None and self._file.name == record.name else None
-        stored = record.definition
-        config = stored_study(record.name, stored) if given is None else given.resumed(stored)
-        self._check_trust(config, given)
-        return config
 
     def run(
         self,
@@ -175,14 +92,40 @@ class Study:
         """
         from hpo.api.running import run_here, worker_processes
 
-        # Before anything is made.
-        check_positive(timeout=timeout)
-        check_workers(workers, workers_per_device)
-        end_of_job(until)
-        config = to_run(self.file, n_trials, hours)
-        processes = worker_processes(config, self._storage, workers, workers_per_device)
+        check_workers(workers, workers_per_device)  # before anything is made
         with self._stopping(until, timeout) as stop:
+            config = to_run(self.file, n_trials, hours)
+            processes = worker_processes(config, self._storage, workers, workers_per_device)
             return run_here(config, processes, stop, self._storage, quiet=self._quiet)
+
+    def work(
+        self,
+        *,
+        workers: int | None = None,
+        workers_per_device: int | None = None,
+        until: str | None = None,
+        timeout: float | None = None,
+    ) -> WorkResult:
+        """Join the study as one or more workers until it is done, as `hpo worker` does.
+
+        A name means the study in the database, if there is one. The arguments are those of `run`.
+        """
+        from hpo.api.running import work_here, worker_processes
+        from hpo.cluster.batch.slurm import requeue_this_job
+        from hpo.study.running.run import OpenOptions
+
+        check_workers(workers, workers_per_device)
+        with self._stopping(until, timeout) as stop:
+            try:
+                config, is_file = self._to_work(stop)
+                processes = worker_processes(config, self._storage, workers, workers_per_device)
+                how = OpenOptions(is_file=is_file, trust_remote_code=self._trusts, stop=stop)
+                result = work_here(config, processes, how, self._storage, quiet=self._quiet)
+            except StoppedError:  # while the database was away
+                requeue_this_job("stopped", stop)
+                raise
+            requeue_this_job(result.ended, stop)
+            return result
 
     def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
         """Check the study of the file, and make the tables and the study, before workers start."""
@@ -235,31 +178,18 @@ class Study:
         By its complete trials; in a precision of which there is none, some steps are trained here. `n_trials`
         and `hours` replace the study's; `workers` defaults to the live ones, or one.
         """
-        from hpo.api.planning import comparison_limit, measured_plan
-        from hpo.data.dataset import load_data
-        from hpo.trial.trial_parts import fit_rungs
+        from hpo.api.planning import plan_study
 
         check_positive(workers=workers)
-        config, record, data = to_run(self.config, n_trials, hours), None, None
-        try:
-            with existing_database(self._storage) as database:
-                if database.has_study(config.name):
-                    record = read_study(database, config.name)
-        except NoDatabaseError:
-            pass  # nothing has run yet
+        config = to_run(self.config, n_trials, hours)
         with progress_shown(quiet=self._quiet):
-            if record is None:
-                data = load_data(config.data)
-                config = fit_rungs(config, data)
-            else:
-                config = config.resumed(record.definition)
-            return replace(measured_plan(config, record, workers), limit=comparison_limit(config, data))
+            return plan_study(config, self._record_of(config.name), workers)
 
     def status(self) -> dict[str, Any]:
         """How far it is: what `hpo status --json` prints."""
         from hpo.report.status import study_status
 
-        return study_status(self.record)
+        return study_status(self.outline)
 
     def trials_dataframe(self) -> pd.DataFrame:
         """A row for each trial: outcome, precision that was asked for and that ran, speed, memory, values as
@@ -297,8 +227,10 @@ class Study:
         With several objectives the best trial by the first of them is used. Returns the record with the
         evaluation, and what was done: `evaluation`, `export`; {} where no trial is complete.
         """
+        if merge and folder is None:
+            raise InputError("--merge is how a model is exported: give --export DIR, too.")
         if split is None and folder is None:
-            return self.record, {}
+            return self.outline, {}
         from hpo.api.models import use_best
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
@@ -334,38 +266,18 @@ class Study:
         Raises:
             RunError: it was interrupted; what has ended is kept.
         """
-        from hpo.api.comparing import planned_comparison, run_look
-        from hpo.api.running import worker_processes
-        from hpo.compare.looks import run_looks
+        from hpo.api.comparing import run_comparison
+        from hpo.api.running import run_here, worker_processes
         from hpo.compare.planning import Request
 
         request, url, quiet = Request(question, **options), self._storage, self._quiet
-        if question not in get_args(Question):
-            raise InputError(
-                f"`question` must be one of {', '.join(get_args(Question))}, but got {question}."
-            )
-        check_positive(
-            top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin
-        )
-        with (
-            stop_on_signals(end_of_job(until)) as stop,
-            progress_shown(quiet=quiet),
-            self.opened() as (database, record),
-        ):
-            config = self.config_of(record)
-            companion, data, in_advance = planned_comparison(database, record, config, request)
-            processes = worker_processes(companion, url, workers)
-            make_runs_folder(companion.name)
-            result = run_looks(
-                database,
-                companion,
-                record,
-                data.tasks,
-                lambda look: run_look(look, processes, stop, url, quiet=quiet),
-                in_advance,
-            )
-        content: Mapping[str, Any] = json_safe(result.content)
-        return content
+        with self._stopping(until) as stop, self.opened() as (database, record):
+
+            def run(companion: StudyConfig) -> RunResult:
+                processes = worker_processes(companion, url, workers)
+                return run_here(companion, processes, stop, url, quiet=quiet)
+
+            return run_comparison(database, record, self.config_of(record), request, run)
 
     def deploy(self, folder: str | Path | None = None, **options: Any) -> dict[str, Any]:
         """Find the fastest form of the best model that is as good as fp32, as `hpo deploy` does.
@@ -376,20 +288,97 @@ class Study:
         """
         from hpo.api.deploying import DeploymentOptions, deploy_best
 
-        wanted = DeploymentOptions(**{name: value for name, value in options.items() if value is not None})
-        check_positive(timeout=wanted.timeout, max_drop=wanted.max_drop, threads=wanted.threads)
-        with (
-            progress_shown(quiet=self._quiet),
-            stop_on_signals(end_of_job(None), wanted.timeout) as stop,
-            self.opened() as (database, record),
-        ):
+        wanted = DeploymentOptions(**options)
+        with self._stopping(timeout=wanted.timeout) as stop, self.opened() as (database, record):
             to = Path(folder or RUNS / record.name / "deploy")
             stored = deploy_best(database, record, self.config_of, wanted, stop, to)
             return stored | {"folder": str(to), "was_stopped": stop.is_set()}
 
+    @contextmanager
+    def dashboard(self, port: int = 8080, host: str = "127.0.0.1") -> Iterator[Dashboard]:
+        """Have optuna-dashboard listen during the block, with our notes and plots in the study.
+
+        Port 0 takes a free one. `Dashboard.serve_forever` answers requests until it is interrupted.
+        """
+        from hpo.report.dashboard import open_dashboard
+
+        with self.opened() as (database, record), open_dashboard(database, record, port, host) as served:
+            yield served
+
+    def enqueue(self, params: Mapping[str, Any] | Sequence[str], *, whole: bool = False) -> Enqueued:
+        """Have the next free worker try a configuration. The sampler draws the settings that are left out.
+
+        The trial is one of those that the study has left to begin.
+
+        Args:
+            params: searched settings by name, or texts such as `learning_rate=3e-5`.
+            whole: run the trial to its end; it is neither paused nor pruned.
+
+        Raises InputError if a setting is not searched or out of range, or no trial is left to begin.
+        """
+        from hpo.api.lifecycle import enqueue
+
+        with self._stored() as (database, name):
+            return enqueue(database, name, params, whole=whole)
+
+    def pause(self) -> StateChange:
+        """Stop the study for now: its workers checkpoint their trials and leave.
+
+        Raises RunError if a worker has not left after three minutes.
+        """
+        return self._set_state("paused")
+
+    def resume(self) -> StateChange:
+        """Open the study again after `pause` or `cancel`. It starts no worker."""
+        return self._set_state("open")
+
+    def cancel(self) -> StateChange:
+        """Stop the study for good: pause it, and end its unfinished trials. Raises RunError as `pause`."""
+        return self._set_state("cancelled")
+
+    def delete(self, confirm: Callable[[str], object] = lambda _: None) -> Deleted:
+        """Remove the study from the database, and its checkpoints from where this machine finds them.
+
+        `confirm` receives a description of the study before anything is removed; an exception stops the
+        removal. Raises InputError if the study has workers.
+        """
+        from hpo.api.lifecycle import delete
+
+        with self._stored() as (database, name):
+            return delete(database, name, confirm)
+
+    def copy(self, to: str) -> Copied:
+        """Copy the study with its trials to the database at the URL `to`; it keeps its checkpoints.
+
+        Raises InputError if the study has workers, or `to` has a study of this name.
+        """
+        from hpo.api.lifecycle import copy_study
+
+        with self._stored() as (source, name), open_storage(storage_url(to)) as target:
+            return copy_study(source, target, name)
+
+    def track(
+        self, to: TrackerName, *, follow: bool = False, folder: Path | None = None, with_parent: bool = False
+    ) -> Tracked:
+        """Show each trial as a run of a tracker. Called again, it adds new trials and changes.
+
+        Args:
+            to: `mlflow`, `tensorboard` or `wandb`.
+            follow: keep the tracker up to date until the study ends or is without workers for 10 minutes.
+            folder: the folder for the files of tensorboard, and of wandb before it sends them.
+            with_parent: end when the standard input does.
+        """
+        from hpo.api.tracking import track
+
+        if folder is not None and to == "mlflow":
+            raise InputError("--folder must be left out with `--to mlflow`, which writes no files.")
+        with self._stopping() as stop, self.opened() as (database, record):
+            return track((database, record), to, stop, follow=follow, folder=folder, with_parent=with_parent)
+
     def report(self, folder: str | Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); returns the page."""
-        from hpo.report.report import write_report
+        with collector_paused():
+            from hpo.report.report import write_report
 
         record = self.record
         file = self._word if self._word and self._file is not None else None
@@ -405,25 +394,14 @@ class Study:
         summary = brief_summary(StudyTables(record)).to_html(index=False)
         return f"<b>{record.name}</b>: {counts}{summary}"
 
-    def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
-        from hpo.study.running.run import check_trust  # not for those that only look
+    def _set_state(self, state: StudyState) -> StateChange:
+        from hpo.api.lifecycle import set_state
 
-        check_trust(config, of_file, self._trusts)
+        with self._stored() as (database, name):
+            return set_state(database, name, state)
 
     def _use_best(self, **use: Any) -> dict[str, Any]:
         record, used = self.use_best(**use)
         if not used:
             raise RunError(f"The study `{record.name}` has no complete trial.")
         return used
-
-    @contextmanager
-    def _stopping(self, until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
-        """Around trials in this process: stopped by a signal, in several ranks where torchrun began them."""
-        from hpo.api.running import ranks_of_torchrun
-
-        with (
-            progress_shown(quiet=self._quiet),
-            stop_on_signals(end_of_job(until), timeout) as stop,
-            ranks_of_torchrun(),
-        ):
-            yield stop

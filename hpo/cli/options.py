@@ -1,4 +1,9 @@
-"""What the commands share: their options, and how they answer."""
+"""Turns functions into commands: their options, and their answers.
+
+A command names the options that it shares with others and defines its own. An option that is not given is
+left out of the call: the default is that of the library, and the help states it. The function returns a
+result with `text` for a person and `as_json` for `--json`, and perhaps an `exit_code` and an `error`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,21 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 
 from hpo.api.opening import trust
-from hpo.errors import printable
+from hpo.errors import RunError, printable
 
 if TYPE_CHECKING:
-    from hpo.study.running.stopping import Stop
+    from hpo.report.terminal import Part
+
+Function = Callable[..., Any]
 
 app = typer.Typer(
     help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
@@ -26,26 +35,32 @@ app = typer.Typer(
 )
 
 
+def option(kind: Any, metavar: str, help_text: str, names: Sequence[str] = (), **more: Any) -> Any:
+    """The type of a parameter that is an option, which may have `names` of its own."""
+    return Annotated[kind, typer.Option(*names, metavar=metavar, help=help_text, **more)]
+
+
+def optional(kind: Any, metavar: str, help_text: str, default: str = "", **more: Any) -> Any:
+    """An option that may be left out; the help states the `default` of the library."""
+    return option(kind | None, metavar, help_text, **({"show_default": default} if default else {}), **more)
+
+
+def flag(name: str, help_text: str, **more: Any) -> Any:
+    return Annotated[bool, typer.Option(name, help=help_text, **more)]
+
+
+def folder(help_text: str, *names: str, default: str = "") -> Any:
+    return optional(Path, "DIR", help_text, default, names=names, file_okay=False)
+
+
+def argument(kind: Any, metavar: str, help_text: str) -> Any:
+    return Annotated[kind, typer.Argument(metavar=metavar, help=help_text)]
+
+
 def _positive_seconds(value: float | None) -> float | None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"must be a number of seconds > 0, but got {value:g}.")
     return value
-
-
-def option(kind: Any, metavar: str, help_text: str, **more: Any) -> Any:
-    """An option in a table for `with_options` or `study_command`."""
-    return Annotated[kind, typer.Option(metavar=metavar, help=help_text, **more)]
-
-
-StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
-StoredStudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in the database.")]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run the code that comes with an encoder, where the study asks for that in the database.",
-    ),
-]
 
 
 def _trust(files: list[str]) -> list[str]:
@@ -54,136 +69,126 @@ def _trust(files: list[str]) -> list[str]:
     return files
 
 
-TrustCodeOption = Annotated[
-    list[str],
-    typer.Option(
-        "--trust-code",
-        metavar="FILE",
-        callback=_trust,
-        help="Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
-    ),
-]
-StorageOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
+StudyArgument = argument(str, "STUDY", "A name in studies/, or a YAML file.")
+StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.")
+OPTIONS: Mapping[str, Any] = {
+    "as_json": flag("--json", "Print JSON instead of text."),
+    "storage": optional(
+        str,
+        "URL",
+        "Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
+        "sqlite:///runs/hpo.db, in the working folder",
         envvar="HPO_STORAGE",
-        help="Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
-        show_default="sqlite:///runs/hpo.db, in the working folder",
     ),
-]
-NumTrialsOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
-]
-HoursOption = Annotated[
-    float | None,
-    typer.Option(min=0.001, metavar="H", help="Budget of the study in device-hours, in place of its trials."),
-]
-ParamOption = Annotated[
-    list[str],
-    typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
-]
-UntilOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TIME",
-        help="When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
+    "trust_remote_code": flag(
+        "--trust-remote-code",
+        "Run the code that comes with an encoder, where the study asks for that in the database.",
+    ),
+    "trust_code": option(
+        list[str],
+        "FILE",
+        "Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
+        callback=_trust,
+    ),
+    "n_trials": optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000),
+    "hours": optional(float, "H", "Device-hours of the study, in place of its trials.", min=0.001),
+    "workers": optional(int, "W", "Processes here, spread over the GPUs.", "1", min=1, max=1000),
+    "workers_per_device": optional(
+        int, "K", "Processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
+    ),
+    "timeout": optional(
+        float, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
+    ),
+    "until": optional(
+        str,
+        "TIME",
+        "When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
         "would not reach its next evaluation, and the trial in hand is checkpointed before.",
-        show_default="SLURM_JOB_END_TIME",
+        "SLURM_JOB_END_TIME",
     ),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=1000,
-        metavar="W",
-        help="Processes on this machine, spread over its GPUs.",
-        show_default="1",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-WORK_OPTIONS: Mapping[str, Any] = {
-    "workers": WorkersOption,
-    "workers_per_device": option(
-        int | None,
-        "K",
-        "Processes for each GPU of this machine, or on its CPU; not with --workers.",
-        min=1,
-        max=100,
-    ),
-    "timeout": option(
-        float | None, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
-    ),
-    "until": UntilOption,
+    "params": option(list[str], "NAME=VALUE", "A setting of the trial. Repeatable.", ("--param", "-p")),
 }
+"""The options of more than one command."""
+IN_POINTS = "In hundredths, for mae and rmse in the labels' units."
+WORK = ("workers", "workers_per_device", "timeout", "until")
+TRUST = ("trust_remote_code", "trust_code")
 
 
-def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command that has no class of its own."""
+
+    content: Any
+    """Or a function without arguments that returns it."""
+    shown: str | Iterable[Part] = ""
+    exit_code: int = 0
+
+    def as_json(self) -> Any:
+        return self.content() if callable(self.content) else self.content
+
+    def text(self) -> str | Iterable[Part]:
+        return self.shown
 
 
-def _own_options(
-    command: Callable[..., None], tables: Sequence[Mapping[str, Any]]
-) -> list[inspect.Parameter]:
-    """The parameters of a command, with the options of the tables in place of its `**options`."""
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-    return named + [_parameter(name, annotation) for table in tables for name, annotation in table.items()]
+def command(
+    *names: str, group: typer.Typer = app, of_study: Any = None, **own: Any
+) -> Callable[[Function], Function]:
+    """Make a function a command with the options `names` of `OPTIONS` and its `own`.
 
-
-def _set_options(command: Callable[..., None], options: Sequence[inspect.Parameter]) -> None:
-    """Have typer read these options instead of the parameters in the code of the command."""
-    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in options}
-
-
-def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `**options` those of the tables, None where they are not given."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _set_options(command, _own_options(command, tables))
-        return command
-
-    return decorate
-
-
-def study_command(
-    *tables: Mapping[str, Any], runs_code: bool = True
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command about one study.
-
-    The function takes the `hpo.Study`, `as_json` and its own options. STUDY, --storage, --json and,
-    with `runs_code`, the options to trust code are added.
+    With `of_study`, the type of the argument STUDY, the function takes a `hpo.Study` first. A function that
+    prints by itself takes `as_json`.
     """
+    if of_study is not None:
+        names, own = (*names, "storage"), {"study": of_study, **own}
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(
-            study: str, storage: str | None, *, as_json: bool, trust_remote_code: bool = False, **options: Any
-        ) -> None:
-            from hpo.api.study import Study
+    def decorate(function: Function) -> Function:
+        left_out = {"as_json", "trust_code"} - inspect.signature(function).parameters.keys()
 
-            options.pop("trust_code", None)  # its callback has named the code
-            opened = Study(study, storage=storage, trust_remote_code=trust_remote_code, quiet=as_json)
-            command(opened, as_json=as_json, **options)
+        @functools.wraps(function)
+        def run(**given: Any) -> NoReturn:
+            as_json = given["as_json"]
+            given = {name: of for name, of in given.items() if of is not None and name not in left_out}
+            arguments = [_study(given, quiet=as_json)] if of_study is not None else []
+            with ended_at_once():
+                result = function(*arguments, **given)
+                if result is not None:
+                    answer(result.as_json, () if as_json else result.text(), as_json=as_json)
+            if error := getattr(result, "error", ""):
+                raise RunError(error)
+            raise typer.Exit(getattr(result, "exit_code", 0))
 
-        for name in ("opened", "as_json"):
-            del command.__annotations__[name]
-        own = [each for each in _own_options(command, tables) if each.name not in ("opened", "as_json")]
-        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        trust = [
-            _parameter("trust_remote_code", TrustOption, False),
-            _parameter("trust_code", TrustCodeOption, []),
-        ]
-        shared = [_parameter("storage", StorageOption), *(trust if runs_code else [])]
-        study = _parameter("study", StudyArgument, inspect.Parameter.empty)
-        _set_options(run, [study, *own, *shared, _parameter("as_json", JsonOption, False)])
-        app.command()(run)
-        return run
+        options = own | {name: OPTIONS[name] for name in (*names, "as_json")}
+        parameters = [_parameter(name, of) for name, of in options.items()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = options
+        group.command()(run)
+        return function
 
     return decorate
+
+
+study_command = functools.partial(command, of_study=StudyArgument)
+stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
+
+
+def _study(given: dict[str, Any], *, quiet: bool) -> Any:
+    """The study of a command; takes its arguments out of `given`."""
+    from hpo.memory import collector_paused
+
+    with collector_paused():
+        from hpo.api.study import Study
+
+    of_study = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
+    return Study(**of_study, quiet=quiet)
+
+
+def _parameter(name: str, of: Any) -> inspect.Parameter:
+    """A parameter that typer reads. A list, a flag, and an option that may be None need not be given."""
+    kind = of.__origin__
+    default: Any = None if type(None) in get_args(kind) else inspect.Parameter.empty
+    if kind is bool or get_origin(kind) is list:
+        default = False if kind is bool else []
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of)
 
 
 def print_json(value: Any) -> None:
@@ -193,14 +198,21 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(json_safe(value), indent=2, default=str))
 
 
-def answer(value: Any, text: str, *, as_json: bool) -> None:
-    """Print what a command has done: as JSON, or in words, which may come from a database."""
-    print_json(value) if as_json else typer.echo(printable(text))
+def answer(value: Any, text: str | Iterable[Part], *, as_json: bool) -> None:
+    """Print the result of a command: as JSON, or in words, which may come from a database."""
+    if as_json:
+        print_json(value() if callable(value) else value)
+    elif isinstance(text, str):
+        typer.echo(printable(text))
+    else:
+        from hpo.report.terminal import print_parts
+
+        print_parts(text)
 
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """A SIGINT that ends the command at once does so with a word on what that means."""
+    """A SIGINT that ends the command at once does so with a word on its effect."""
     try:
         yield
     except KeyboardInterrupt:
@@ -208,12 +220,3 @@ def ended_at_once() -> Iterator[None]:
             "Ended at once. A trial goes on from its last checkpoint when its study is run again.", err=True
         )
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def stop_signals(until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
-    """`stop_on_signals`, and `ended_at_once`."""
-    from hpo.study.running.stopping import end_of_job, stop_on_signals
-
-    with ended_at_once(), stop_on_signals(end_of_job(until), timeout) as stop:
-        yield stop

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from hpo.cli.options import JsonOption, answer, app
+from hpo.cli.options import Answer, argument, command
 from hpo.errors import InputError
 
 FILES = {"study.yaml": "study.yaml", "my_tasks.py": "my_tasks.py.txt"}
 
 
-@app.command()
-def new(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Its name becomes that of the study.")],
-    as_json: JsonOption = False,
-) -> None:
+@command(folder=argument(Path, "FOLDER", "Its name becomes that of the study."))
+def new(folder: Path) -> Answer:
     """Write a study file and a commented file of code of your own into a folder, to start from."""
-    from hpo.config.study_config import study_name
+    from hpo.config.study_name import study_name
 
     try:
         name = study_name(folder.absolute().name)
@@ -41,4 +35,4 @@ def new(
     commands = [f"hpo check {study}", f"hpo run {study}", f"hpo best {study} --export {model}"]
     text = f"{folder} has the study {name} and what it adds, my_tasks.py. Next:\n  " + "\n  ".join(commands)
     content = {"study": name, "files": [str(folder / file) for file in FILES], "next": commands}
-    answer(content, text, as_json=as_json)
+    return Answer(content, text)

@@ -13,18 +13,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.comparison import (
-    CONFIGURATIONS,
     REFERENCE,
     SEED,
     SETTINGS,
     VALUES,
     ComparedConfiguration,
     ComparisonConfig,
-    Question,
     checked_precision,
 )
 from hpo.config.exclusions import trial_problems
 from hpo.config.limits import MEASURED_METRICS
+from hpo.config.questions import CONFIGURATIONS, Question
 from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config

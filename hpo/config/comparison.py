@@ -13,10 +13,11 @@ compare` raises `num_seeds` of the precisions that have no verdict yet.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
+from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS, Question
 from hpo.config.search_space import encode
 from hpo.config.trial_settings import Positive, TrialSettings
 from hpo.precision.table import (
@@ -32,10 +33,6 @@ from hpo.section import Count, Section, Whole
 REFERENCE = "fp32"
 """What every precision is compared with."""
 SEED = "seed"
-MOST_SEEDS = 200
-"""No comparison has more of a configuration."""
-CONFIGURATIONS: Literal["configurations"] = "configurations"
-Question = Literal["precisions", "base_precision", "optimizer_state", "configurations"]
 SETTINGS: Mapping[Question, str] = {
     "precisions": PRECISION,
     "base_precision": BASE_PRECISION,

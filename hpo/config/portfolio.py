@@ -1,12 +1,12 @@
 """Configurations with which encoders were fine-tuned well, tried before a sampler that learns draws any.
 
 A few ranked ones suffice: arXiv 2407.18990. They lie far apart, so that one is near to what the encoder's
-size and the data ask for.
+size and the data ask for. The claim of a new trial chooses the next one. It knows how many trials are
+planned: with a budget this depends on what the first trials took.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.known import fitting
@@ -41,14 +41,18 @@ COMMON = {
     "dropout": 0.1,
 }
 SHARE = 0.1
-"""Of a study's trials, rounded up: what they cost at most where all of them are bad."""
+"""Share of a study's planned trials, rounded up: what is lost if all of the portfolio are bad."""
 
 
 def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
-    """The configurations that a study tries first, as Optuna holds them, with their sources: settings that it
-    searches, with values in their ranges. There are none for a fresh encoder, one that is frozen under an
-    adapter, another optimiser than AdamW, or a sampler that does not learn.
+    """Return the configurations for a study as Optuna holds them, by rank, with their sources.
+
+    They have settings that the study searches, with values in their ranges. There are none for a fresh
+    encoder, one that is frozen under an adapter, another optimiser than AdamW, or a sampler that does not
+    learn.
     """
+    if config.comparison is not None:
+        return []
     if config.training.adapter != "none" or "adapter" in config.search_space:
         return []
     if not config.portfolio or config.sampler.name not in ("tpe", "gp", "nsga2"):
@@ -67,4 +71,4 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
             and fits not in [params for params, _ in found]
         ):
             found.append((fits, source))
-    return found[: math.ceil(SHARE * config.num_trials)]
+    return found

@@ -114,6 +114,38 @@ class PrunerConfig(_Algorithm):
     """`promote`: at least so many trials go on to the end, and `reduction_factor` times as many to the last
     rung, and so on; left out, 2."""
 
+    def default_of(self, evaluation_cost: float, num_evaluations: int) -> PrunerConfig:
+        """Return the pruner of a study whose file names none: `promote`, or `none` for short trials.
+
+        A start trains to the first rung and is evaluated there. If trials are short, the evaluation is a
+        large part of the start. Then `promote` tries few configurations in the time of one whole trial, and
+        several must start before one comes to its end. Each run also repeats the setup, whose time depends on
+        the machine and is not counted. So `promote` must try at least `reduction_factor` configurations for
+        the rows of one whole trial.
+
+        Args:
+            evaluation_cost: rows of an evaluation relative to the rows of the whole training.
+            num_evaluations: of a whole trial, without those at the rungs.
+        """
+        pruner = self.fitted(evaluation_cost)
+        if pruner.name != "promote":
+            return pruner
+        _, mean = pruner.costs(evaluation_cost, num_evaluations)
+        return pruner if mean <= 1 / pruner.options["reduction_factor"] else PrunerConfig(name="none")
+
+    def costs(self, evaluation_cost: float, num_evaluations: int) -> tuple[float, float]:
+        """Return what a start of `promote` costs, and a configuration on average, as shares of a whole trial.
+
+        The arguments are those of `default_of`.
+        """
+        whole = 1 + num_evaluations * evaluation_cost
+        ends, factor = [*map(float, self.rungs), 1.0], self.options["reduction_factor"]
+        # Each run has an evaluation at its end. The other evaluations are spread over the training.
+        training = whole - evaluation_cost
+        parts = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+        runs = [(part * training + evaluation_cost) / whole for part in parts]
+        return runs[0], sum(run / factor**index for index, run in enumerate(runs))
+
     def fitted(self, evaluation_cost: float) -> PrunerConfig:
         """With a first rung to which a trial trains for at least as long as an evaluation takes.
 

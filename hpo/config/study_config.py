@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -39,17 +38,12 @@ from hpo.config.objective import ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
+from hpo.config.study_name import study_name
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import StorageError, StudyFileError, did_you_mean
+from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
-
-
-def study_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
-    return name
 
 
 class ModelConfig(Section):
@@ -159,8 +153,9 @@ class StudyConfig(CheckedSection):
     """Try configurations of published fine-tuning too, at most a tenth of the trials: where `tpe`, `gp` or
     `nsga2` searches the learning rate of pretrained encoders."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
-    """When a trial stops early. Left out: `promote`; `none` where no objective is a metric of the model,
-    or the trials' budget is searched."""
+    """When a trial stops early. Left out: `promote`; or `none` if no objective is a metric of the model, if
+    the trials' budget is searched, or if a start costs too much of a whole trial, counted in rows when the
+    study is made. `hpo plan` shows the choice."""
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
@@ -213,22 +208,27 @@ class StudyConfig(CheckedSection):
     def resumed(self, stored: Mapping[str, Any]) -> StudyConfig:
         """The study with its keys in the order that they have in `stored`, its definition.
 
-        No value is taken from there but the first rung that suits the data (`PrunerConfig.fitted`).
+        No value is taken from there but the pruner, or its first rung, that was chosen by the data.
 
         Raises:
             StudyChangedError: the two differ in what the study's results depend on.
             StorageError: what is stored is no definition.
         """
         try:
-            now = self._starting_as(stored).definition()
+            now = self._with_stored_pruner(stored).definition()
             refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
         return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
-    def _starting_as(self, stored: Mapping[str, Any]) -> StudyConfig:
-        pruner, before = self.pruner, stored.get("pruner", {})
-        if "pruner" not in stored["given"] or pruner.starts is not None or pruner.name != before["name"]:
+    def _with_stored_pruner(self, stored: Mapping[str, Any]) -> StudyConfig:
+        """The study with the pruner, or the first rung, that was chosen by its data when it was made."""
+        pruner, before, given = self.pruner, stored.get("pruner", {}), stored["given"]
+        if "pruner" not in given:
+            return self
+        if "pruner.name" not in given and "pruner.name" not in self.given:
+            return self.with_values(pruner=PrunerConfig.model_validate(before))
+        if pruner.starts is not None or pruner.name != before["name"]:
             return self
         return self.with_values(pruner=pruner.model_copy(update={"starts": before["starts"]}))
 
@@ -349,6 +349,20 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     return study
 
 
+def study_of(content: Mapping[str, Any]) -> StudyConfig:
+    """The study of a mapping with the keys of a study file; paths are relative to the working folder.
+
+    Raises InputError with every problem.
+    """
+    folder = Path.cwd()
+    try:
+        return StudyConfig.model_validate(
+            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
+        )
+    except ValidationError as error:
+        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
+
+
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
     """The study `name` by its definition in the database, of which nothing is taken unchecked. Raises
     StorageError.
@@ -367,14 +381,6 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
 
 def _not_valid(name: str, why: str) -> str:
     return f"The database's definition of the study {show(name)} is not valid:\n{why}"
-
-
-def check_study_name(name: str) -> None:
-    """Raise StorageError for a name that no study file can give: it would name another folder of `runs/`."""
-    try:
-        study_name(name)
-    except ValueError as error:
-        raise StorageError(f"The name of a study {error}") from None
 
 
 def _find(given: Path) -> Path:

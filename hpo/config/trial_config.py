@@ -93,20 +93,24 @@ def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | d
     return str(path.resolve()) if path.is_dir() and encoder not in ENCODERS else encoder
 
 
-def parse_params(given: Sequence[str]) -> dict[str, Any]:
-    """The settings of `--param name=value`, each value written as in a study file. Raises InputError."""
+def parse_params(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a mapping, or of texts `name=value` with values as in a study file.
+
+    Raises InputError, which lists every problem.
+    """
     params: dict[str, Any] = {}
     problems = []
     for text in given:
         name, equals, value = text.partition("=")
         name = name.strip()
-        if not equals:
+        if not (equals or isinstance(given, Mapping)):
             problems.append(f"--param {text}: must be written as name=value.")
         elif name in params:
             problems.append(f"--param {text}: {name} is given twice.")
         else:
             try:
-                params[name] = setting_value(name, parse_yaml_value(value))
+                found = given[text] if isinstance(given, Mapping) else parse_yaml_value(value)
+                params[name] = setting_value(name, found)
             except ValueError as error:
                 params[name] = None
                 problems.append(f"--param {text}: {error}")

@@ -9,7 +9,8 @@ from hpo.data.dataset import DataSet
 from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError
 from hpo.evaluation.contributions import Statistics, scored
-from hpo.evaluation.intervals import Interval, MetricIntervals, metric_intervals
+from hpo.evaluation.intervals import MetricIntervals, metric_intervals
+from hpo.evaluation.record import Interval
 from hpo.evaluation.verdict import Question, Verdict, facts_in_advance, facts_of, judge
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpo.deploy.timing import Timing
 from hpo.evaluation.decision import VerdictName
-from hpo.evaluation.intervals import Interval
+from hpo.evaluation.record import Interval
 from hpo.json_safe import json_safe
 
 

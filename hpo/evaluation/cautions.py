@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpo.evaluation.classes import ClassFigures
-from hpo.tasks.kind import DecodingThresholds, Kind
+from hpo.evaluation.record import ClassFigures
+from hpo.tasks.kind import Kind
 from hpo.tasks.registry import is_error, kind_of
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10

@@ -6,35 +6,11 @@ nor predicted anywhere: there is nothing to say of it. A span is right if its na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scipy.sparse import coo_array
 
+from hpo.evaluation.record import ClassFigures, Confusion
 from hpo.tasks.registry import KINDS
 from hpo.training.metrics import RowStatistics
-
-
-@dataclass(frozen=True)
-class ClassFigures:
-    """One class, or one span name."""
-
-    name: str
-    precision: float | None
-    recall: float | None
-    f1: float | None
-    support: int
-    """Rows, or spans, that are truly of this class."""
-    num_predicted: int
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """single_label: the confusion matrix. multi_label: in how many rows class `true` holds and class
-    `predicted` is predicted."""
-
-    labels: tuple[str, ...]
-    counts: tuple[tuple[int, int, int], ...]
-    """(true, predicted, rows), the first two as indices of `labels`, of pairs that occur."""
 
 
 def class_figures(statistics: RowStatistics) -> tuple[ClassFigures, ...]:

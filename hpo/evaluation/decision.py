@@ -29,8 +29,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import betaincinv
-from scipy.stats import norm, t
+from scipy.special import betaincinv, ndtr, stdtrit
 
 Array = NDArray[np.float64]
 VerdictName = Literal["as_good", "worse", "not_shown"]
@@ -101,7 +100,7 @@ def mean_interval(values_R: Array, rows_N: Array, *, row_bound: float) -> tuple[
     mean = float(values_R.mean())
     if min(num_runs, num_rows) < 2:
         return mean, -math.inf, math.inf
-    of_runs = float(t.ppf(1 - ALPHA, num_runs - 1) * values_R.std(ddof=1)) / math.sqrt(num_runs)
+    of_runs = float(stdtrit(num_runs - 1, 1 - ALPHA) * values_R.std(ddof=1)) / math.sqrt(num_runs)
     width = math.hypot(of_runs, Z * float(rows_N.std(ddof=1)) / math.sqrt(num_rows))
     low, high = _row_bounds(rows_N - rows_N.mean(), row_bound)
     return mean, mean + min(low, -width), mean + max(high, width)
@@ -173,7 +172,8 @@ def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> 
     if abs(s) * scale < 1e-4:  # at the mean of the distribution, where the formula is 0 / 0
         return 0.5 + float((counts * shifted**3).sum()) / (3 * math.sqrt(2 * math.pi) * scale**3)
     w = math.copysign(math.sqrt(2 * float((counts * np.log1p(-s * shifted)).sum())), s)
-    return float(norm.cdf(w) + norm.pdf(w) * (1 / w - 1 / (s * scale)))
+    density = math.exp(-w * w / 2) / math.sqrt(2 * math.pi)
+    return float(ndtr(w) + density * (1 / w - 1 / (s * scale)))
 
 
 def excludable_loss(row_bound: float, num_rows: int) -> float:

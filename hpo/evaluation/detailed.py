@@ -16,11 +16,11 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.contributions import baselines
-from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
+from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
-from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
-from hpo.tasks.kind import DecodingThresholds
+from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, Interval, TaskEvaluation
 from hpo.tasks.registry import KINDS
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
 

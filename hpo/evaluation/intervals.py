@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.evaluation.decision import Z, excludable_loss
+from hpo.evaluation.record import Interval
 from hpo.tasks.registry import is_error, kind_of
 from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, primary_mean
@@ -41,15 +42,6 @@ _WEIGHTS_AT_ONCE = 2**23
 
 Samples = NDArray[np.float64]
 """The values of one metric in the resamples, [B]; NaN: it is not defined."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The value of a metric, and the ends of its interval; None: they are unknown."""
-
-    value: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)

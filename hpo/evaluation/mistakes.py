@@ -7,7 +7,6 @@ cross-entropies (multi_label), the absolute error (regression), or the missed an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
+from hpo.evaluation.record import Mistake
 from hpo.tasks.kind import Kind, Span
 from hpo.tasks.registry import kind_of
 from hpo.tasks.spans import SpanKind
@@ -23,23 +23,6 @@ MAX_MISTAKES = 20
 MAX_CHARACTERS = 1000
 _BEFORE = 200
 """Characters of a long text that are shown before its first wrong span."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """One row that is wrong."""
-
-    id: str
-    text: str
-    """At most 1,000 characters: the beginning, or for spans the part in which the first wrong one is."""
-    truth: Any
-    """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
-    predicted: Any
-    loss: float
-    text_start: int = 0
-    """Where `text` begins in the text of the row, in characters."""
-    num_outside: int = 0
-    """Wrong spans, of the truth or predicted, that do not lie in `text` as a whole."""
 
 
 def worst_mistakes(

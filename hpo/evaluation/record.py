@@ -10,16 +10,62 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpo.errors import DataError
-from hpo.evaluation.classes import ClassFigures, Confusion
-from hpo.evaluation.intervals import Interval
-from hpo.evaluation.mistakes import Mistake
 from hpo.json_safe import json_safe
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 
 VERSION = 2
 """Of the form of the record."""
 DECIDED_ON = "validation"
 """The split on which a trial chooses its thresholds."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The value of a metric, and the ends of its interval; None: they are unknown."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """One class, or one span name."""
+
+    name: str
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    support: int
+    """Rows, or spans, that are truly of this class."""
+    num_predicted: int
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """single_label: the confusion matrix. multi_label: in how many rows class `true` holds and class
+    `predicted` is predicted."""
+
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, int, int], ...]
+    """(true, predicted, rows), the first two as indices of `labels`, of pairs that occur."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One row that is wrong."""
+
+    id: str
+    text: str
+    """At most 1,000 characters: the beginning, or for spans the part in which the first wrong one is."""
+    truth: Any
+    """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
+    predicted: Any
+    loss: float
+    text_start: int = 0
+    """Where `text` begins in the text of the row, in characters."""
+    num_outside: int = 0
+    """Wrong spans, of the truth or predicted, that do not lie in `text` as a whole."""
 
 
 @dataclass(frozen=True)

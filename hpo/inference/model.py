@@ -37,8 +37,8 @@ from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision, base_lacks, canonical_precision, support
-from hpo.tasks.kind import DecodingThresholds
 from hpo.tasks.registry import KINDS
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.evaluate import predict_logits
 

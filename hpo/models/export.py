@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from hpo.code import use_code
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
-from hpo.errors import ModelError, RunError, shorten
+from hpo.errors import InputError, ModelError, RunError, shorten
 from hpo.models.adapters import ADAPTER_FILES, load_adapter, save_adapter, weights_digest
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, hub_id, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
@@ -187,8 +187,11 @@ def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
 
 
-def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
-    """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written."""
+def check_export_folder(directory: Path, marker: str = "hpo.json", study: str = "") -> None:
+    """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written.
+
+    With `study`, the directory must not hold a model of another study; otherwise InputError is raised.
+    """
     try:
         above = next(path for path in directory.absolute().parents if path.exists())
         if not os.access(above, os.W_OK | os.X_OK):
@@ -196,10 +199,27 @@ def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
         elif directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
             problem = "this one holds other files"
         else:
+            if study:
+                _check_study(directory / marker, study)
             return
     except OSError as error:  # a file, a name that is too long, a folder that may not be read
         problem = str(error.strerror)
     raise ModelError(f"{directory}: an export needs a new or empty folder, but: {problem}.")
+
+
+def _check_study(metadata: Path, study: str) -> None:
+    """Raise InputError if the metadata of an export name another study."""
+    if not metadata.exists():
+        return
+    try:
+        other = json.loads(metadata.read_text())["provenance"]["study"]
+    except (OSError, ValueError, LookupError, TypeError):
+        other = "unknown"
+    if other != study:
+        raise InputError(
+            f"{metadata.parent} must be free for a model of `{study}`, but holds one of the study `{other}`. "
+            "Name another folder, or remove that one."
+        )
 
 
 def load_exported(

@@ -235,7 +235,7 @@ def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
 
 def _hover(rows: pd.DataFrame) -> list[str]:
     metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
-    texts = []
+    names, texts = searched_parameters(rows), []
     for row in rows.to_dict("records"):
         ran = "nothing" if pd.isna(row["effective"]) else row["effective"]
         lines = [
@@ -245,7 +245,7 @@ def _hover(rows: pd.DataFrame) -> list[str]:
             f"{format_number(row['train_examples_per_second'])} examples/s",
             f"took {format_seconds(row['seconds'])}",
         ]
-        for name in searched_parameters(rows):
+        for name in names:
             value = row[f"param.{name}"]
             if not pd.isna(value):
                 lines.append(f"{name} {format_number(value) if isinstance(value, float) else value}")

@@ -12,7 +12,9 @@ import ipaddress
 import json
 import re
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -22,15 +24,17 @@ from hpo.errors import InputError
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
+from hpo.report.detailed import headline
 from hpo.report.detailed_page import HEADING
-from hpo.report.detailed_tables import detailed_evaluations, headline
+from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, brief_summary
 from hpo.report.verdicts import comparison_tables, details, sentences
-from hpo.study.store.storage import open_storage
+from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     import optuna
@@ -168,6 +172,28 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
             f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
             "Choose another --port or --host."
         ) from error
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """A dashboard that listens."""
+
+    url: str
+    warning: str
+    """Empty: it listens on loopback alone."""
+    serve_forever: Callable[[], None]
+
+
+@contextmanager
+def open_dashboard(storage: Storage, record: StudyRecord, port: int, host: str) -> Iterator[Dashboard]:
+    """Put our notes and plots into the study, and have a server listen during the block."""
+    study = storage.load_study(record.name)
+    publish(study, record)
+    with dashboard_server(storage.url, port, host) as server:
+        place = f"{LOOPBACK if host == '0.0.0.0' else host}:{server.server_port}"
+        reachable = f"whoever reaches {host}:{server.server_port} can delete studies."
+        url = f"http://{place}/dashboard/studies/{study_id_of(study)}"
+        yield Dashboard(url, "" if host == LOOPBACK else reachable, server.serve_forever)
 
 
 def _refuse(start_response: Any, reason: str, status: str = "403 Forbidden") -> list[bytes]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -19,7 +19,12 @@ from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number
 from hpo.trial.objectives import check_metrics
 
+if TYPE_CHECKING:
+    from hpo.report.terminal import Part
+
 QUANTILES = (50, 90, 99, 100)
+MAX_CLASSES = 12
+"""A terminal shows the classes of a task with at most so many; `--json` has them all."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,23 @@ class DataCheck:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def text(self) -> Iterator[Part]:
+        """Tables of the splits, tasks, classes and lengths; then what to change."""
+        tables = {
+            f"{self.study}: splits": rows_table(self),
+            "texts in two splits": leaks_table(self),
+            "labels": tasks_table(self),
+            **{
+                task.name: balance_table(task) for task in self.facts.tasks if len(task.labels) <= MAX_CLASSES
+            },
+            f"length in tokens of {self.encoder}, long_text {self.long_text}": cuts_table(self),
+        }
+        for title, table in tables.items():
+            yield title, table.rename(columns=lambda name: name.replace("`", ""))
+        yield from ("- " + one.replace("`", "") for one in self.advice)
+        if not self.advice:
+            yield "Nothing was found that speaks against training on these data."
 
 
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich.text import Text
 
 from hpo.report.formats import format_interval, format_number
+
+if TYPE_CHECKING:
+    from hpo.report.terminal import Part
 
 _KEEPS_FP32 = ("bf16", "fp16")
 
 Stored = Mapping[str, Any]
+
+
+def shown(stored: Stored) -> Iterator[Part]:
+    """The result of `hpo deploy`, and how to use it."""
+    title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
+    yield title, quality_table(stored)
+    told = f"Drop: {stored['unit']} lost against fp32. As good: its interval is below {stored['max_drop']:g}."
+    yield Text(told, style="dim")
+    title = f"{threads(stored)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
+    yield title, latency_table(stored)
+    tasks = task_table(stored)
+    if not tasks.empty and tasks["task"].nunique() > 1:
+        yield "by task: the primary metric; drops in points", tasks
+    yield from sentences(stored)
+    yield Text(verdict(stored), style="bold")
+    folder = stored["folder"]
+    yield f"To use it: {loading(stored, f'{folder}/model')}. More: {folder}/deploy.json"
 
 
 def quality_table(stored: Stored) -> pd.DataFrame:

@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpo.json_safe import is_number
-from hpo.report.detailed_tables import (
-    Detailed,
-    classes_text,
-    confusions_text,
-    decided_text,
-    metrics_text,
-    num_rows,
-    outside_text,
-)
+from hpo.report.detailed import Detailed, decided_text, num_rows
+from hpo.report.detailed_tables import classes_text, confusions_text, metrics_text, outside_text
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
 from hpo.tasks.registry import known_kind

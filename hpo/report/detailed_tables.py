@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from hpo.json_safe import is_number
-from hpo.report.formats import BASELINE, format_metric_interval, format_number, with_baseline
+from hpo.report.detailed import Detailed, evaluations_of, interval_text, intervals
+from hpo.report.formats import BASELINE, format_number
 from hpo.report.tables import task_metrics_table
 
 if TYPE_CHECKING:
     from hpo.report.tables import StudyTables
-    from hpo.study.reading.study_record import TrialRecord
-
-SPLITS = ("test", "validation", "train")
-"""In the order of the page: what the search has not seen comes first."""
 
 MAX_CONFUSIONS = 20
 _WHERE = ("number", "split", "task")
@@ -29,77 +25,9 @@ _WORST = ("id", "loss", "truth", "predicted", "text", "text_start")
 _CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")
 
 
-@dataclass(frozen=True)
-class Detailed:
-    """The detailed evaluation of one trial on one split."""
-
-    trial_number: int
-    split: str
-    document: Mapping[str, Any]
-
-    @property
-    def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
-        return of_task
-
-    @property
-    def warnings(self) -> list[str]:
-        return [f"{task}: {text}" for task, of in self.tasks.items() for text in of["warnings"] or ()]
-
-
 def detailed_evaluations(tables: StudyTables) -> list[Detailed]:
     """Of the best trials, the best first."""
     return [one for trial in tables.best for one in evaluations_of(trial)]
-
-
-def evaluations_of(trial: TrialRecord) -> list[Detailed]:
-    """Of one trial, in the order of `SPLITS`, then others."""
-    splits = sorted(trial.detailed, key=lambda split: ((*SPLITS, split).index(split), split))
-    return [Detailed(trial.number, split, trial.detailed[split]) for split in splits]
-
-
-def intervals(one: Detailed) -> list[dict[str, Any]]:
-    """The score and every metric of every task: `task`, `metric`, `value`, `low`, `high`, `baseline`.
-
-    The task of the score is empty.
-    """
-    score, baseline = one.document["score"], one.document["baseline"]
-    rows = [{"task": "", "metric": "score", **score, "baseline": baseline.get("score")}] if score else []
-    return rows + [
-        {"task": task, "metric": metric, **interval, "baseline": baseline.get(f"{task}/{metric}")}
-        for task, of_task in one.tasks.items()
-        for metric, interval in of_task["metrics"].items()
-    ]
-
-
-def interval_text(row: Mapping[str, Any]) -> str:
-    return format_metric_interval(row["value"], row["low"], row["high"])
-
-
-def headline(one: Detailed) -> str:
-    """`test, 500 rows: score 0.821 [0.790, 0.848]`; without a score, the first metric of each task."""
-    rows = intervals(one)
-    shown = [row for row in rows if not row["task"]]
-    shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
-    values = ", ".join(
-        with_baseline(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip(), row["baseline"])
-        for row in shown
-    )
-    return f"{one.split}, {num_rows(one)}: {values}"
-
-
-def decided_text(one: Detailed) -> str:
-    """`thresholds were chosen on validation`, and what that means there; empty where it is not known."""
-    decided_on = one.document["decided_on"]
-    if not decided_on:
-        return ""
-    flattering = ", so the scores here are flattering" if decided_on == one.split else ""
-    return f"thresholds were chosen on {decided_on}{flattering}"
-
-
-def num_rows(one: Detailed) -> str:
-    count = one.document["num_examples"]
-    return f"{format_number(count)} row{'' if count == 1 else 's'}"
 
 
 def metrics_text(one: Detailed) -> pd.DataFrame:

@@ -17,8 +17,9 @@ from markupsafe import Markup, escape
 
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
+from hpo.report.detailed import evaluations_of, interval_text, intervals
 from hpo.report.detailed_page import HEADING, evaluation
-from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, interval_text, intervals
+from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
@@ -33,7 +34,7 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.status import trial_seconds
+from hpo.report.status import paused_told, trial_seconds
 from hpo.report.tables import (
     StudyTables,
     brief_summary,
@@ -111,6 +112,7 @@ def _facts(tables: StudyTables) -> list[str]:
         *limits_told(record),
         *spending_told(record),
         f"Planned: {sum(record.counts.values())}, of which {record.counts['done']} are done.",
+        *filter(None, [paused_told(record)]),
         f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
@@ -187,7 +189,7 @@ def render(template: str, **values: Any) -> str:
     """A page from a template of this folder, with plotly.js inside."""
     from plotly.offline import get_plotlyjs
 
-    packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
+    packed = gzip.compress(get_plotlyjs().encode(), compresslevel=6, mtime=0)
     return fill(template, plotly=Markup(base64.b64encode(packed).decode()), **values)
 
 

@@ -1,8 +1,8 @@
-"""What a study's trials or its budget come to, before the first one and as they are measured."""
+"""The plan of a study: what is left of it, before its first trial and as its trials are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,11 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.report.formats import format_bytes, format_number, format_seconds
+from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
-from hpo.study.sampling.promotion import Promotion, Stage, promotion_of
+from hpo.study.sampling.forecast import Cost, Stage
+from hpo.study.sampling.promotion import promotion_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,75 +39,109 @@ class TrialCost:
     examples_per_second: float | None
     """In training."""
     seconds: float
-    """With its evaluations and what comes before the first step."""
+    """With its evaluations and its setup."""
     measured_by: str
+    run_seconds: float = 0.0
+    """The part of a run that is no training: its setup and one evaluation."""
+    checkpoint_bytes: int | None = None
+    """Weights and optimizer state, and the best weights; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a study."""
+    """What is left of a study."""
 
     costs: list[TrialCost]
     stages: list[Stage]
-    """As when no trial breaks."""
+    """The runs that are left, if no trial breaks."""
     whole_trials: float
+    """The training that is left, in whole trials."""
     hours: float
-    """Of device time, in all."""
+    """Device time in all, the time that is spent included."""
     spent_hours: float
     num_workers: int
     budget_hours: float | None
+    pruner: str
+    """The pruner, and why the study has it."""
+    paused_bytes: int | None = None
+    """Disk space that the checkpoints of paused trials take at most; None: unknown, or no trial pauses."""
     limit: str = ""
     """The losses that no comparison can exclude. Empty: not known, or the objective is in label units."""
 
     @property
     def hours_to_the_end(self) -> float:
-        """On a clock, with these workers."""
+        """Time on a clock, with these workers."""
         return max(0.0, self.hours - self.spent_hours) / self.num_workers
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"hours_to_the_end": self.hours_to_the_end}
 
+    def text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for cost in self.costs:
+            rate = cost.examples_per_second
+            speed = "" if rate is None else f", at {format_number(rate)} examples/s"
+            yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
+        yield f"Pruner: {self.pruner}."
+        start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in self.stages)
+        going_on = f"; of these go on {', '.join(later)}" if later else ""
+        if any(stage.num_trials for stage in self.stages):
+            yield f"Trials: {start} of their budget{going_on}. That is {self.whole_trials:.3g} whole trials."
+        else:
+            yield "Trials: none is left to run."
+        of = "" if self.budget_hours is None else f" of the budget of {self.budget_hours:.3g}"
+        spent = f", {self.spent_hours:.3g} of them spent" if self.spent_hours else ""
+        yield f"Device-hours: about {self.hours:.3g}{of}{spent}."
+        if self.budget_hours is not None and self.hours > self.budget_hours:
+            yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
+        if self.paused_bytes is not None:
+            yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
+        clock = format_seconds(3600 * self.hours_to_the_end)
+        if self.limit:
+            yield f"`hpo compare`: {self.limit}"
+        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)}: about {clock} from now."
+
 
 def make_plan(
-    config: StudyConfig, costs: list[TrialCost], record: StudyRecord | None, num_workers: int
+    config: StudyConfig,
+    costs: list[TrialCost],
+    record: StudyRecord | None,
+    num_workers: int,
+    pruner: str = "",
 ) -> Plan:
-    """The plan of a study whose trials cost so much, each precision as often as the others; `record` if it is
-    stored.
+    """Return what is left of a study, by what its trials took.
+
+    Args:
+        costs: used if no trial has trained. Each precision is then as frequent as the others.
+        record: None: the study is not stored.
+        pruner: why the study has its pruner.
     """
-    seconds = fmean(cost.seconds for cost in costs)
-    spent = _spent_seconds(record) if record else 0.0
-    num_trials = config.num_trials
-    promotion = promotion_of(config.pruner, config.directions, num_trials)
-    if config.budget is not None:
-        whole = config.budget.seconds / seconds
-        fitting = (
-            n for n in range(config.num_trials, 0, -1) if _whole_trials(_stages(promotion, n)) <= whole
-        )
-        num_trials = next(fitting, 1)
-    stages = list(_stages(promotion, num_trials))
+    run_seconds = fmean(cost.run_seconds for cost in costs)
+    cost = Cost(run_seconds, fmean(cost.seconds for cost in costs) - run_seconds)
+    record = record or _empty_record(config)
+    found = outlook(record, config.pruner, config.num_trials, config.budget, cost)
+    spent = sum(trial_seconds(record, trial) for trial in record.trials)
+    sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    num_paused = promotion.most_paused(config.num_trials) if promotion is not None else 0
     return Plan(
         costs,
-        stages,
-        _whole_trials(stages),
-        _whole_trials(stages) * seconds / 3600,
+        [*found.forecast.stages],
+        found.forecast.whole_trials,
+        (spent + found.seconds) / 3600,
         spent / 3600,
         num_workers,
         config.budget.hours if config.budget else None,
+        pruner,
+        num_paused * max(sizes) if sizes and num_paused else None,
     )
 
 
-def _stages(promotion: Promotion | None, num_trials: int) -> Iterable[Stage]:
-    return [Stage(0.0, 1.0, num_trials)] if promotion is None else promotion.stages(num_trials)
-
-
-def _whole_trials(stages: Iterable[Stage]) -> float:
-    return sum(stage.whole_trials for stage in stages)
-
-
-def _spent_seconds(record: StudyRecord) -> float:
-    if record.spent:
-        return sum(record.spent.values())
-    return sum(trial.seconds or 0.0 for trial in record.trials)
+def _empty_record(config: StudyConfig) -> StudyRecord:
+    counts = {"open": config.num_trials, "running": 0, "done": 0}
+    return StudyRecord(config.name, (), config.directions, {}, [], [], counts)
 
 
 def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
@@ -118,15 +155,16 @@ def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
         name: TrialCost(
             name,
             median([one.attributes.get("train_examples_per_second") or 0.0 for one in trials]) or None,
-            median(map(trial_seconds, trials)),
+            median(map(whole_seconds, trials)),
             f"{len(trials)} complete trial{'s' * (len(trials) > 1)}",
+            checkpoint_bytes=max(one.telemetry.get("checkpoint_bytes") or 0 for one in trials) or None,
         )
         for name, trials in of_precision.items()
     }
 
 
-def trial_seconds(trial: TrialRecord) -> float:
-    """The seconds that a whole trial took, with its evaluations."""
+def whole_seconds(trial: TrialRecord) -> float:
+    """Return the seconds that a whole trial took in one run, with its evaluations."""
     parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
     return sum({**trial.telemetry, **trial.attributes}.get(part) or 0.0 for part in parts)
 
@@ -174,4 +212,6 @@ def measure_cost(
         )
     seconds = args.budget.max_seconds or (args.budget.max_steps or 0) * args.batch_size / rate
     seconds += len(args.evaluate_at) * told["evaluation_seconds"] + told["setup_seconds"]
-    return TrialCost(precision, rate, seconds, f"{MEASURED_STEPS} steps")
+    run_seconds = told["setup_seconds"] + told["evaluation_seconds"]
+    measured_by = f"{MEASURED_STEPS} steps"
+    return TrialCost(precision, rate, seconds, measured_by, run_seconds, told.get("checkpoint_bytes"))

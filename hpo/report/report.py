@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from hpo.errors import RunError
+from hpo.memory import collector_paused
 from hpo.report.charts import all_charts
 from hpo.report.detailed_tables import csv_tables
 from hpo.report.page import report_html
@@ -29,8 +30,10 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     `study_file` is the study as `hpo train` takes it. Raises RunError when a file cannot be written.
     """
     tables = StudyTables(record)
-    csv = {f"tables/{name}.csv": table.to_csv(index=False) for name, table in _csv_tables(tables).items()}
-    pages = {**csv, "report.html": report_html(tables, all_charts(tables), study_file)}
+    with collector_paused():
+        frames = _csv_tables(tables)
+        csv = {f"tables/{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
+        pages = {**csv, "report.html": report_html(tables, all_charts(tables), study_file)}
     try:
         for name, text in pages.items():
             (out_dir / name).parent.mkdir(parents=True, exist_ok=True)

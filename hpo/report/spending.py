@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from hpo.config.budget import BudgetConfig
+from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
+from hpo.report.formats import format_seconds
+from hpo.report.outlook import Outlook, stored_outlook
 from hpo.study.reading.study_record import StudyRecord
 
+WORTH_A_WORD = 0.02
+"""Share of a budget that may stay unspent without a reason."""
 
-def spending(record: StudyRecord) -> dict[str, Any] | None:
-    """The device-hours that were spent and on what, and those that are left; None: no budget."""
+
+def spending(record: StudyRecord, ahead: Outlook | None = None) -> dict[str, Any] | None:
+    """Return the device-hours that were spent and on what, and those that are left; None: no budget.
+
+    If the study has ended and some are left, `unspent` says why.
+    """
     given = record.definition.get("budget")
     if given is None:
         return None
@@ -34,15 +42,34 @@ def spending(record: StudyRecord) -> dict[str, Any] | None:
         "left_hours": max(0.0, hours - spent),
         "by_precision": dict(by_precision),
         "by_outcome": dict(by_outcome),
+        "unspent": _why_unspent(record, hours - spent, ahead or stored_outlook(record)),
     }
 
 
+def _why_unspent(record: StudyRecord, hours_left: float, ahead: Outlook) -> str:
+    """Why a study that has ended did not spend its budget; empty: it goes on, or hardly anything is left."""
+    is_over = record.counts["done"] == sum(record.counts.values()) or record.state == "cancelled"
+    if not is_over or hours_left <= WORTH_A_WORD * record.definition["budget"]["hours"]:
+        return ""
+    left = f"{format_seconds(3600 * hours_left)} are not spent"
+    if record.state == "cancelled":
+        return f"{left}, because the study was cancelled."
+    if record.counts["done"] >= record.definition.get("n_trials", MAX_TRIALS):
+        return (
+            f"{left}, because all of the study's {record.counts['done']} trials have ended. Raise `n_trials`."
+        )
+    if ahead.cost is None:
+        return f"{left}, because no trial has trained."
+    need = f"another trial and the continuation of the best take about {format_seconds(ahead.next_seconds)}"
+    return f"{left}, because {need}."
+
+
 def spending_told(record: StudyRecord) -> list[str]:
-    """The same in a sentence; [] without a budget."""
+    """Return the same in sentences; [] without a budget."""
     if (spent := spending(record)) is None:
         return []
     share = spent["spent_hours"] / spent["hours"]
     parts = ("by_precision", "by_outcome")
     by = "; ".join(", ".join(f"{name} {hours:.3g}" for name, hours in spent[part].items()) for part in parts)
     of = f"{spent['spent_hours']:.3g} of {spent['hours']:.3g} device-hours, {share:.0%}"
-    return [f"Spent {of}{f': {by}' if record.spent else ''}."]
+    return [f"Spent {of}{f': {by}' if record.spent else ''}.", *filter(None, [spent["unspent"]])]

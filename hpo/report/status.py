@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hpo.config.sampler_config import PrunerConfig
+from hpo.report.outlook import stored_outlook
 from hpo.report.spending import spending
 from hpo.study.reading.study_record import (
     StudyRecord,
@@ -17,7 +18,6 @@ from hpo.study.reading.study_record import (
     lost_weights,
     unverified_precisions,
 )
-from hpo.study.sampling.promotion import Promotion, promotion_of
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -25,19 +25,12 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
     Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
     """
-    remaining: float = sum(record.counts.values()) - record.counts["done"]
-    if remaining and (promotion := _promotion(record)):
-        done = sum(promotion.trained(trial.attributes, trial.outcome) for trial in record.trials)
-        total = sum(stage.whole_trials for stage in promotion.stages(promotion.num_trials))
-        num_ended = sum(trial.ended is not None for trial in record.trials)
-        remaining = max(0.0, total - done) * num_ended / done if done else remaining
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None
     workers = [worker for worker in record.workers if worker.alive]
-    hours_left = remaining / rate if rate else None
-    if (budget := spending(record)) and remaining and workers:
-        hours_left = budget["left_hours"] / len(workers)
+    ahead = stored_outlook(record)
+    hours_left = ahead.seconds / 3600 / num_shares(record) if ahead.cost and workers else None
     end = datetime.now(UTC) + timedelta(hours=hours_left) if hours_left and workers else None
     return {
         "study": record.name,
@@ -55,7 +48,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             for trial in best_trials(record)
         ],
         "limits": limit_counts(record),
-        "budget": budget,
+        "budget": spending(record, ahead),
         "workers": [
             {
                 "id": worker.id,
@@ -78,6 +71,14 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     }
 
 
+def num_shares(record: StudyRecord) -> int:
+    """Return into how many parts the device time is divided: live workers, or with a budget their devices."""
+    live = [worker for worker in record.workers if worker.alive]
+    if record.definition.get("budget") is None:
+        return len(live)
+    return len({(worker.host, worker.device or worker.id) for worker in live})
+
+
 def _unclaimed(record: StudyRecord) -> Iterator[str]:
     """Warn of running trials that no worker takes, in the words of `hpo doctor`."""
     claimed = {worker.trial_number for worker in record.workers if worker.alive}
@@ -89,9 +90,14 @@ def _unclaimed(record: StudyRecord) -> Iterator[str]:
             )
 
 
-def _promotion(record: StudyRecord) -> Promotion | None:
-    pruner = PrunerConfig.model_validate(record.definition.get("pruner", {}))
-    return promotion_of(pruner, record.directions, sum(record.counts.values()))
+def paused_told(record: StudyRecord) -> str:
+    """Say how many trials are paused, and when they continue; empty if none is paused."""
+    paused = record.counts.get("paused", 0)
+    factor = PrunerConfig.model_validate(record.definition.get("pruner", {})).options.get("reduction_factor")
+    if not paused or not factor:
+        return ""
+    share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
+    return f"Paused at a rung: {paused}. A paused trial continues if it is among the best {share} there."
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +192,10 @@ class StudyTables:
         """
         devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
-        concerned = [concerns_precision(trial.outcome, trial.telemetry) for trial in self.record.trials]
+        concerned = [
+            trial.state != "WAITING" and concerns_precision(trial.outcome, trial.telemetry)
+            for trial in self.record.trials  # a trial that waits has no precision yet
+        ]
         trials = self.trials.assign(device=device).loc[concerned]
         nothing = self.summary(trials.iloc[:0])
         rows = [
@@ -241,12 +244,11 @@ class StudyTables:
         rows = [
             {"number": trial.number, "precision": precision}
             | {name: value for name, value in vars(row).items() if name != "metrics"}
-            | dict(row.metrics)
+            | dict(_flat(row.metrics))
             for trial, precision in zip(self.record.trials, self.trials["precision"], strict=True)
             for row in trial.evaluations
         ]
-        nothing = pd.DataFrame(columns=["number", "precision", "step", "epoch"])
-        return pd.json_normalize(rows, sep="/") if rows else nothing
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
 
 
 def objective_column(metric: str) -> str:
@@ -256,9 +258,19 @@ def objective_column(metric: str) -> str:
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
     """`values["a"]["b"]` for the path `a.b`; None where that is missing."""
-    first, _, rest = path.partition(".")
-    value = values.get(first)
-    return _look_up(value or {}, rest) if rest else value
+    value: Any = values
+    for name in path.split("."):
+        value = (value or {}).get(name)
+    return value
+
+
+def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The metrics with those of a task as `task/metric`."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", of) for inner, of in _flat(value))
+        else:
+            yield name, value
 
 
 def fell_back(trials: pd.DataFrame) -> pd.Series:

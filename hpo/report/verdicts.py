@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from rich.text import Text
 
 from hpo.json_safe import is_number
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
 from hpo.report.formats import format_cell, format_interval, format_number
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord
+
+if TYPE_CHECKING:
+    from hpo.report.terminal import Part
 
 MARGIN_COLOR = "#6B6B6B"
 
@@ -34,6 +38,14 @@ def details(comparison: Comparison) -> list[str]:
     verdicts = [row["sentence"] for row in comparison.get("verdicts", ())]
     collapsed = [f"Collapsed: {sentence}" for sentence in comparison.get("collapsed", ())]
     return [*verdicts, comparison["error"], *collapsed]
+
+
+def shown(result: Comparison) -> Iterator[Part]:
+    """The result of `hpo compare`, and the recommendation."""
+    for table in comparison_tables(result):
+        yield result["study"], table
+    yield from details(result)
+    yield Text(result["recommendation"], style="bold")
 
 
 def chosen_on_test(record: StudyRecord) -> list[str]:

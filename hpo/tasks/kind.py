@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpo.section import Section
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,20 +51,6 @@ FloatArray = NDArray[np.floating[Any]]
 
 Span = tuple[str, int, int]
 """Name, start and end of a span in characters, end exclusive."""
-
-
-@dataclass(frozen=True)
-class DecodingThresholds:
-    """What turns a task's scores into predictions; a kind uses what it needs and ignores the rest.
-
-    `threshold`: multi_label and span_per_label predict what has a probability above it.
-    `null_offset`: span_extraction answers when the answer's logits exceed those of no answer by more.
-    `merge_gap`: span_per_label joins two runs with at most so many tokens between them.
-    """
-
-    threshold: float = 0.5
-    null_offset: float = 0.0
-    merge_gap: int = 0
 
 
 class Kind(ABC):

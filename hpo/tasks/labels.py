@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Kind, class_name, indicators
+from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Kind, class_name, indicators
 from hpo.tasks.losses import Binary, Multiclass
 from hpo.tasks.sums import (
     counted,
@@ -26,6 +26,7 @@ from hpo.tasks.sums import (
     micro_f1_bound,
     sigmoid,
 )
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from torch import Tensor

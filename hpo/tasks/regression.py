@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpo.errors import DataError, shorten
-from hpo.tasks.kind import DecodingThresholds, FloatArray, Kind
+from hpo.tasks.kind import FloatArray, Kind
 from hpo.tasks.sums import mean_of_windows
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray, Span
+from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Span
 from hpo.tasks.spans import SpanKind, character_spans
 from hpo.tasks.sums import f1_micro
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from torch import Tensor

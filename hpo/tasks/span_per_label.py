@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpo.tasks.kind import DecodingThresholds, FloatArray, Span, indicators
+from hpo.tasks.kind import FloatArray, Span, indicators
 from hpo.tasks.losses import Binary
 from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
 from hpo.tasks.sums import sigmoid
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from hpo.data.examples import Example

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpo.tasks.kind import IGNORE_INDEX, DecodingThresholds, FloatArray
+from hpo.tasks.kind import IGNORE_INDEX, FloatArray
 from hpo.tasks.losses import Multiclass
 from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
+from hpo.tasks.thresholds import DecodingThresholds
 
 if TYPE_CHECKING:
     from torch import Tensor

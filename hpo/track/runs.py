@@ -1,8 +1,8 @@
 """The runs that a tracker shows: one for each trial, made from the study's tables alone.
 
 The key of a run is the same in any database, so another machine or a copy of the study finds it again. A
-trial that paused and goes on is one run, though Optuna has two trials of it. Anybody who can write to the
-database decides on names and texts, so control characters, and in names what MLflow refuses, are replaced.
+trial that paused and continues is one run. Anybody who can write to the database decides on names and texts,
+so control characters, and in names what MLflow refuses, are replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run:
     """The token of the study and the number of the trial that started: letters, digits and `-`."""
     name: str
     status: Status
-    """`waiting`: no worker has it now, and it may go on; `stopped`: by the pruner, a limit or a person."""
+    """`waiting`: it is paused or preempted; `stopped`: by the pruner, a limit or a person."""
     started: float
     """Seconds since 1970, as `ended`."""
     ended: float | None

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.tasks.kind import DecodingThresholds, FloatArray
+from hpo.tasks.kind import FloatArray
 from hpo.tasks.registry import kind_of
+from hpo.tasks.thresholds import DecodingThresholds
 
 
 def decode_tasks(

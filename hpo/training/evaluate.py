@@ -14,7 +14,7 @@ from hpo.data.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,31 @@ class Diagnosis:
     breaks_in_fp32: bool | None
     """Whether the batch also breaks in IEEE fp32 with all weights in fp32. None if it did not run so."""
 
+    def text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        broken = self.broken
+        weights = (
+            "the last checkpoint" if self.has_checkpoint else "the initial weights (it has no checkpoint)"
+        )
+        result = f"{broken.what} not finite" if broken else "this batch is finite, run eagerly on one rank"
+        yield f"Trial {self.trial} ({self.outcome}, {self.precision}), step {self.step}: {result}"
+        yield f"Run with {weights}."
+        if broken and broken.operator:
+            yield f"First: {broken.operator}"
+        for remedy in self.remedies:
+            settings = ", ".join(f"{name}: {value}" for name, value in remedy.settings.items())
+            yield f"With {settings}: {remedy.result}"
+        if broken is None:
+            yield "The trial broke later, in an evaluation, or only when compiled or on several ranks."
+        elif not any(remedy.heals for remedy in self.remedies):
+            yield (
+                "The precision is not the cause. Lower `learning_rate` or `max_grad_norm`."
+                if self.breaks_in_fp32
+                else "It is not known whether the precision is the cause: the batch did not run in pure fp32."
+            )
+
 
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
     """Find what is not finite in the batch after a trial's checkpoint, and what helps there.

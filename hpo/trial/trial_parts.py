@@ -312,17 +312,31 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
     )
 
 
-def fit_rungs(study: StudyConfig, dataset: DataSet) -> StudyConfig:
-    """A study that is not stored yet, with no rung to which training takes less than the evaluation there.
+def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
+    """Return a study that is not stored yet with the pruner that suits its data, and the reason.
 
-    By rows, so that it is the same on each machine: an update costs three forward passes.
+    A pruner of the study file stays. `PrunerConfig.fitted` moves its first rung if the file gives none, and
+    `PrunerConfig.default_of` chooses a pruner if the file names none. Costs are counted in rows, so that all
+    machines choose the same: an update costs three forward passes.
     """
-    training = study.training
+    training, pruner = study.training, study.pruner
+    is_given = "pruner.name" in study.given
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
-        return study
-    num_trained = (training.epochs or DEFAULT_EPOCHS) * len(dataset.splits["train"])
-    pruner = study.pruner.fitted(len(dataset.splits["validation"]) / (3 * num_trained))
-    return study if pruner is study.pruner else study.with_values(pruner=pruner)
+        return study, "the study file names it" if is_given else "the rows of a trial are not known"
+    epochs = training.epochs or DEFAULT_EPOCHS
+    cost = len(dataset.splits["validation"]) / (3 * epochs * len(dataset.splits["train"]))
+    num_evaluations = len(study.evaluation.shares(epochs))
+    chosen = pruner.fitted(cost) if is_given else pruner.default_of(cost, num_evaluations)
+    reason = "the study file names it" if is_given else "no objective is a metric of the model"
+    if pruner.name == "promote":
+        start, mean = pruner.fitted(cost).costs(cost, num_evaluations)
+        told = "costs" if chosen.name == "promote" else "with `promote` would cost"
+        reason = (
+            f"counted in rows, a start {told} {start:.0%} of a whole trial, and a configuration {mean:.0%} "
+            "on average"
+        )
+        reason = f"the study file names it, and {reason}" if is_given else reason
+    return (study if chosen is pruner else study.with_values(pruner=chosen)), reason
 
 
 def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> TrainingArgs:

@@ -245,7 +245,9 @@ class TrialRun:
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
         kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
-        self.recorder.note(optimizer_state=kept)
+        weights = sum(weight.nbytes for weight in trained_state(self.parts.model).values())
+        # Those to continue from and the best ones.
+        self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
         scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
         best_values = self.best.values if self.best else None

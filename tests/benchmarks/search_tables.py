@@ -42,6 +42,7 @@ from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import SearchSpace, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
+from hpo.study.sampling.forecast import Cost, forecast
 from hpo.study.sampling.promotion import (
     PAUSED_ATTR,
     RESUMED_ATTR,
@@ -150,8 +151,9 @@ class Search:
             rungs = standings.rungs([trials[number] for number in self.paused], lambda _: True)
             for number in standings.fallen_behind(rungs):
                 self._end(self.paused.pop(number), Outcome.PRUNED)
-            may_begin = self.left.any() and self.spent + standings.left(rungs, 1) <= compute + 1e-9
-            if promoted := standings.promoted(rungs, more_begin=bool(may_begin)):
+            most, left = int(self.left.sum()), compute - self.spent
+            may_begin = forecast(self.promotion, rungs, 0, most, Cost(0.0, 1.0), left).num_new > 0
+            if promoted := standings.promoted(rungs, more_begin=may_begin):
                 self._continue(promoted[0])
             elif may_begin:
                 self._start()

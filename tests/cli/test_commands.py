@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import logging
 import os
@@ -17,15 +18,18 @@ from command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refu
 from tiny import write_study
 
 import hpo
-from hpo.cli.options import stop_signals
+from hpo.cli.commands import PANELS
+from hpo.cli.options import ended_at_once
 from hpo.errors import DataError
 from hpo.precision.table import PRECISION_NAMES
+from hpo.study.running.stopping import stop_on_signals
 from hpo.study.store.storage import open_storage
 
 
 def slow_modules_after(code: str) -> set[str]:
     """Which of the modules that take long to import a new process has after running `code`."""
     names = ("torch", "optuna", "transformers", "pandas", "sqlalchemy", "pydantic", "numpy", "sklearn")
+    names += ("alembic", "scipy", "plotly", "jinja2")
     report = f"\nimport sys; print([name for name in {names} if name in sys.modules])"
     command = [sys.executable, "-c", code + report]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -40,6 +44,16 @@ def test_help_imports_no_slow_module(arguments: list[str]) -> None:
     assert found <= {"pydantic"}, "with which typer itself reads the options of a command"
 
 
+def test_status_imports_no_slow_module(folder: Path) -> None:
+    """Status reads the tables by its own SQL, also the detailed evaluation of the best trial."""
+    database = folder / "runs" / "hpo.db"
+    arguments = ["hpo", "status", "tiny", "--storage", f"sqlite:///{database}"]
+    found = slow_modules_after(
+        f"import sys, hpo.cli.commands\nsys.argv = {arguments}\nhpo.cli.commands.app(standalone_mode=False)"
+    )
+    assert found == {"pydantic", "sqlalchemy"}
+
+
 # What each says of itself
 
 
@@ -49,6 +63,47 @@ def test_each_command_is_explained_with_its_options_and_takes_json(name: str) ->
     assert command.help
     assert all(parameter.help for parameter in command.params)
     assert "--json" in [option for parameter in command.params for option in parameter.opts]
+
+
+@pytest.mark.parametrize("name", [name for names in PANELS.values() for name in names.split()])
+def test_help_lists_each_command_once_in_its_panel(name: str, tmp_path: Path) -> None:
+    panels = re.split(r"^╭─ (\w+) ─+╮$", ok(hpo_command(tmp_path, "--help")).out, flags=re.MULTILINE)
+    shown = dict(zip(panels[1::2], panels[2::2], strict=True))
+    has_it = [panel for panel, text in shown.items() if re.search(rf"^│ {name} ", text, re.MULTILINE)]
+    assert has_it == [panel for panel, names in PANELS.items() if name in names.split()]
+    assert len(has_it) == 1
+
+
+def test_each_command_has_a_panel() -> None:
+    listed = [name for names in PANELS.values() for name in names.split()]
+    assert sorted(listed) == sorted({name.split()[0] for name in COMMANDS})
+
+
+MOST_STATEMENTS = 10
+OF_NO_STUDY = {"new", "predict", "studies", "doctor", "submit", *(n for n in COMMANDS if " " in n)}
+"""Commands that concern no study, several studies, or a batch system."""
+
+
+def functions_of_commands() -> dict[str, ast.FunctionDef]:
+    files = (ROOT / "hpo" / "cli").glob("*.py")
+    trees = [ast.parse(file.read_text()) for file in files]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    decorated = {node: "".join(map(ast.unparse, node.decorator_list)) for node in functions}
+    return {node.name: node for node, by in decorated.items() if "command(" in by and "group=" not in by}
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - OF_NO_STUDY))
+def test_a_command_about_a_study_is_a_thin_call_of_a_method(name: str) -> None:
+    function = functions_of_commands()[name]
+    statements = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.ImportFrom | ast.FunctionDef)
+    ]
+    assert len(statements) - 1 <= MOST_STATEMENTS, "besides the docstring"
+    used = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    public = {method for method in dir(hpo.Study) if not method.startswith("_")}
+    assert used & (public - {"name", "config", "file"})
 
 
 # What each prints, on one study
@@ -103,8 +158,7 @@ def test_report(folder: Path) -> None:
 
 
 def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
-    (default,) = [option.default for option in COMMANDS["dashboard"].params if option.name == "host"]
-    assert default == "127.0.0.1"
+    assert inspect.signature(hpo.Study.dashboard).parameters["host"].default == "127.0.0.1"
     options = ("--port", "0", "--host", "127.0.0.2")
     process = start_hpo(folder, "dashboard", "tiny.yaml", *options, PYTHONUNBUFFERED="1")
     assert process.stdout is not None
@@ -125,7 +179,8 @@ def test_train_prints_the_same_record_as_a_study_stores(ran: Path, tmp_path: Pat
     record = ok(hpo_command(tmp_path, "train", "tiny.yaml", "-p", "learning_rate=2e-4", "--json")).json
     with open_storage(f"sqlite:///{ran}/runs/hpo.db") as storage:
         stored = storage.load_study("tiny").trials[0]
-    assert record.keys() == {"params", "values", *stored.user_attrs}
+    of_a_worker = {"worker", "active_seconds"}
+    assert record.keys() == {"params", "values", *stored.user_attrs} - of_a_worker
     assert record["params"] == {"learning_rate": 2e-4}
     assert record["values"].keys() == {"score"}
     assert record["telemetry"].keys() == stored.user_attrs["telemetry"].keys()
@@ -177,6 +232,20 @@ def test_verify(tmp_path: Path) -> None:
     assert bf16["compatibility"]["verdict"] == "ok"
     assert 0 < max(bf16["compatibility"]["measurement"]["logits_relative_error"].values()) < 0.1
     assert bf16["compatibility"]["costs"]["speed_ratio"] > 0
+
+
+# hpo run --timeout
+
+
+@pytest.mark.parametrize(("pruner", "is_known"), [("promote", True), ("promote", False), ("none", True)])
+def test_a_short_timeout_is_stated_before_and_after(tmp_path: Path, pruner: str, is_known: bool) -> None:
+    budget = {"max_seconds": 3000} if is_known else {"max_steps": 4}
+    training = {"batch_size": 8, "max_length": 64, **budget}
+    write_study(tmp_path, pruner={"name": pruner}, training=training)
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.001")).out
+    before = "--timeout is shorter than a whole trial, which takes about 50 min" in text
+    assert before == (is_known and pruner == "promote"), "without pauses a trial that has begun ends"
+    assert "Out of time: 0 of 2 trials done, none of them complete. To go on: hpo run tiny.yaml" in text
 
 
 # Options
@@ -251,7 +320,7 @@ def test_slow_steps_are_logged_on_stderr(
 
 def test_a_second_interrupt_ends_at_once_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     def twice() -> None:
-        with stop_signals() as stop:
+        with ended_at_once(), stop_on_signals() as stop:
             stop.can_checkpoint = True
             signal.raise_signal(signal.SIGINT)
             assert stop.wait(60)

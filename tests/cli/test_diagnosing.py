@@ -73,7 +73,7 @@ def test_the_operator_and_the_remedies_are_shown(broken: Path, tmp_path: Path) -
             {"learning_rate": 10.0, "optimizer": "sgd", "max_grad_norm": None},
             1,
             "this batch is finite, run eagerly on one rank",
-            "The trial broke in a later step, in an evaluation, or only when compiled or on several ranks.",
+            "The trial broke later, in an evaluation, or only when compiled or on several ranks.",
         ),
         (
             {"loss_weight.criteria": 1e39},

@@ -15,6 +15,7 @@ from jsonl_sets import write_set
 from tiny import ENCODER, write_long_study, write_study
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
+from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store.schema import studies, workers
 from hpo.study.store.storage import open_storage
 
@@ -132,7 +133,7 @@ def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
     assert "\x1b" not in ended.err, "the host of a worker is what its row says"
     assert [*kept[0].glob("trial-*/best-*")]
-    monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("hpo.api.lifecycle.WAIT_SECONDS", 0.1)
     ended = hpo_command(folder, "cancel", "tiny")
     assert ended.exit_code == 1
     assert "is cancelled, but after 0.1 s it has process" in ended.err
@@ -261,8 +262,11 @@ def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
         assert ended.exit_code == 2
         assert re.search(message, " ".join(ended.err.split())), ended.err
     given = ("--param", "fp_precision=16-mixed", "--param", "init_scale=8")
-    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--json")).json
-    assert told == {"study": "tiny", "enqueued": {"fp_precision": "fp16", "init_scale": 8.0}, "ahead": 0}
+    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--whole", "--json")).json
+    params = {"fp_precision": "fp16", "init_scale": 8.0}
+    assert told == {"study": "tiny", "enqueued": params, "ahead": 0, "whole": True}
+    [waiting] = stored(tmp_path).trials
+    assert waiting.attributes[WHOLE_ATTR] is True
     refused(
         hpo_command(tmp_path, "enqueue", "tiny", *given),
         "must have a trial left to begin, but has 1, and 1 are enqueued",

@@ -14,7 +14,6 @@ from planted_comparison import NUM_ROWS, begun, compared, run, search_config, se
 from scipy.stats import t
 from study_records import fake_record
 
-from hpo.cli.display import print_comparison
 from hpo.compare.companion import comparison_name, open_comparison
 from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.comparison import ComparisonConfig
@@ -22,10 +21,12 @@ from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
+from hpo.report import verdicts
 from hpo.report.charts import all_charts
 from hpo.report.dashboard import study_note
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
+from hpo.report.terminal import print_parts
 from hpo.report.verdicts import comparison_tables, configuration_table, details
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import Storage, open_storage
@@ -60,7 +61,7 @@ def plan_of(study: StudyConfig) -> ComparisonConfig:
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_comparison(json_safe(found))
+        print_parts(verdicts.shown(json_safe(found)))
         return text.getvalue()
 
 

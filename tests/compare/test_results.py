@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
 
-from hpo.cli.display import print_comparison
 from hpo.compare.planning import Request
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
+from hpo.report import verdicts
+from hpo.report.terminal import print_parts
 from hpo.study.reading.row_statistics import read_row_statistics
 from hpo.study.sampling.points import grid_points
 from hpo.study.store.schema import row_statistics
@@ -89,7 +90,7 @@ def test_moments_that_were_kept_in_fp32_say_nothing_of_int8() -> None:
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_comparison(json_safe(found.content))
+        print_parts(verdicts.shown(json_safe(found.content)))
         return text.getvalue()
 
 

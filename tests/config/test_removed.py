@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from command_line import COMMANDS, hpo_command
 
-from hpo.api.opening import study_of
 from hpo.config.removed import REMOVED, removed_command
-from hpo.config.study_config import StudyConfig, load_study, stored_study
+from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
 from hpo.config.trial_settings import check_name
 from hpo.errors import InputError, StorageError, StudyFileError
 

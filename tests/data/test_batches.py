@@ -15,7 +15,7 @@ from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import decode
 
 JOINT = Task("joint", "token_classification", ("x", "y"))

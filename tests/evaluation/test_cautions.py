@@ -10,7 +10,7 @@ from hpo.data.tasks import Task
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures
 from hpo.evaluation.contributions import baselines
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.metrics import RowStatistics, row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))

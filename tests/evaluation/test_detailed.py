@@ -17,7 +17,7 @@ from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.detailed import evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import decode_tasks
 from hpo.training.metrics import primary_mean, score
 

@@ -63,7 +63,7 @@ def test_killed_in_the_middle_of_a_trial(folder: Path) -> None:
     assert before.trials[1].outcome == "preempted"
     status = ok(hpo_command(folder, "status", "tiny.yaml")).out
     assert "1 of 2 trials done, 0 running, 1 to come" in status
-    assert "Unfinished, with no worker: 1. The next worker goes on with them." in status
+    assert "Unfinished, with no worker: 1. The next worker continues them." in status
     newest = saved_steps(folder, trial=1)[-1]
 
     assert "Study tiny (resumed): 1 of 2 trials done" in resume(folder)

@@ -20,7 +20,7 @@ from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.tasks.kind import DecodingThresholds
+from hpo.tasks.thresholds import DecodingThresholds
 
 
 def spoil(model: MultitaskModel) -> MultitaskModel:

@@ -12,7 +12,7 @@ import optuna
 import pytest
 from detailed_documents import every_kind
 from optuna_dashboard import get_note, save_note
-from study_records import fake_record, fake_tables, fake_trial, record_of, tables_of
+from study_records import DISTRIBUTIONS, fake_record, fake_tables, fake_trial, record_of, tables_of
 
 from hpo.errors import InputError
 from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note
@@ -24,7 +24,8 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
     storage = open_storage(sqlite_url)
     study = optuna.create_study(study_name="fake", storage=storage.optuna, direction="maximize")
     for trial in fake_record().trials[:3]:
-        given = {"params": trial.params, "distributions": trial.distributions, "values": trial.values}
+        distributions = {name: DISTRIBUTIONS[name] for name in trial.params}
+        given = {"params": trial.params, "distributions": distributions, "values": trial.values}
         study.add_trial(optuna.trial.create_trial(**given))
     yield study
     storage.close()

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from hpo.cli import display
 from hpo.deploy.artifacts import ARTIFACTS
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
-from hpo.evaluation.intervals import Interval
-from hpo.report.deployed import loading, verdict
+from hpo.evaluation.record import Interval
+from hpo.report import terminal
+from hpo.report.deployed import loading, shown, verdict
 
 
 def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
@@ -57,8 +56,8 @@ def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
 def test_numbers_and_units_are_whole_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(display, "Console", lambda **given: Console(width=80, **given))
-    display.print_deployment(found(), Path("runs/banking/deploy"))
+    monkeypatch.setattr(terminal, "Console", lambda **given: Console(width=80, **given))
+    terminal.print_parts(shown({**found(), "folder": "runs/banking/deploy"}))
     screen = capsys.readouterr().out
     tables, _, _ = screen.partition("fp16:")
     assert max(map(len, tables.splitlines())) <= 80

@@ -8,13 +8,12 @@ import pytest
 from detailed_documents import class_row, document, every_kind, task_document
 from study_records import fake_trial, tables_of, with_values
 
+from hpo.report.detailed import Detailed, headline
 from hpo.report.detailed_tables import (
-    Detailed,
     classes_text,
     confusions_text,
     csv_tables,
     detailed_evaluations,
-    headline,
     metrics_text,
 )
 from hpo.report.tables import StudyTables

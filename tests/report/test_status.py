@@ -9,7 +9,7 @@ from study_records import fake_trial, record_of
 
 from hpo.report.caveats import caveats
 from hpo.report.dashboard import study_note
-from hpo.report.status import study_status
+from hpo.report.status import paused_told, study_status
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
@@ -22,17 +22,17 @@ def at(number: int, begin: float, end: float) -> Any:
 
 def record(*trials: Any, **changes: Any) -> StudyRecord:
     """Three trials are left, one of them with a live worker."""
-    slots = {"open": 2, "running": 1, "done": len(trials)}
+    counts = {"open": 2, "running": 1, "done": len(trials)}
     live = WorkerRecord("node1-7-abc", "node1", 7, datetime.now(UTC), alive=True, trial_number=3)
-    return record_of(list(trials), **{"slots": slots, "workers": [live], **changes})
+    return record_of(list(trials), **{"counts": counts, "workers": [live], **changes})
 
 
 def test_rate_counts_the_time_in_which_the_study_was_worked_on() -> None:
-    # Two at once, then a night, then one: 10 + 5 minutes.
+    """Two trials run at once, then there is a night, then one runs. One worker needs 7 minutes for each."""
     status = study_status(record(at(0, 0, 8), at(1, 2, 10), at(2, 600, 605)))
     assert status["trials_per_hour"] == pytest.approx(12)
     end = datetime.fromisoformat(status["estimated_end"])
-    assert end - datetime.now(UTC) == pytest.approx(timedelta(minutes=15), abs=timedelta(seconds=30))
+    assert end - datetime.now(UTC) == pytest.approx(timedelta(minutes=21), abs=timedelta(seconds=30))
     assert status["workers"][0]["trial"] == 3
 
 
@@ -76,3 +76,15 @@ def test_unverified_trials_are_counted_with_the_reason() -> None:
     assert next(" ".join(notice) for notice in caveats(tables)) == warning
     assert warning in study_note(tables)
     assert study_status(record(at(1, 0, 8)))["warnings"] == []
+
+
+@pytest.mark.parametrize(("factor", "share"), [(2, "half"), (3, "third"), (4, "quarter"), (5, "1 in 5")])
+def test_paused_trials_are_named_with_the_condition_of_the_study(factor: int, share: str) -> None:
+    pruner = {"name": "promote", "reduction_factor": factor}
+    counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
+    told = paused_told(record_of([], counts=counts, definition={"pruner": pruner}))
+    assert told == f"Paused at a rung: 4. A paused trial continues if it is among the best {share} there."
+
+
+def test_nothing_is_said_where_no_trial_is_paused() -> None:
+    assert paused_told(record()) == ""

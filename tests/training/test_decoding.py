@@ -14,10 +14,10 @@ import pytest
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.tasks.kind import DecodingThresholds
 from hpo.tasks.labels import THRESHOLD_LOG_ODDS
 from hpo.tasks.span_extraction import MAX_ANSWER_TOKENS
 from hpo.tasks.span_per_label import EVIDENCE_MERGE_GAPS, EVIDENCE_THRESHOLDS
+from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import choose_decision, decode, decode_tasks
 from hpo.training.metrics import score
 

@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
-from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from optuna.trial import FrozenTrial
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.errors import HpoError, InputError, StorageError
+from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
-from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.claims.ending import give_up
 from hpo.study.reading.overview import say_damaged
-from hpo.study.store.failures import explain
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store import optuna_tables
+from hpo.study.store.failures import database_errors, explain
 from hpo.study.store.lifecycle import checkpoint_config
 from hpo.study.store.orphans import (
     count_optuna_orphans,
@@ -50,6 +51,14 @@ class Finding:
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     check: str = ""
     mended: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("check", "problem", "remedy", "mended")
+        return {name: getattr(self, name) for name in names} | {"can_fix": self.mend is not None}
+
+    def text(self) -> str:
+        how = "Mended. " if self.mended else "--fix: " if self.mend else ""
+        return printable(f"  {self.problem}" + (f"\n  {how}{self.remedy}" if self.remedy else ""))
 
 
 @dataclass(frozen=True)
@@ -78,22 +87,27 @@ def _is_readable(row: sa.Row[Any]) -> bool:
 def lost_trials(about: Examined) -> Iterator[Finding]:
     """Trials that are RUNNING, and that no worker of the study made."""
     for row in about.studies():
-        study = about.storage.load_study(row.name)
-        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        # A claim is made together with its trial.
-        query = sa.select(claims.c.trial_number).where(claims.c.study == row.name)
-        claimed = set(about.storage.read(lambda it: it.execute(query).scalars().all()))  # noqa: B023
-        for trial in running:
-            if trial.number not in claimed:
-                reason = "it was RUNNING, but no worker of the study made it, so no worker continues it."
-                yield Finding(
-                    f"Study {row.name}: trial {trial.number} is RUNNING, but no worker of the study made it.",
-                    "Ends it as FAIL, which samplers do not see.",
-                    partial(about.storage.write, partial(_give_up, trial, reason)),
-                )
+        lost = about.storage.read(partial(_lost_trials, row.name))
+        trials = about.storage.load_study(row.name).get_trials(deepcopy=False) if lost else []
+        for number in lost:
+            yield Finding(
+                f"Study {row.name}: trial {number} is RUNNING, but no worker of the study made it.",
+                "Ends it as FAIL, which samplers do not see.",
+                partial(about.storage.write, partial(_give_up, trials[number])),
+            )
 
 
-def _give_up(trial: FrozenTrial, reason: str, connection: sa.Connection) -> None:
+def _lost_trials(study: str, connection: sa.Connection) -> Sequence[int]:
+    """The numbers of the RUNNING trials without a claim, which is made together with its trial."""
+    trials, studies = optuna_tables.trials, optuna_tables.studies
+    is_claimed = sa.exists().where(claims.c.study == study, claims.c.trial_number == trials.c.number)
+    query = sa.select(trials.c.number).join(studies, studies.c.study_id == trials.c.study_id)
+    query = query.where(studies.c.study_name == study, trials.c.state == "RUNNING", ~is_claimed)
+    return connection.execute(query.order_by(trials.c.number)).scalars().all()
+
+
+def _give_up(trial: FrozenTrial, connection: sa.Connection) -> None:
+    reason = "it was RUNNING, but no worker of the study made it, so no worker continues it."
     give_up(connection, trial, Outcome.FAILED, reason)
 
 
@@ -137,9 +151,9 @@ def checkpoints(about: Examined) -> Iterator[Finding]:
             yield Finding(what, "Removes it.", partial(shutil.rmtree, folder))
             continue
         of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-        study = about.storage.load_study(row.name)
-        trials = {trial.number for trial in study.get_trials(deepcopy=False)}
-        gone = without_checkpoints(study, configs[row.name].top_k)
+        record = read_study(about.storage, row.name, brief=True)
+        trials = {trial.number for trial in record.trials}
+        gone = without_checkpoints(_ended(record), record.directions, configs[row.name].top_k)
         for of_trial in of_trials:
             number = int(of_trial.name.removeprefix("trial-"))
             if number not in trials or number in gone:
@@ -152,11 +166,27 @@ def checkpoints(about: Examined) -> Iterator[Finding]:
             yield Finding(what, "Removes them.", partial(remote.remove_trials, folder, gone))
 
 
+def _ended(record: StudyRecord) -> list[Ended]:
+    return [
+        Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)
+        for trial in record.trials
+        if trial.ended is not None
+    ]
+
+
 def _mib(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
 
 
 CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, orphans, checkpoints)
+
+
+def summary(findings: Sequence[Finding], place: str) -> str:
+    """State how many problems were mended, and how many are left."""
+    left = [finding for finding in findings if not finding.mended]
+    can, mended = sum(finding.mend is not None for finding in left), len(findings) - len(left)
+    to_mend = f"{mended} mended, {len(left) or 'nothing'} left" if mended else f"{len(left) or 'nothing'}"
+    return f"{place}: {to_mend} to mend." + (f" `hpo doctor --fix` mends {can}." if can else "")
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
@@ -176,7 +206,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
                 for finding in check(Examined(storage, runs_dir, study)):
                     named = replace(finding, check=check.__name__.replace("_", " "))
                     yield _mended(named) if fix and finding.mend is not None else named
-    except (SQLAlchemyError, StorageInternalError) as error:
+    except database_errors() as error:
         raise explain(url, error) from error
 
 

@@ -39,7 +39,7 @@ import sqlalchemy as sa
 
 from hpo.cluster.postgres.programs import Programs, find_programs, server_user
 from hpo.errors import InputError, RunError, shorten
-from hpo.study.store.database import URL_FROM_FILE, storage_url
+from hpo.study.store.database import URL_FROM_FILE, redact, storage_url
 
 ROLE = DATABASE = "hpo"
 START_SECONDS = 600
@@ -71,6 +71,19 @@ class Running:
     """With the password; empty where it has not been written yet."""
     host: str
     is_new: bool = False
+
+    def as_json(self, folder: Path) -> dict[str, Any]:
+        file = str((folder / "url").absolute())
+        return {"running": True, "url": redact(self.url), "host": self.host, "url_file": file}
+
+    def text(self, folder: Path, runs: str = "runs") -> str:
+        """Name the host of the database in `folder`, and state how to use the database."""
+        facts = self.as_json(folder)
+        return (
+            f"The database in {folder} {runs} on {self.host}.\n"
+            f"{facts['url']}, with the password in {facts['url_file']}. To use it:\n"
+            f"  export HPO_STORAGE=@{facts['url_file']}"
+        )
 
 
 @dataclass(frozen=True)

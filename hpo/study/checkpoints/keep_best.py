@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import BUDGET_SPENT
 from hpo.study.sampling.fronts import loss_signs, pareto_front
+from hpo.study.sampling.promotion import BUDGET_SPENT
 
 if TYPE_CHECKING:
     from hpo.study.checkpoints.remote_store import RemoteStore
@@ -26,26 +27,34 @@ NUM_NONFINITE = 2
 """Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
 
 
-def without_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
-    """Return the numbers of the finished trials that keep no checkpoints.
+class Ended(NamedTuple):
+    """A trial that has ended."""
+
+    number: int
+    values: Sequence[float] | None
+    """Of a complete trial, else None."""
+    constraints: Mapping[str, float]
+    outcome: str
+    reason: str
+
+
+def without_checkpoints(trials: Sequence[Ended], directions: Sequence[str], top_k: int) -> set[int]:
+    """Return the numbers of the trials that keep no checkpoints.
 
     The first `top_k` by the first objective keep theirs: the Pareto front first, and trials that break limits
     of the study last. So do the last trials that were not finite, for `hpo diagnose`, and trials that stopped
     because the budget of the study was spent, since it may be raised.
     """
-    trials = study.get_trials(deepcopy=False)
-    ended = [trial for trial in trials if trial.state.is_finished()]
-    directions = [direction.name.lower() for direction in study.directions]
-    complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
+    complete = [trial for trial in trials if trial.values is not None]
     values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
     outside = np.array([violation(trial.constraints) for trial in complete])
     front, losses = outside == 0, values[:, 0] * loss_signs(directions)[0]
     front[front] = pareto_front(values[front], directions)
-    best = sorted(range(len(complete)), key=lambda i: (outside[i], not front[i], losses[i], i))[:top_k]
-    nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
+    best = np.lexsort((losses, ~front, outside))[:top_k]
+    nonfinite = [trial.number for trial in trials if trial.outcome == Outcome.NONFINITE]
     last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
-    stopped = [trial.number for trial in ended if trial.user_attrs.get("outcome_reason") == BUDGET_SPENT]
-    return {trial.number for trial in ended} - {*(complete[i].number for i in best), *last, *stopped}
+    stopped = [trial.number for trial in trials if trial.reason == BUDGET_SPENT]
+    return {trial.number for trial in trials} - {*(complete[index].number for index in best), *last, *stopped}
 
 
 def keep_best_checkpoints(
@@ -61,7 +70,12 @@ def keep_best_checkpoints(
         removed: the trials whose checkpoints an earlier call removed; this call adds its own.
     """
     removed = set() if removed is None else removed
-    numbers = without_checkpoints(study, top_k) - removed
+    directions = [direction.name.lower() for direction in study.directions]
+    # With one objective, a trial is behind the same trials for good.
+    known = removed if len(directions) == 1 else ()
+    trials = (trial for trial in study.get_trials(deepcopy=False) if trial.number not in known)
+    ended = [_ended(trial) for trial in trials if trial.state.is_finished()]
+    numbers = without_checkpoints(ended, directions, top_k) - removed
     removed |= numbers
     for number in numbers:
         shutil.rmtree(study_folder / f"trial-{number:05d}", ignore_errors=True)
@@ -70,3 +84,9 @@ def keep_best_checkpoints(
             remote.remove_trials(study_folder, numbers)
         except CheckpointError as error:
             _logger.warning("Old checkpoints stay: %s", error)
+
+
+def _ended(trial: FrozenTrial) -> Ended:
+    outcome, reason = (str(trial.user_attrs.get(name, "")) for name in ("outcome", "outcome_reason"))
+    values = trial.values if trial.state == TrialState.COMPLETE else None
+    return Ended(trial.number, values, trial.constraints, outcome, reason)

@@ -3,8 +3,9 @@
 A worker writes the time in which it has a trial into the row of its claim, with each heartbeat and each
 evaluation. Workers that share a device each count their part. The sum over the rows is the time spent.
 
-When all is spent, a trial stops at its next evaluation with a checkpoint. No trial begins that, with the
-trials that have begun, would need more than is left.
+When all is spent, a trial stops at its next evaluation with a checkpoint. Whether another trial begins, says
+the planner (`hpo.study.sampling.forecast`). A trial that the budget ended is PRUNED with the reason
+`BUDGET_SPENT`, and keeps its checkpoint: if the budget is raised, it continues.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.budget import BudgetConfig
-from hpo.study.sampling.promotion import Promotion, is_paused
-from hpo.study.store.schema import claims, studies
-
-BUDGET_SPENT = "the study has spent its budget."
+from hpo.study.sampling.forecast import (
+    Cost,
+    Forecast,
+    Measured,
+    forecast,
+    measured_cost,
+    measured_trial,
+    seconds_ahead,
+    training_share,
+)
+from hpo.study.sampling.promotion import Promotion, Rung, is_paused, rungs_of
+from hpo.study.store.schema import claims, evaluations, studies
 
 
 class DeviceClock:
@@ -47,12 +57,22 @@ class DeviceClock:
             return self._seconds
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StudyBudget:
-    """The budget of a study, as its definition in the database says now."""
+    """The budget of a study, as its definition in the database says now, and what its trials took."""
 
     study: str
     promotion: Promotion | None = None
+
+    def __post_init__(self) -> None:
+        self._measured: dict[int, Measured] = {}
+        """The trials that have ended, by number."""
+        self._ended: list[FrozenTrial] = []
+        """Those that are not measured yet."""
+
+    def add_ended(self, trial: FrozenTrial) -> None:
+        """Add a trial that has ended. It is measured once."""
+        self._ended.append(trial)
 
     def seconds(self, connection: sa.Connection) -> float:
         """Return the device-seconds of the budget; infinite if the study has no budget any more."""
@@ -66,33 +86,75 @@ class StudyBudget:
         query = sa.select(claims.c.trial_number, claims.c.device_seconds).where(claims.c.study == self.study)
         return {row.trial_number: row.device_seconds for row in connection.execute(query)}
 
+    def left(self, connection: sa.Connection) -> float:
+        """Return the device-seconds that are left, over all workers."""
+        total = sa.select(sa.func.sum(claims.c.device_seconds)).where(claims.c.study == self.study)
+        return self.seconds(connection) - (connection.execute(total).scalar() or 0.0)
+
     def is_spent(self, connection: sa.Connection) -> bool:
         """Whether nothing is left."""
-        total = sa.select(sa.func.sum(claims.c.device_seconds)).where(claims.c.study == self.study)
-        return (connection.execute(total).scalar() or 0.0) >= self.seconds(connection)
+        return self.left(connection) <= 0
 
-    def may_begin(
-        self, connection: sa.Connection, trials: Sequence[FrozenTrial], whole_trials_left: float
-    ) -> bool:
-        """Whether enough is left for another trial and for what the trials that have begun still need.
+    def forecast(
+        self,
+        connection: sa.Connection,
+        rungs: Sequence[Rung],
+        begun: Sequence[FrozenTrial],
+        num_waiting: int,
+        most: int,
+    ) -> Forecast:
+        """Return how many trials may still begin, and what is left with them.
 
         Args:
-            whole_trials_left: what all these need, in whole trials.
+            begun: the unfinished trials that have begun.
+            num_waiting: failed attempts that are to be tried again.
+            most: so many trials may begin, whatever the budget is.
         """
-        seconds_of = self.spent(connection)
-        left = self.seconds(connection) - sum(seconds_of.values())
-        # A trial that ended before it trained says nothing about the length of a trial.
-        rested = [trial for trial in trials if trial.state.is_finished() or is_paused(trial)]
-        trained = [trial for trial in rested if trial.intermediate_values or trial.values]
-        num_done = sum(map(self._done, trained))
-        if not num_done:
-            return left > 0
-        of_whole_trial = sum(seconds_of.get(trial.number, 0.0) for trial in trained) / num_done
-        return left > 0 and whole_trials_left * of_whole_trial <= left
+        cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
+        left = self.left(connection)
+        if cost is not None:
+            running = [trial for trial in begun if not is_paused(trial)]
+            rows = self._rows(connection, running)
+            parts = ((trial.user_attrs, rows[trial.number][0]) for trial in running)
+            left += sum(seconds_ahead(self.promotion, cost, *part) for part in parts)
+        num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + num_waiting
+        return forecast(self.promotion, rungs, num_starts, most, cost, None if left == math.inf else left)
 
-    def _done(self, trial: FrozenTrial) -> float:
-        """The share of its budget that a trial has trained."""
-        if self.promotion is None:
-            return 1.0
-        outcome = trial.user_attrs.get("outcome", "failed" if trial.state.is_finished() else "paused")
-        return self.promotion.trained(trial.user_attrs, outcome)
+    def _cost(self, connection: sa.Connection, paused: Sequence[FrozenTrial]) -> Cost | None:
+        for trial, measured in self._measure(connection, self._ended):
+            self._measured[trial.number] = measured
+        self._ended = []
+        now = [measured for _, measured in self._measure(connection, paused)]
+        return measured_cost([*self._measured.values(), *now])
+
+    def _measure(
+        self, connection: sa.Connection, trials: Sequence[FrozenTrial]
+    ) -> Iterator[tuple[FrozenTrial, Measured]]:
+        """What those of the trials took that trained to a rung, to their end or until they broke."""
+        trained = [trial for trial in trials if trial.intermediate_values or trial.values or is_paused(trial)]
+        rows = self._rows(connection, trained)
+        for trial in trained:
+            is_complete = trial.state == TrialState.COMPLETE
+            if measured := measured_trial(self.promotion, trial.user_attrs, is_complete, rows[trial.number]):
+                yield trial, measured
+
+    def _rows(
+        self, connection: sa.Connection, trials: Sequence[FrozenTrial]
+    ) -> Mapping[int, tuple[float, float]]:
+        """Return the device-seconds of trials and their part in training, by the trial's number."""
+        if not trials:
+            return {}
+        numbers = [trial.number for trial in trials]
+        last = sa.select(sa.func.max(evaluations.c.seconds)).where(
+            evaluations.c.study == claims.c.study, evaluations.c.trial_number == claims.c.trial_number
+        )
+        columns = (claims.c.trial_number, claims.c.device_seconds, claims.c.active_seconds)
+        few = len(numbers) < 1000  # a statement takes so many values in every database
+        these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number <= max(numbers)
+        query = sa.select(*columns, last.scalar_subquery().label("trained"))
+        query = query.where(claims.c.study == self.study, these)
+        found: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for row in connection.execute(query):
+            share = training_share(row.trained, row.active_seconds)
+            found[row.trial_number] = (row.device_seconds, row.device_seconds * share)
+        return found

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused, rungs_of
-from hpo.study.store.optuna_internals import end_trial, is_unfinished, trial_id_of
+from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
+from hpo.study.store.optuna_internals import (
+    end_trial,
+    is_unfinished,
+    pruned_trials,
+    reopen_trial,
+    trial_id_of,
+)
 from hpo.study.store.schema import claims
 
 NOT_PROMOTED = "it was not promoted: other trials were better at this rung, or the study ended."
@@ -33,24 +39,44 @@ def end_unclaimed(
 ) -> bool:
     """End a trial that `owner` (None: nobody) does not run any more, unless it has changed meanwhile.
 
-    A trial that has come to a rung ends as PRUNED, with its values there. Any other trial is given up: it
-    FAILs, which samplers do not see, and does not count among the trials of the study.
+    A trial that has come to a rung ends as PRUNED, with its values there. So does a trial that the budget of
+    its study ended somewhere else, with its last value, if it has an evaluation or a checkpoint. Any other
+    trial is given up: it FAILs, which samplers do not see, and does not count among the trials of the study.
     """
     rungs = rungs_of(trial.user_attrs)
+    values = [*rungs.values()][-1]["values"] if rungs else []
+    kept: bool | sa.ColumnElement[bool] = bool(rungs)
+    if reason == BUDGET_SPENT and trial.last_step is not None:
+        kept, values = True, [trial.intermediate_values[trial.last_step]]
+    elif reason == BUDGET_SPENT and not rungs:
+        kept = claims.c.saved_step > 0
     change = sa.update(claims).where(is_as_seen(study, trial, owner))
-    if not connection.execute(change.values(owner=None, counts=bool(rungs), paused_at=None)).rowcount:
+    change = change.values(owner=None, counts=kept)
+    changed = connection.execute(change.returning(claims.c.counts, claims.c.facts)).one_or_none()
+    if changed is None:
         return False
-    if not rungs:
+    if not changed.counts:
         return give_up(connection, trial, Outcome.PREEMPTED, reason)
-    at: dict[str, Any] = {**[*rungs.values()][-1]}
+    facts = json.loads(changed.facts or "{}")
     return end_trial(
         connection,
         trial_id_of(trial),
         TrialState.PRUNED,
-        values=at["values"],
-        user_attrs={"outcome": Outcome.PRUNED, "outcome_reason": reason},
-        constraints=at.get("constraints"),
+        values=values,
+        user_attrs={**facts, "outcome": Outcome.PRUNED, "outcome_reason": reason},
+        constraints=[*rungs.values()][-1].get("constraints") if rungs else None,
     )
+
+
+def reopen_ended_by_budget(connection: sa.Connection, study_id: int) -> None:
+    """Let the trials run again that the budget of their study ended, because it was raised.
+
+    They keep their numbers, their curves and their checkpoints, and those that had paused are paused again.
+    Optuna's storage reads the end of a trial once. So a worker that is still in the study, and has read these
+    ends, leaves these trials to workers that start later. Meanwhile it begins other trials.
+    """
+    for trial_id in pruned_trials(connection, study_id, "outcome_reason", BUDGET_SPENT):
+        reopen_trial(connection, trial_id, ("outcome", "outcome_reason"))
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:

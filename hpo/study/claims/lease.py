@@ -227,9 +227,11 @@ class Lease:
 
     def release(self, result: TrialResult | None = None) -> None:
         """Give the trial up for another worker. With `result`, the trial has paused."""
-        if result is not None and result.constraints and self._rung is not None:
+        if result is not None and self._rung is not None:
             at = self._stored().user_attrs[RUNGS_ATTR][str(self._rung)]
-            self._note_rung(self._rung, {**at, "constraints": json_safe(result.constraints)}, owner=None)
+            facts = json.dumps(trial_attributes(result))
+            limits = json_safe(result.constraints)
+            self._note_rung(self._rung, {**at, "constraints": limits}, owner=None, facts=facts)
         else:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 

@@ -35,16 +35,18 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.portfolio import SHARE
 from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import BUDGET_SPENT, StudyBudget
+from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_as_seen
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, has_place, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of_points
 from hpo.study.claims.workers import Membership
+from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
+from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
     lock_trials,
     make_trial,
@@ -78,6 +80,8 @@ class WorkerLease(Membership):
     """How trials pause and continue; None: they do not."""
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
+    portfolio: Sequence[tuple[Point, str]] = ()
+    """Published configurations and their sources, at most a tenth of the trials that are planned."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
     """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
@@ -87,6 +91,8 @@ class WorkerLease(Membership):
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
+        self._tried: set[str] = set()
+        """The configurations that trials have as far as this worker had to know, by `point_key`."""
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
 
@@ -109,7 +115,7 @@ class WorkerLease(Membership):
                     return lease
                 continue  # another worker was faster
             if seen.may_begin and any(map(self.runnable, seen.new)):
-                if lease := self._claim(lambda it: self._begin(it, points)):  # noqa: B023
+                if lease := self._claim(lambda it: self._begin(it, seen, points)):  # noqa: B023
                     return lease
                 continue
             self.left = seen.unfinished()
@@ -210,7 +216,7 @@ class WorkerLease(Membership):
             this = (self._of_study, claims.c.trial_number == trial.number)
             take = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
             return connection.execute(take).one_or_none()
-        if not has_place(connection, self._study.study_name):
+        if num_places(connection, self._study.study_name) <= 0:
             return None
         fixed = trial.system_attrs.get("fixed_params", {})
         point = None
@@ -221,14 +227,33 @@ class WorkerLease(Membership):
             set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
         return self._insert(connection, trial.number, point)
 
-    def _begin(self, connection: sa.Connection, points: Sequence[Point] | None) -> sa.Row[Any] | None:
+    def _begin(
+        self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
+    ) -> sa.Row[Any] | None:
         """Begin a new trial; None: the study has no place for one that this worker can run."""
-        if not self._locks_open_study(connection) or not has_place(connection, self._study.study_name):
+        if not self._locks_open_study(connection) or num_places(connection, self._study.study_name) <= 0:
             return None
-        point = None if points is None else self._next_point(connection, points)
-        if points is not None and point is None:
-            return None
-        return self._insert(connection, make_trial(connection, self._study_id, fixed_params=point), point)
+        if points is None:
+            point, source = self._next_published(connection, seen)
+        else:
+            point, source = self._next_point(connection, points), {}
+            if point is None:
+                return None
+        number = make_trial(connection, self._study_id, fixed_params=point, user_attrs=source)
+        return self._insert(connection, number, point)
+
+    def _next_published(
+        self, connection: sa.Connection, seen: Snapshot
+    ) -> tuple[Point | None, dict[str, str]]:
+        """The next configuration of the portfolio with its user attribute, unless enough of it were tried."""
+        allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
+        if all(point_key(point) in self._tried for point, _ in allowed):
+            return None, {}
+        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials)
+        tried = num_trials_of_points(connection, self._study.study_name)
+        self._tried.update(tried, map(point_key, given))
+        left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
+        return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
         """Lock the trials of the study; False: it is not open."""
@@ -273,7 +298,8 @@ class WorkerLease(Membership):
 
     def _finish(self, seen: Snapshot) -> None:
         """End the study: nothing runs, and nothing is to continue or to begin."""
-        self._end(seen.paused, seen, BUDGET_SPENT if seen.is_spent else NOT_PROMOTED)
+        by_budget = self.budget is not None and (seen.is_spent or seen.num_places > 0)
+        self._end(seen.paused, seen, BUDGET_SPENT if by_budget else NOT_PROMOTED)
         self._end(seen.free, seen, BUDGET_SPENT)
         if self.budget is not None:  # it has fewer trials than it might have had
             counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()

@@ -22,7 +22,7 @@ from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
 from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
-from hpo.study.sampling.promotion import Promotion, Standings, check_attributes, is_paused, rungs_of
+from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import all_trials
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
@@ -41,14 +41,18 @@ class Snapshot:
     """All of the study, by number."""
     rows: Mapping[int, sa.Row[Any]]
     """The claims of the unfinished trials, by the trial's number."""
-    has_place: bool
-    """Whether the study has begun fewer than `n_trials`, and has enough budget for another trial."""
+    num_places: int
+    """So many of the study's `n_trials` have not begun."""
     new: Sequence[Point]
     """The parameters that a new trial may get; [{}]: any."""
     is_spent: bool
     """Whether the study has spent its budget."""
     hosts: Set[str] = frozenset()
     """The machines of other live workers."""
+    num_new: int = 0
+    """Trials that may still begin, as far as the budget is known to be enough."""
+    num_planned: int = 0
+    """These and the trials that have begun."""
     may_begin: bool = False
     """Whether a live worker may begin another trial."""
     free: list[FrozenTrial] = field(default_factory=list)
@@ -80,7 +84,7 @@ class Snapshot:
         """
         rest = [] if self.is_spent else [*self.free, *self.promoted, *self.waiting]
         rest += [*self.running, *(self.paused if self.running else ())]
-        return [*map(known_params, rest), *(self.new if self.has_place else ())]
+        return [*map(known_params, rest), *(self.new if self.num_new else ())]
 
 
 class Watch:
@@ -128,9 +132,12 @@ class Watch:
             check_attributes(trial, self._num_objectives)
             if not trial.state.is_finished():
                 unfinished.append(trial)
-            elif self._standings is not None:
+                continue
+            if self._standings is not None:
                 self._standings.add_ended(trial)
                 self._failures.add_ended(trial)
+            if self._budget is not None:
+                self._budget.add_ended(trial)
         self._unfinished, self._num_seen = [trial.number for trial in unfinished], len(trials)
         return unfinished
 
@@ -149,7 +156,8 @@ class Watch:
     ) -> Snapshot:
         name = self._study.study_name
         of_unfinished = claims.c.trial_number.in_([trial.number for trial in unfinished])
-        query = sa.select(claims).where(claims.c.study == name, of_unfinished)
+        columns = [column for column in claims.c if column is not claims.c.facts]  # which are long
+        query = sa.select(*columns).where(claims.c.study == name, of_unfinished)
         rows = {row.trial_number: row for row in connection.execute(query)}
         others = self._others(connection, worker)
         owners = {row.owner for row in rows.values()} - {None, worker}
@@ -158,14 +166,14 @@ class Watch:
         seen = Snapshot(
             trials,
             rows,
-            has_place=has_place(connection, name),
+            num_places=num_places(connection, name),
             new=[{}] if points is None else unused_points(points, num_trials_of_points(connection, name)),
             is_spent=self._budget is not None and self._budget.is_spent(connection),
         )
         for trial in unfinished:
             row = rows.get(trial.number)
             if trial.state == TrialState.WAITING:
-                if row is not None or seen.has_place:
+                if row is not None or seen.num_places > 0:
                     seen.waiting.append(trial)
             elif row is not None:  # else plain Optuna made it
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
@@ -199,29 +207,36 @@ class Watch:
 
         waits = {trial.number for trial in seen.paused if can_run(known_params(trial))}
         ours = [*seen.free, *seen.running, *seen.paused]
-        starts = sum(not rungs_of(trial.user_attrs) for trial in ours) + 1
-        left: float = starts + sum(trial.state == TrialState.WAITING for trial in seen.waiting)
+        rungs: Sequence[Rung] = ()
         if self._standings is not None:
             self._blamed = frozenset(self._failures.blamed(ours))
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
             rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
-            left = self._standings.left(rungs, int(left))
-        seen.has_place = seen.has_place and not seen.is_spent
-        if seen.has_place and self._budget is not None:
-            seen.has_place = self._budget.may_begin(connection, seen.trials, left)
-        seen.may_begin = seen.has_place and any(map(can_run, seen.new))
+        num_new = 0 if seen.is_spent else max(0, seen.num_places)
+        if num_new and self._budget is not None:
+            retries = sum(trial.number in seen.rows for trial in seen.waiting)
+            num_new = self._budget.forecast(connection, rungs, ours, retries, num_new).num_new
+        seen.num_new = num_new
+        seen.num_planned = num_begun(connection, self._study.study_name) + num_new
+        if not num_new:  # an enqueued trial takes a place
+            seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]
+        seen.may_begin = num_new > 0 and any(map(can_run, seen.new))
         if self._standings is not None:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)
             seen.promoted = [seen.trials[number] for number in promoted]
             seen.fallen_behind = [seen.trials[number] for number in self._standings.fallen_behind(rungs)]
 
 
-def has_place(connection: sa.Connection, study: str) -> bool:
-    """Whether a study has begun fewer than its `n_trials`."""
-    begun = sa.select(sa.func.count()).where(claims.c.study == study, claims.c.counts).scalar_subquery()
-    return bool(
-        connection.execute(sa.select(studies.c.n_trials > begun).where(studies.c.name == study)).scalar()
-    )
+def num_begun(connection: sa.Connection, study: str) -> int:
+    """Return how many of a study's `n_trials` have begun."""
+    counted = (claims.c.study == study, claims.c.counts)
+    return int(connection.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
+
+
+def num_places(connection: sa.Connection, study: str) -> int:
+    """Return how many of a study's `n_trials` have not begun."""
+    size = connection.execute(sa.select(studies.c.n_trials).where(studies.c.name == study)).scalar()
+    return (size or 0) - num_begun(connection, study)
 
 
 def num_trials_of_points(connection: sa.Connection, study: str) -> dict[str, int]:

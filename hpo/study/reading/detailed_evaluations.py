@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,17 @@ _logger = logging.getLogger(__name__)
 
 
 def read_detailed_evaluations(
-    connection: sa.Connection, name: str
+    connection: sa.Connection, name: str, numbers: Container[int]
 ) -> dict[int, dict[str, Mapping[str, Any]]]:
-    """The documents of a study by trial and split; unreadable ones are left out with a warning."""
+    """Return the documents of these trials by trial and split.
+
+    An unreadable one is left out with a warning.
+    """
     query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
     documents: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
+        if row.trial_number not in numbers:
+            continue
         try:
             documents[row.trial_number][row.split] = _read(row.document)
         except DataError as error:

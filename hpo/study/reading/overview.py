@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -37,6 +39,10 @@ class StudyOverview:
     now: float
     """By the database's clock, as `created`: seconds since 1970."""
 
+    def as_json(self) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
+        return {name: value for name, value in vars(self).items() if name != "now"} | {"created": created}
+
 
 def list_studies(storage: Storage) -> list[StudyOverview]:
     """Every study of the database that hpo made, the newest last."""
@@ -46,7 +52,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
             alive = storage.heard_workers(connection)
-            counts = _counts(connection, [row.name for row in rows], alive)
+            counts = _counts(connection, alive)
         num_workers = Counter(worker.study for worker in alive.values())
         overviews = []
         for row in rows:
@@ -77,11 +83,9 @@ def say_damaged(name: str, reason: str) -> None:
     _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
 
 
-def _counts(
-    connection: sa.Connection, names: Iterable[str], alive: Container[str]
-) -> dict[str, dict[str, int]]:
-    """How many trials of each study are `open`, `running`, `done` and `paused`."""
-    counts = {name: count_trials(connection, name) for name in names}
+def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
+    """Return how many trials of each study are `open`, `running`, `done` and, if any, `paused`."""
+    counts = count_trials(connection)
     query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
     for study, owner in connection.execute(query):
         if owner not in alive and study in counts:  # the trial waits for the next worker

@@ -1,49 +1,73 @@
-"""A whole study read at once, for status, reports and the dashboard.
+"""A study read at once, for status, reports and the dashboard.
 
 Optuna builds an object with its own queries for every attribute of a trial, which takes seconds for
-thousands of trials. Here it is one query a table.
+thousands of trials. Here it is one query a table, and JSON is decoded when it is first used.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.distributions import BaseDistribution, json_to_distribution
-from optuna.trial import TrialState
 
-from hpo.config.study_config import check_study_name
+from hpo.config.study_name import check_study_name
+from hpo.memory import collector_paused
 from hpo.outcome import Outcome
-from hpo.study.claims.budget import StudyBudget
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
-from hpo.study.store import optuna_internals, schema
+from hpo.study.reading.study_record import (
+    CAUTIONS,
+    NOT_READ,
+    EvaluationRow,
+    NotRead,
+    StoredJson,
+    StudyRecord,
+    TrialRecord,
+    WorkerRecord,
+    best_trials,
+)
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR
+from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
-from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
+_TELEMETRY = "telemetry"
+_FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
+_OUTLINE = ("outcome", "outcome_reason", "worker", "active_seconds", PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR)
+"""The user attributes by which all trials are counted and ranked."""
+_ALL = sa.true()
+_MAX_IDS = 10_000
+"""In one query. SQLite takes 32,766 parameters, PostgreSQL 65,535."""
 
-def read_study(storage: Storage, name: str) -> StudyRecord:
-    """Read everything stored about the study `name`. Raises StorageError where there is none."""
+
+def read_study(storage: Storage, name: str, *, brief: bool = False) -> StudyRecord:
+    """Read what is stored about the study `name`. Raises StorageError where there is none.
+
+    Args:
+        brief: as much as `hpo status` and `hpo best` show. Parameters, telemetry and detailed evaluations are
+            those of the best trials and of those with a caution; the others have `NOT_READ`.
+    """
     check_study_name(name)  # of the folder for its report, too
+    storage.check_study(name)
 
     def read() -> StudyRecord:
-        study_id = study_id_of(storage.load_study(name))
-        with snapshot(storage.engine) as connection:  # what ends in between would be read in halves
-            return _read(storage, connection, study_id, name)
+        # A snapshot: a trial that ends meanwhile would be read in halves.
+        with collector_paused(), snapshot(storage.engine) as connection:
+            return _read(storage, connection, name, brief)
 
     return storage.persist(read)
 
 
-def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str) -> StudyRecord:
-    of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
-    study = connection.execute(of_study).one()
+def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -> StudyRecord:
+    ours, optunas = schema.studies, optuna_tables.studies
+    of_study = sa.select(ours, optunas.c.study_id).join(optunas, optunas.c.study_name == ours.c.name)
+    study = connection.execute(of_study.where(ours.c.name == name)).one()
     definition = json.loads(study.definition)
     claims = connection.execute(sa.select(schema.claims).where(schema.claims.c.study == name)).all()
     running = {claim.owner: claim.trial_number for claim in claims if claim.owner is not None}
@@ -66,23 +90,37 @@ def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str)
     ]
     alive = {worker.id for worker in workers if worker.alive}
     state_of = {claim.trial_number: _state_of(claim, alive) for claim in claims}
-    trials = _read_trials(connection, study_id, name, state_of)
+    reading = _Trials(connection, study.study_id, name)
+    attributes = reading.attributes(names=_OUTLINE if brief else ())
+    trials = reading.outlines(attributes, state_of)
     counted = {claim.trial_number for claim in claims if claim.counts}
     counts = Counter({"open": 0, "running": 0, "done": 0})
-    counts.update(_count_of(trial) for trial in trials if trial.number in counted)
+    counts.update(_count_of(trial) for trial in trials.values() if trial.number in counted)
     counts["open"] += max(0, study.n_trials - counts.total())
-    return StudyRecord(
+    record = StudyRecord(
         name=name,
         metric_names=tuple(objective["metric"] for objective in definition["objective"]),
         directions=tuple(objective["direction"] for objective in definition["objective"]),
         definition=definition,
-        trials=trials,
+        trials=[*trials.values()],
         workers=workers,
         counts=dict(counts),
         state=study.state,
-        spent=StudyBudget(name).spent(connection),
-        comparisons=_read_comparisons(connection, study_id),
+        spent={claim.trial_number: claim.device_seconds for claim in claims},
+        comparisons=_read_comparisons(connection, study.study_id),
     )
+    shown = trials
+    if brief and definition.get("budget") is None:  # what a budget was spent on is in the telemetry of all
+        best = {trial.number for trial in best_trials(record)}
+        caution = reading.with_caution()
+        shown = {key: trial for key, trial in trials.items() if trial.number in best or key in caution}
+    if brief:
+        attributes = reading.attributes(shown)
+    trials |= reading.in_full(shown, attributes)
+    if not brief:
+        evaluations = reading.evaluations()
+        trials = {key: replace(trial, evaluations=evaluations[trial.number]) for key, trial in trials.items()}
+    return replace(record, trials=[*trials.values()])
 
 
 def _state_of(claim: Any, alive: set[str]) -> tuple[str, str | None]:
@@ -99,104 +137,144 @@ def _count_of(trial: TrialRecord) -> str:
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
-    table = optuna_internals.study_user_attributes
+    table = optuna_tables.study_user_attributes
     of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
     rows = connection.execute(of_study)
     return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
 
 
-def _read_trials(
-    connection: sa.Connection, study_id: int, name: str, state_of: dict[int, tuple[str, str | None]]
-) -> list[TrialRecord]:
-    """`state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number."""
-    trials = optuna_internals.trials
-    parts = _read_parts(connection, study_id)
-    evaluations = _read_evaluations(connection, name)
-    detailed = read_detailed_evaluations(connection, name)
-    query = sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
-    return [
-        replace(
-            _trial(row, parts, *state_of.get(row.number, ("running", None))),
-            evaluations=evaluations[row.number],
-            detailed=detailed.get(row.number, {}),
-        )
-        for row in connection.execute(query)
-    ]
-
-
 @dataclass(frozen=True)
-class _Parts:
-    """What Optuna's tables have of the trials of a study, by their ids."""
+class _Trials:
+    """The trials of one study in the database, by the ids that Optuna gave them."""
 
-    params: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-    distributions: dict[int, dict[str, BaseDistribution]] = field(default_factory=lambda: defaultdict(dict))
-    values: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    attributes: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-    system_attrs: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    connection: sa.Connection
+    study_id: int
+    study: str
+
+    def outlines(
+        self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]
+    ) -> dict[int, TrialRecord]:
+        """Return every trial with all that it is counted and ranked by; the rest is not read.
+
+        `state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number.
+        """
+        values: dict[int, list[float]] = defaultdict(list)
+        constraints: dict[int, dict[str, float]] = defaultdict(dict)
+        for row in self._rows(optuna_tables.values, "objective"):
+            values[row.trial_id].append(row.value)
+        table = optuna_tables.system_attributes
+        for row in self._rows(table, "key", where=table.c.key.startswith(CONSTRAINTS)):
+            constraints[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
+        table = schema.evaluations
+        columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
+        evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
+        evaluations = {number: found for number, *found in self.connection.execute(evaluated)}
+        trials = optuna_tables.trials
+        query = sa.select(trials).where(trials.c.study_id == self.study_id).order_by(trials.c.number)
+        found = {}
+        for row in self.connection.execute(query):
+            own = attributes.get(row.trial_id, {})
+            running_as, owner = state_of.get(row.number, ("running", None))
+            outcome = own.get("outcome") or (Outcome.FAILED if row.state == "FAIL" else row.state.lower())
+            started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+            num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
+            found[row.trial_id] = TrialRecord(
+                number=row.number,
+                state=row.state,
+                outcome=running_as if row.state == "RUNNING" else outcome,
+                reason=own.get("outcome_reason", ""),
+                params=NOT_READ,
+                values=tuple(values[row.trial_id]) if row.state == "COMPLETE" else None,
+                started=started,
+                ended=ended,
+                seconds=(ended - started).total_seconds() if started and ended else None,
+                attributes=_own({"worker": owner, **own} if owner else own),
+                constraints=constraints.get(row.trial_id, {}),
+                telemetry=NOT_READ,
+                evaluations=NotRead(num_evaluations),
+                trained_seconds=trained_seconds,
+                detailed=NOT_READ,
+            )
+        return found
+
+    def in_full(
+        self, trials: Mapping[int, TrialRecord], attributes: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, TrialRecord]:
+        """Return these trials with their parameters, telemetry and detailed evaluations."""
+        params: dict[int, dict[str, Any]] = defaultdict(dict)
+        for row in self._rows(optuna_tables.params, "param_id", trials):
+            params[row.trial_id][row.param_name] = _external(row.distribution_json)(row.param_value)
+        numbers = {trial.number for trial in trials.values()}
+        detailed = read_detailed_evaluations(self.connection, self.study, numbers)
+        return {
+            trial_id: replace(
+                trial,
+                params=params[trial_id],
+                telemetry=attributes.get(trial_id, {}).get(_TELEMETRY, {}),
+                attributes={**_own(attributes.get(trial_id, {})), **trial.attributes},
+                detailed=detailed.get(trial.number, {}),
+            )
+            for trial_id, trial in trials.items()
+        }
+
+    def attributes(
+        self, trial_ids: Collection[int] | None = None, names: Collection[str] = ()
+    ) -> dict[int, dict[str, Any]]:
+        """Return the user attributes, or those with these names, of these trials or of all."""
+        attributes: dict[int, dict[str, Any]] = defaultdict(dict)
+        table = optuna_tables.user_attributes
+        named = table.c.key.in_(names) if names else _ALL
+        for row in self._rows(table, "trial_user_attribute_id", trial_ids, where=named):
+            decode = StoredJson if row.key == _TELEMETRY else json.loads
+            attributes[row.trial_id][row.key] = decode(row.value_json)
+        return attributes
+
+    def with_caution(self) -> set[int]:
+        """Return the ids of the trials whose telemetry may hold what status warns of."""
+        table = optuna_tables.user_attributes
+        texts = sa.or_(*(table.c.value_json.contains(text) for text in CAUTIONS))
+        rows = self._rows(table, "trial_id", where=sa.and_(table.c.key == _TELEMETRY, texts))
+        return {row.trial_id for row in rows}
+
+    def evaluations(self) -> dict[int, list[EvaluationRow]]:
+        """Return the evaluations of all trials by number."""
+        table = schema.evaluations
+        names = EvaluationRow.__dataclass_fields__
+        columns = [table.c[name] for name in names]
+        query = sa.select(table.c.trial_number, *columns).where(table.c.study == self.study)
+        evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
+        rows = self.connection.execute(query.order_by(table.c.step))
+        for number, step, epoch, seconds, metrics, *rates in rows:
+            evaluations[number].append(EvaluationRow(step, epoch, seconds, StoredJson(metrics), *rates))
+        return evaluations
+
+    def _rows(
+        self,
+        table: sa.TableClause,
+        order: str,
+        trial_ids: Collection[int] | None = None,
+        where: sa.ColumnElement[bool] = _ALL,
+    ) -> Iterable[sa.Row[Any]]:
+        trials = optuna_tables.trials
+        in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id)
+        here: sa.ColumnElement[bool] = table.c.trial_id.in_(in_study)
+        if trial_ids is not None and len(trial_ids) <= _MAX_IDS:
+            here = here & table.c.trial_id.in_(list(trial_ids))
+        return self.connection.execute(sa.select(table).where(here, where).order_by(table.c[order]))
 
 
-def _read_parts(connection: sa.Connection, study_id: int) -> _Parts:
-    trials, parts = optuna_internals.trials, _Parts()
-    in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
-
-    def of_trials(table: sa.Table, *order: str) -> Sequence[Any]:
-        query = sa.select(table).where(table.c.trial_id.in_(in_study))
-        return connection.execute(query.order_by(*(table.c[column] for column in order))).all()
-
-    for row in of_trials(optuna_internals.params, "param_id"):
-        distribution = _distribution(row.distribution_json)
-        parts.distributions[row.trial_id][row.param_name] = distribution
-        parts.params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
-    for row in of_trials(optuna_internals.table_of_values, "trial_id", "objective"):
-        parts.values[row.trial_id].append(row.value)
-    for row in of_trials(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        parts.attributes[row.trial_id][row.key] = json.loads(row.value_json)
-    for row in of_trials(optuna_internals.system_attributes):
-        parts.system_attrs[row.trial_id][row.key] = json.loads(row.value_json)
-    return parts
-
-
-def _trial(row: Any, parts: _Parts, running_as: str, owner: str | None) -> TrialRecord:
-    """Of a row of Optuna's table of trials, without its evaluations."""
-    own, state = parts.attributes[row.trial_id], row.state
-    if owner is not None:
-        own.setdefault("worker", owner)
-    not_stored = Outcome.FAILED if state == TrialState.FAIL else state.name.lower()
-    outcome = own.pop("outcome", "") or not_stored
-    if state == TrialState.RUNNING:
-        outcome = running_as
-    started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
-    return TrialRecord(
-        number=row.number,
-        state=state.name,
-        outcome=outcome,
-        reason=own.pop("outcome_reason", ""),
-        params=parts.params[row.trial_id],
-        distributions=parts.distributions[row.trial_id],
-        values=tuple(parts.values[row.trial_id]) if state == TrialState.COMPLETE else None,
-        started=started,
-        ended=ended,
-        seconds=(ended - started).total_seconds() if started and ended else None,
-        constraints=optuna_internals.constraints_of(parts.system_attrs[row.trial_id]),
-        telemetry=own.pop("telemetry", {}),
-        attributes=own,
-    )
-
-
-def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
-    table = schema.evaluations
-    query = sa.select(table).where(table.c.study == name).order_by(table.c.step)
-    evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
-    for row in connection.execute(query).mappings():
-        fields = {name: row[name] for name in EvaluationRow.__dataclass_fields__}
-        fields["metrics"] = json.loads(fields["metrics"])
-        evaluations[row["trial_number"]].append(EvaluationRow(**fields))
-    return evaluations
+def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The user attributes that have no field of `TrialRecord`."""
+    return {key: value for key, value in attributes.items() if key not in _FIELDS}
 
 
 @lru_cache(maxsize=1024)
-def _distribution(text: str) -> BaseDistribution:
-    return json_to_distribution(text)
+def _external(distribution_json: str) -> Callable[[float], Any]:
+    """Return what makes the value of a parameter of the number that Optuna stores."""
+    distribution = json.loads(distribution_json)
+    if (choices := distribution["attributes"].get("choices")) is not None:
+        return lambda stored: choices[int(stored)]
+    return int if distribution["name"].startswith("Int") else float
 
 
 def _utc(time: datetime | None) -> datetime | None:

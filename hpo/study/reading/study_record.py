@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from functools import cached_property
+from typing import Any
 
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
+from hpo.errors import StorageError, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
+
+class StoredJson(Mapping[str, Any]):
+    """A JSON object of the database, which is decoded when it is first used."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._text)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise StorageError(
+                f"The database must have a JSON object here, but has `{shorten(self._text, 60)}`. "
+                "Somebody has changed the record of a trial."
+            )
+        self._text = ""
+        return content
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+_NOT_READ = "this part of the trial was not read; call `read_study` without `brief`."
+
+
+class NotRead(Mapping[str, Any]):
+    """A part of a trial that was not read (`reader.read_study`). Only its length may be known."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise RuntimeError(_NOT_READ)
+        return self._length
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError(_NOT_READ)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError(_NOT_READ)
+
+
+NOT_READ = NotRead()
 
 
 @dataclass(frozen=True)
@@ -45,7 +96,7 @@ class TrialRecord:
     """As stored, or the state in small letters; of a RUNNING trial `running`, `paused` at a rung, or
     `preempted` if no worker has it."""
     reason: str
-    params: dict[str, Any]
+    params: Mapping[str, Any]
     values: tuple[float, ...] | None
     """One for each objective of a COMPLETE trial, else None."""
     started: datetime | None
@@ -56,9 +107,10 @@ class TrialRecord:
     """User attributes but the telemetry; `worker` is the last worker that had the trial."""
     constraints: Mapping[str, float] = field(default_factory=dict)
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
-    telemetry: dict[str, Any] = field(default_factory=dict)
-    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    evaluations: list[EvaluationRow] = field(default_factory=list)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Sequence[EvaluationRow] | NotRead = ()
+    trained_seconds: float | None = None
+    """Seconds of training at its last evaluation; None: it has none."""
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
 
@@ -181,10 +233,15 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     if not complete:
         nearest = sorted(complete_trials(record), key=lambda trial: violation(trial.constraints))
         return nearest[:1]
+    if len(record.metric_names) == 1:
+        best = max if record.directions == ("maximize",) else min
+        return [best(complete, key=lambda trial: trial.values or ())]
+    import numpy as np
+
+    from hpo.study.sampling.fronts import loss_signs, pareto_front
+
     values = np.array([trial.values for trial in complete], dtype=float)
     losses = values * loss_signs(record.directions)
-    if len(record.metric_names) == 1:
-        return [complete[int(losses.argmin())]]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 
@@ -200,9 +257,14 @@ def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any
     return replace(record, trials=trials)
 
 
+CAUTIONS = ('"weights_lost": true', '"agrees": null')
+"""Texts in the stored telemetry of the trials that `lost_weights` and `unverified_precisions` name."""
+
+
 def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
     """A sentence on the complete trials whose best weights could not be written, and what that means."""
-    lost = [trial for trial in complete_trials(record) if trial.telemetry.get("weights_lost")]
+    complete = [trial for trial in complete_trials(record) if trial.telemetry is not NOT_READ]
+    lost = [trial for trial in complete if trial.telemetry.get("weights_lost")]
     if not lost:
         return []
     problems = lost[-1].telemetry.get("checkpoint_problems") or ("the reason is not known.",)
@@ -217,7 +279,8 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
     """Say which trials have an unverified precision and why, and then what this means and what to do."""
-    facts = {trial.number: trial.telemetry.get("precision") or {} for trial in record.trials}
+    trials = [trial for trial in record.trials if trial.telemetry is not NOT_READ]
+    facts = {trial.number: trial.telemetry.get("precision") or {} for trial in trials}
     found = {number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None}
     if not found:
         return []
@@ -225,8 +288,8 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
     told = (of.get("observed_reason", of.get("reason")) for of in found.values())
     reasons = sorted({reason or "no reason is stored." for reason in told})
     numbers = ", ".join(map(str, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    trials = f"{len(found)} trial{'s' * (len(found) > 1)} (number {numbers})"
-    text = f"The precision of {trials} is unverified: {' '.join(reasons[:3])}"
+    which = f"{len(found)} trial{'s' * (len(found) > 1)} (number {numbers})"
+    text = f"The precision of {which} is unverified: {' '.join(reasons[:3])}"
     if (more := len(reasons) - 3) > 0:
         text += f" There {'is' if more == 1 else 'are'} {more} more reason{'s' * (more > 1)}."
     meaning = "Nothing was seen that contradicts it, so they count for the precision that they ran in."

@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
-from hpo.study.store.schema import claims, workers
+from hpo.study.store.failures import database_errors
+from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import count_trials
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class StudyWatch:
         """The study now; as it was where its database is away, which workers wait for, or it is deleted."""
         try:
             self._last = self._read()
-        except (SQLAlchemyError, StorageInternalError, KeyError):
+        except database_errors(KeyError):
             self._last = replace(self._last, ended=())
         return self._last
 
@@ -97,7 +96,7 @@ class StudyWatch:
         query = query.join(claims, (claims.c.owner == workers.c.id) & (claims.c.study == name), isouter=True)
         with self._storage.engine.connect() as connection:
             rows = connection.execute(query.where(*of_study)).all()
-            num_done = count_trials(connection, name)["done"]
+            num_done = count_trials(connection, studies.c.name == name)[name]["done"]
         progress_of = {row.trial_number: row.progress for row in rows if row.trial_number is not None}
         return progress_of, {row.id for row in rows}, num_done
 

@@ -22,7 +22,7 @@ from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo, EnergyCounter, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
-from hpo.memory import release_free_memory
+from hpo.memory import collector_paused, release_free_memory
 from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
@@ -120,7 +120,7 @@ def open_study(
             if trains_here or must_check:
                 executor = _build_executor(config, device, runs_dir)
                 if stored is None:
-                    config = _fit_rungs(config, executor)
+                    config = _fit_pruner(config, executor)
                 if must_check:
                     executor.check_study()
             if not trains_here:
@@ -179,7 +179,8 @@ def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInf
 
     Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
     """
-    from hpo.training.distributed import world_size
+    with collector_paused():
+        from hpo.training.distributed import world_size
 
     try:
         device = probe_device(config.device)
@@ -218,16 +219,19 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
 
 
 def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
-    from hpo.trial.executor import Executor
+    with collector_paused():
+        from hpo.trial.executor import Executor
 
     return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
 
 
-def _fit_rungs(config: StudyConfig, executor: Executor) -> StudyConfig:
-    from hpo.trial.trial_parts import fit_rungs
+def _fit_pruner(config: StudyConfig, executor: Executor) -> StudyConfig:
+    from hpo.trial.trial_parts import fit_pruner
 
-    executor.study = fit_rungs(executor.study, executor.dataset)
-    return fit_rungs(config, executor.dataset)
+    executor.study, reason = fit_pruner(executor.study, executor.dataset)
+    config, _ = fit_pruner(config, executor.dataset)
+    _logger.info("pruner %s: %s.", config.pruner.name, reason)
+    return config
 
 
 def _num_on_device() -> int:

@@ -24,6 +24,7 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 
 from hpo.config.comparison import ComparisonConfig
+from hpo.config.portfolio import portfolio
 from hpo.config.search_space import refusal
 from hpo.errors import DeviceLostError, HpoError, LeaseLostError
 from hpo.outcome import Outcome
@@ -120,6 +121,7 @@ def run_worker(
         refusal=partial(refusal, {} if plan else config.search_space),
         promotion=promotion,
         read_points=_points_of(config, storage),
+        portfolio=portfolio(config),
         budget=StudyBudget(config.name, promotion) if config.budget else None,
         shares_checkpoints=config.checkpoint.location is not None,
     ) as worker:

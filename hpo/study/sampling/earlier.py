@@ -1,4 +1,4 @@
-"""The configurations that a study tries first: from its file, an earlier study and the portfolio."""
+"""The configurations with which a study begins: from its file, or the best of an earlier study."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.known import EarlierResults, fitting
 from hpo.config.limits import violation
-from hpo.config.portfolio import portfolio
 from hpo.errors import StorageError, StudyFileError
 
 if TYPE_CHECKING:
@@ -27,10 +26,9 @@ _logger = logging.getLogger(__name__)
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """The parameters and user attributes of a new study's first trials: `first`, then the portfolio.
+    """Return the parameters and user attributes of the trials that a new study enqueues, at most `n_trials`.
 
-    There is at most one for each slot. Raises StudyFileError if the earlier study is not there, or has
-    several objectives.
+    Raises StudyFileError if the earlier study is not there, or has several objectives.
     """
     if config.comparison is not None:
         return []
@@ -41,8 +39,6 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
         found = [(params, f"first.{index}") for index, params in enumerate(fits)]
     if (surplus := len(found) - config.num_trials) > 0:
         _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
-    asked_for = [params for params, _ in found]
-    found += [(params, f"portfolio: {of}") for params, of in portfolio(config) if params not in asked_for]
     return [(params, {SOURCE_ATTR: source}) for params, source in found[: config.num_trials]]
 
 

@@ -20,20 +20,18 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-import numpy as np
-from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.config.study_file import show
 from hpo.errors import StorageError
 from hpo.json_safe import is_number
-from hpo.study.sampling.fronts import loss_signs, order
 
 if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
     from hpo.config.sampler_config import PrunerConfig
 
 PAUSED_ATTR = "paused_at"
@@ -43,6 +41,8 @@ RESUMED_ATTR = "resumed_at"
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": how far it was outside of
 each limit of the study there}}."""
+BUDGET_SPENT = "the budget of the study was not enough for more."
+"""Reason of a trial that the budget of its study ended. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"
 """User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
 MOST_PAUSED = 36
@@ -53,7 +53,7 @@ def is_paused(trial: FrozenTrial) -> bool:
     """Whether the trial has come to a rung and has not continued from it."""
     attributes = trial.user_attrs
     at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
-    return bool(at_rung) and trial.state == TrialState.RUNNING
+    return bool(at_rung) and trial.state.name == "RUNNING"
 
 
 def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
@@ -65,10 +65,10 @@ def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
     rungs = attributes.get(RUNGS_ATTR, {})
     at_rungs = rungs.values() if isinstance(rungs, dict) and all(map(_is_share, rungs)) else [None]
     for at in at_rungs:
-        values = at.get("values") if isinstance(at, dict) else None
-        limits = at.get("constraints") if isinstance(at, dict) else None
+        values, limits = (at.get("values"), at.get("constraints")) if isinstance(at, dict) else (None, None)
         is_valid = isinstance(values, list) and len(values) == num_objectives and isinstance(limits, dict)
-        if not is_valid or not all(map(is_number, [*values, *limits.values()])):
+        numbers = [*(values or ()), *(limits or {}).values()] if is_valid else []
+        if not is_valid or not all(map(is_number, numbers)):
             _refuse(trial, RUNGS_ATTR, "{share: {values: a number for each objective, constraints: numbers}}")
 
 
@@ -93,20 +93,6 @@ def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:
 
 def _by_rung(item: tuple[str, Any]) -> float:
     return float(item[0])
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A number of trials that train from one share of their budget to another."""
-
-    begin: float
-    end: float
-    num_trials: int
-
-    @property
-    def whole_trials(self) -> float:
-        """The training of the stage, in whole trials."""
-        return self.num_trials * (self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -142,28 +128,14 @@ class Promotion:
         last, keep = len(self.rungs) - 1, self.keep * len(self.directions)
         return [keep * self.reduction_factor ** (last - index) for index in range(last + 1)]
 
+    def most_paused(self, num_trials: int) -> int:
+        """Return how many of so many trials wait at all rungs together, at most."""
+        pairs = zip(self.rungs, self.at_least, strict=True)
+        return sum(min(num_trials, max(MOST_PAUSED, least)) for rung, least in pairs if rung in self.used)
+
     def num_promoted(self, num_paused: int, at_least: int) -> int:
         """Return how many of the trials that pause at a rung are promoted in the end."""
         return min(num_paused, max(num_paused // self.reduction_factor, at_least))
-
-    def stages(self, num_trials: int) -> Iterator[Stage]:
-        """Yield what so many trials train, if none breaks: to the first rung, and so on to the end."""
-        ends = zip((0.0, *self.rungs), (*self.rungs, 1.0), (*self.at_least, 0), strict=True)
-        for begin, end, at_least in ends:
-            yield Stage(begin, end, num_trials)
-            num_trials = self.num_promoted(num_trials, at_least)
-
-    def trained(self, attributes: Mapping[str, Any], outcome: str) -> float:
-        """Return the share of its budget that a trial has trained, by its user attributes and outcome.
-
-        A trial that broke counts as if it had come to the next rung.
-        """
-        if outcome == "complete":
-            return 1.0
-        paused_at, resumed_at = attributes.get(PAUSED_ATTR, 0.0), attributes.get(RESUMED_ATTR, 0.0)
-        if outcome in ("running", "preempted", "paused") or paused_at > resumed_at:
-            return float(paused_at)
-        return next((rung for rung in self.used if rung > resumed_at), 1.0)
 
 
 class Standing(NamedTuple):
@@ -202,6 +174,10 @@ class Rung:
         if not self.waiting or len(self.waiting[0].losses) == 1:
             waiting = sorted(self.waiting)
             return [(bisect_left(self.promoted, one) + place, one) for place, one in enumerate(waiting)]
+        import numpy as np  # which status does without
+
+        from hpo.study.sampling.fronts import order
+
         every = [*self.promoted, *self.waiting]
         losses_NK = np.array([standing.losses for standing in every], dtype=float)
         behind_K = 1 + losses_NK.max(axis=0) - losses_NK.min(axis=0)
@@ -223,12 +199,14 @@ class Standings:
     ) -> None:
         self.promotion = promotion
         self._continues_last = continues_last
+        from hpo.study.sampling.fronts import loss_signs
+
         self._signs = loss_signs(promotion.directions)
         self._ended = {rung: Rung() for rung in promotion.rungs}
 
     def add_ended(self, trial: FrozenTrial) -> None:
         """Add a trial that has ended. A trial that FAILed does not count."""
-        if trial.state == TrialState.FAIL:
+        if trial.state.name == "FAIL":
             return
         at_rungs = rungs_of(trial.user_attrs)
         last = max(at_rungs, default=0.0)
@@ -237,7 +215,7 @@ class Standings:
             if rung is None:
                 continue  # the study had other rungs
             rung.num_paused += 1
-            if number < last or trial.state == TrialState.COMPLETE:
+            if number < last or trial.state.name == "COMPLETE":
                 insort(rung.promoted, self._standing(trial, at))
 
     def rungs(
@@ -288,21 +266,6 @@ class Standings:
         """Return the numbers of the paused trials that wait behind `MOST_PAUSED` better ones."""
         pairs = zip(rungs, self.promotion.at_least, strict=True)
         return [number for rung, at_least in pairs for number in rung.beyond(max(MOST_PAUSED, at_least))]
-
-    def left(self, rungs: Sequence[Rung], num_starts: int) -> float:
-        """Return what it takes until all trials have ended, in whole trials.
-
-        Args:
-            num_starts: trials that have not come to the first rung yet, or are still to begin.
-        """
-        promotion, arriving = self.promotion, num_starts
-        left = arriving * promotion.rungs[0]
-        ends = (*promotion.rungs[1:], 1.0)
-        for share, end, rung, at_least in zip(promotion.rungs, ends, rungs, promotion.at_least, strict=True):
-            num_promoted = promotion.num_promoted(rung.num_paused + arriving, at_least)
-            arriving = max(0, num_promoted - len(rung.promoted)) + rung.num_running
-            left += arriving * (end - share)
-        return left
 
     def _standing(self, trial: FrozenTrial, at: Mapping[str, Any], is_last: bool = False) -> Standing:
         losses = tuple(float(value * sign) for value, sign in zip(at["values"], self._signs, strict=True))

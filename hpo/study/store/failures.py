@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 from collections.abc import Mapping
 
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, RunError, StorageError, shorten
 from hpo.study.store.database import redact
@@ -59,6 +59,17 @@ _CANNOT_GO_ON = {
 }
 
 
+def database_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `others`, and what a call of the database raises; Optuna's error only if Optuna is imported."""
+    optunas = sys.modules.get("optuna.exceptions")
+    of_optuna = () if optunas is None else (optunas.StorageInternalError,)
+    return (*others, SQLAlchemyError, *of_optuna)
+
+
+def _is_optunas(error: BaseException) -> bool:
+    return not isinstance(error, SQLAlchemyError) and isinstance(error, database_errors())
+
+
 def explain(url: str, error: BaseException) -> HpoError:
     """Return what `error` means to the user, without the password."""
     text = _text(error)
@@ -72,7 +83,7 @@ def explain(url: str, error: BaseException) -> HpoError:
 
 def is_outage(error: BaseException) -> bool:
     """Whether the database may work again soon: a restart, a lost connection, a long lock, a failover."""
-    if isinstance(error, StorageInternalError) and error.__cause__ is not None:
+    if _is_optunas(error) and error.__cause__ is not None:
         error = error.__cause__
     # Optuna asks again in the same transaction when its first query fails, which hides why that failed.
     if getattr(error, "connection_invalidated", False) or getattr(error, "code", None) == _LOST_BEFORE:
@@ -106,9 +117,7 @@ def _text(error: BaseException) -> str:
 
 def _driver_error(error: BaseException) -> BaseException:
     while True:
-        inner = getattr(error, "orig", None) or (
-            error.__cause__ if isinstance(error, StorageInternalError) else None
-        )
+        inner = getattr(error, "orig", None) or (error.__cause__ if _is_optunas(error) else None)
         if inner is None:
             return error
         error = inner

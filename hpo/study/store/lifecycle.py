@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
 from hpo.config.checkpoint_config import CheckpointConfig
-from hpo.config.study_config import check_study_name
 from hpo.config.study_file import show
+from hpo.config.study_name import check_study_name
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.store import optuna_internals
@@ -56,6 +56,14 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
     begun = sa.select(sa.func.count()).where(claims.c.study == name, claims.c.counts).scalar_subquery()
     places = sa.select(studies.c.n_trials - begun).where(studies.c.name == name)
     return int(connection.execute(waiting).scalar_one()), max(0, connection.execute(places).scalar() or 0)
+
+
+def has_complete(connection: sa.Connection, name: str) -> bool:
+    """Return true if a trial of the study is complete."""
+    trials, made = optuna_internals.trials, optuna_internals.studies
+    complete = sa.select(trials.c.number).select_from(trials.join(made)).where(made.c.study_name == name)
+    complete = complete.where(trials.c.state == TrialState.COMPLETE).limit(1)
+    return connection.execute(complete).first() is not None
 
 
 def is_in_work(storage: Storage, name: str) -> bool:

@@ -7,30 +7,29 @@ check of their version asks for a second connection inside a transaction. So bot
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-import optuna
 import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
-from hpo.study.store import optuna_internals
+from hpo.study.store import optuna_tables
 from hpo.study.store.database import (
     check_folder,
     connect,
-    connection_pool,
     parse_url,
     place,
     redact,
     sqlite_path,
-    with_bounds,
 )
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import VERSION, create_tables, stored_version
 
+if TYPE_CHECKING:
+    import optuna
 
-def open_database(
-    url: str, *, create: bool, stop: threading.Event | None = None
-) -> optuna.storages.RDBStorage:
-    """Connect, make Optuna's tables and ours where there are none, and return Optuna's storage.
+
+def open_database(url: str, *, create: bool, stop: threading.Event | None = None) -> sa.Engine:
+    """Connect, make Optuna's tables and ours where there are none, and return the database.
 
     Without `create`, a database without a study is an error.
 
@@ -48,15 +47,22 @@ def open_database(
         if create:
             with exclusive(engine, stop) as connection:
                 if not _has_tables(connection):
-                    optuna_internals.create_tables(connection)
+                    from hpo.study.store.optuna_internals import create_tables as create_optunas
+
+                    create_optunas(connection)
                     create_tables(connection)
         else:
             with engine.connect() as connection:
                 if not _has_tables(connection):
                     raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
-    finally:
+        with engine.connect() as connection:
+            revision = optuna_tables.revision(connection)
+        if revision != optuna_tables.REVISION:
+            optuna_storage(engine)  # raises if this Optuna does not know these tables
+    except BaseException:
         engine.dispose()
-    return _optuna_storage(parsed)
+        raise
+    return engine
 
 
 def _has_tables(connection: sa.Connection) -> bool:
@@ -72,27 +78,32 @@ def _has_tables(connection: sa.Connection) -> bool:
     return stored is not None
 
 
-def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
-    """Return Optuna's storage. Raises StorageError if its tables are of another version."""
+def optuna_storage(engine: sa.Engine) -> optuna.storages.RDBStorage:
+    """Return Optuna's storage on the connections of `engine`.
+
+    Raises StorageError if its tables are of another version.
+    """
+    import optuna  # alembic, too
+
+    from hpo.study.store import optuna_internals
+
     # Optuna calls str.format on the URL, so braces in a password are doubled.
-    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
-    pool = connection_pool(url)
-    try:
-        storage = optuna.storages.RDBStorage(
-            text, engine_kwargs={"pool": pool}, skip_compatibility_check=True, skip_table_creation=True
+    text = engine.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+    storage = optuna.storages.RDBStorage(
+        text, engine_kwargs={"pool": engine.pool}, skip_compatibility_check=True, skip_table_creation=True
+    )
+    # One engine, so that after an outage all connections are closed at once.
+    storage.scoped_session.remove()
+    storage.scoped_session.configure(bind=engine)
+    storage.engine = engine
+    current = storage.get_current_version()
+    if current != storage.get_head_version():
+        with engine.connect() as connection:
+            made_by = optuna_internals.stored_version(connection)
+        upgrade = "End all workers, then run `optuna storage upgrade --storage URL`"
+        advice = upgrade if current in storage.get_all_versions() else "Update Optuna"
+        raise StorageError(
+            f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
+            f"Optuna {made_by}. {advice}, or name another database."
         )
-        with_bounds(storage.engine)
-        current = storage.get_current_version()
-        if current != storage.get_head_version():
-            with storage.engine.connect() as connection:
-                made_by = optuna_internals.stored_version(connection)
-            upgrade = "End all workers, then run `optuna storage upgrade --storage URL`"
-            advice = upgrade if current in storage.get_all_versions() else "Update Optuna"
-            raise StorageError(
-                f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
-                f"Optuna {made_by}. {advice}, or name another database."
-            )
-    except Exception:
-        pool.dispose()  # Optuna leaves its connections open
-        raise
     return storage

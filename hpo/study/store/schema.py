@@ -35,6 +35,9 @@ claims = sa.Table(
     sa.Column("counts", sa.Boolean, nullable=False, default=True),
     sa.Column("owner", sa.String(128)),  # the worker that has the trial; NULL: nobody
     sa.Column("paused_at", sa.Float),  # the rung at which it waits; NULL: it does not wait at a rung
+    # JSON of the user attributes of its last run if it paused. The trial gets them at its end, because Optuna
+    # reads the attributes of a RUNNING trial again and again.
+    sa.Column("facts", sa.Text),
     sa.Column("point", sa.String(32)),  # of a grid or a comparison, see `hpo.study.sampling.points`
     sa.Column("host", sa.String(256)),  # of its newest checkpoint
     sa.Column("saved_step", sa.Integer, nullable=False, default=0),  # of its newest checkpoint

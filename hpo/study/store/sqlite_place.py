@@ -8,6 +8,7 @@ damage it sooner or later, and on some network file systems so do two processes 
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,12 +61,13 @@ def refuse_other_hosts(storage: Storage) -> None:
     """Raise StorageError for a worker that joins a SQLite database which another host uses.
 
     It takes a lease if workers of another host did not sign off and may be gone. Containers of one host are
-    no other hosts: they have one kernel, which keeps the locks.
+    no other hosts: they have one kernel, which keeps the locks. Nor is this host before its last boot.
     """
     if storage.engine.dialect.name != "sqlite":
         return
     boot = this_machine().rsplit("/", 2)[1]
-    if rows := storage.watch_workers(workers.c.machine.not_like(f"%/{boot}/%")):
+    elsewhere = (workers.c.machine.not_like(f"%/{boot}/%"), workers.c.host != socket.gethostname())
+    if rows := storage.watch_workers(*elsewhere):
         hosts = ", ".join(sorted({row.host for row in rows}))
         raise StorageError(
             f"A SQLite database must be used by one host at a time, but workers on {hosts} have this one "

@@ -15,24 +15,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import optuna
 import sqlalchemy as sa
-from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.study.claims.process import is_running, this_machine
-from hpo.study.store import optuna_internals
+from hpo.study.store import optuna_tables
 from hpo.study.store.availability import Availability
 from hpo.study.store.database import redact
-from hpo.study.store.failures import explain, is_locked, is_outage, is_wrong_input
+from hpo.study.store.failures import database_errors, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
-from hpo.study.store.opening import open_database
+from hpo.study.store.opening import open_database, optuna_storage
 from hpo.study.store.schema import claims, compat, studies, workers
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.storages import BaseStorage
 
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ COMPARISON_ATTR = "comparison:"
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
-    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
+    made, attributes = optuna_tables.studies, optuna_tables.study_system_attributes
     token = sa.literal('"') + studies.c.token + '"'  # JSON
     same_token = (attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token)
     same_study = (made.c.study_name == studies.c.name, attributes.c.study_id == made.c.study_id)
@@ -60,28 +62,30 @@ def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.Colu
     return sa.exists(sa.select(sa.literal(1)).select_from(studies).where(*this))
 
 
-def count_trials(connection: sa.Connection, name: str) -> dict[str, int]:
-    """Return how many of the study's `n_trials` are `open` (not begun), `running` (the worker may be gone),
-    `done` and, if any, `paused`."""
-    trials, made = optuna_internals.trials, optuna_internals.studies
+def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
+    """Return for each study how many of its `n_trials` are `open` (not begun), `running` (the worker may be
+    gone), `done` and, if any, `paused`. `where` may choose rows of `hpo_studies`."""
+    trials, made = optuna_tables.trials, optuna_tables.studies
     paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
-    query = sa.select(trials.c.state, paused, sa.func.count().label("count"))
-    query = query.select_from(claims).join(made, made.c.study_name == claims.c.study).join(trials, same_trial)
-    query = query.where(claims.c.study == name, claims.c.counts).group_by(trials.c.state, paused)
-    counts = Counter({"open": 0, "running": 0, "done": 0})
-    for row in connection.execute(query):
-        counts[_count_of(row.state, bool(row.paused))] += row[2]
-    size = sa.select(studies.c.n_trials).where(studies.c.name == name)
-    counts["open"] += max(0, (connection.execute(size).scalar() or 0) - counts.total())
-    return dict(counts)
+    query = sa.select(studies.c.name, trials.c.state, paused, sa.func.count()).where(claims.c.counts, *where)
+    query = query.join(claims, claims.c.study == studies.c.name)
+    query = query.join(made, made.c.study_name == studies.c.name).join(trials, same_trial)
+    sizes = connection.execute(sa.select(studies.c.name, studies.c.n_trials).where(*where)).all()
+    counts = {row.name: Counter({"open": 0, "running": 0, "done": 0}) for row in sizes}
+    grouped = query.group_by(studies.c.name, trials.c.state, paused)
+    for name, state, is_paused, count in connection.execute(grouped):
+        counts[name][_count_of(state, bool(is_paused))] += count
+    for row in sizes:
+        counts[row.name]["open"] += max(0, row.n_trials - counts[row.name].total())
+    return {name: dict(of_study) for name, of_study in counts.items()}
 
 
-def _count_of(state: TrialState, is_paused: bool) -> str:
-    if state.is_finished():
-        return "done"
-    if state == TrialState.WAITING:
+def _count_of(state: str, is_paused: bool) -> str:
+    if state == "WAITING":
         return "open"  # a failed attempt is tried again
+    if state != "RUNNING":
+        return "done"
     return "paused" if is_paused else "running"
 
 
@@ -96,7 +100,6 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
         StorageError: the database cannot be used as it is named.
         RunError: it can, but not now; OutageError: it stayed away for `Storage.patience_seconds`.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     return Storage(url, create, stop)
 
 
@@ -114,27 +117,32 @@ class Storage:
         """Set when this process is told to stop: nothing waits for the database any more."""
         self.availability = Availability()
 
-        def open_once() -> optuna.storages.RDBStorage:
+        def open_once() -> sa.Engine:
             try:
                 return open_database(url, create=create, stop=stop)
-            except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
+            except database_errors(sqlite3.Error, ImportError) as error:
                 explained = explain(url, error)
                 if stop is None or not is_outage(error) or is_wrong_input(error):
                     raise explained from error
                 self.availability.note_outage(str(explained))
                 raise OutageError(str(explained)) from error
 
-        backend = self._until_it_answers(open_once)
+        self.engine = self._until_it_answers(open_once)
         self.availability.note_answer(self.lease_seconds / 2)
-        self.engine: sa.Engine = backend.engine
-        self.optuna = optuna.storages.get_storage(backend)
-        """Optuna's own, which keeps finished trials in memory."""
         seconds = {
             "postgresql": "extract(epoch from clock_timestamp())::float8",
             "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
         }
         self.now: sa.ColumnElement[float] = sa.literal_column(seconds[self.engine.dialect.name], sa.Float)
         """The database's clock, which may be set. It serves for what people read, and decides nothing."""
+
+    @cached_property
+    def optuna(self) -> BaseStorage:
+        """Optuna's storage, which keeps finished trials in memory. A command that only reads needs none."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        return optuna.storages.get_storage(self.persist(lambda: optuna_storage(self.engine)))
 
     def __enter__(self) -> Storage:
         return self
@@ -150,7 +158,7 @@ class Storage:
         """Run `action`. Raises OutageError if the database is away; the action may have been committed."""
         try:
             value = action()
-        except (SQLAlchemyError, StorageInternalError) as error:
+        except database_errors() as error:
             explained = explain(self.url, error)
             if not is_outage(error):
                 raise explained from error
@@ -275,11 +283,17 @@ class Storage:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
         return bool(self.read(lambda connection: self.studies(connection, studies.c.name == name)))
 
-    def load_study(self, name: str) -> optuna.Study:
-        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
+    def check_study(self, name: str) -> None:
+        """Raise StorageError if there is no such study, or the dashboard has deleted it."""
         self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
+
+    def load_study(self, name: str) -> Study:
+        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
+        self.check_study(name)
+        import optuna
+
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))
 
     def read_definition(self, name: str) -> dict[str, Any]:
@@ -305,8 +319,8 @@ class Storage:
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
     def trial_counts(self, name: str) -> dict[str, int]:
-        """Call `count_trials` in a transaction of its own."""
-        return self.read(lambda connection: count_trials(connection, name))
+        """Return what `count_trials` says of one study."""
+        return self.read(lambda connection: count_trials(connection, studies.c.name == name))[name]
 
     def is_finished(self, name: str) -> bool:
         """Whether every trial of the study has ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import optuna
 import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
-from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
 from hpo.study.sampling.earlier import tried_first
 from hpo.study.sampling.promotion import is_paused
 from hpo.study.store.database import redact
@@ -28,6 +28,7 @@ from hpo.study.store.schema import claims, delete_rows, evaluations, studies, wo
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
+    from hpo.config.budget import BudgetConfig
     from hpo.config.study_config import StudyConfig
 
 _logger = logging.getLogger(__name__)
@@ -88,8 +89,15 @@ def _create_or_resume(
         _logger.warning(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
         )
+    if _is_raised(stored.get("budget"), config.budget):
+        reopen_ended_by_budget(connection, study_id)
     connection.execute(sa.update(studies).where(studies.c.name == config.name).values(resumed))
     return int(resumed["n_trials"])
+
+
+def _is_raised(before: Mapping[str, Any] | None, now: BudgetConfig | None) -> bool:
+    """Whether a study may spend more than before. A study without a budget may spend any time."""
+    return before is not None and (now is None or now.hours > before["hours"])
 
 
 def _definition(config: StudyConfig) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "Missing option '--slurm'."),
+        ((), "The batch system must be named: give --slurm."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
         (("--slurm", "--sbatch", "gres=gpu:4"), "but got --sbatch gres. Use --gpus-per-node."),
         (("--slurm", "--sbatch", "gpus-per-task=1"), "but got --sbatch gpus-per-task. Use --gpus-per-node."),

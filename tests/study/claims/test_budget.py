@@ -181,20 +181,20 @@ def test_no_trial_begins_that_those_that_go_on_would_pay_for(
 ) -> None:
     """Nine starts took 9 s, so a whole trial takes 10: three go on to 0.3, and one of them to the end.
 
-    One that is enqueued, and one that could not train, say nothing of that.
+    A trial that could not train says nothing of that.
     """
     create_or_resume_study(storage, config_of(PRUNERS[1], seconds))
     unsupported = create_trial(state=TrialState.PRUNED, user_attrs={"outcome": "unsupported"})
     paused = [*map(started, range(9))]
-    trials = [*paused, create_trial(state=TrialState.WAITING), unsupported]
     promotion = Promotion((0.1, 0.3), 3, 1, ("maximize",), num_trials=1000)
     standings = Standings(promotion)
-    left = standings.left(standings.rungs(paused, lambda _: True), num_starts=1)
-    assert left == pytest.approx(0.1 + 3 * 0.2 + 0.7)
+    rungs = standings.rungs(paused, lambda _: True)
     with storage.engine.begin() as connection:
         rows = [{"study": "tiny", "trial_number": number, "device_seconds": 1.0} for number in range(9)]
         connection.execute(sa.insert(claims), rows)
-        assert StudyBudget("tiny", promotion).may_begin(connection, trials, left) == may_begin
+        budget = StudyBudget("tiny", promotion)
+        budget.add_ended(unsupported)
+        assert (budget.forecast(connection, rungs, paused, 0, 9).num_new > 0) == may_begin
 
 
 def test_a_budget_for_few_trials_is_enough_for_one_that_ends(storage: Storage) -> None:

@@ -134,6 +134,23 @@ def test_a_paused_trial_that_comes_to_a_later_rung_meanwhile_keeps_it(storage: S
     assert storage.load_study("tiny").get_trials()[1].value == 0.95
 
 
+def test_a_paused_trial_that_ends_has_the_facts_of_its_last_run(storage: Storage) -> None:
+    """Optuna does not read them again and again while the trial waits."""
+    with worker_on(storage, CONFIG.with_values(n_trials=1), promotion=PROMOTION) as worker:
+        for rung in (RUNG, 2 * RUNG):
+            lease, trial = begin(worker)
+            assert "telemetry" not in trial.user_attrs
+            lease.pause(rung, [0.5])
+            facts = {"headline": {"peak_memory_bytes": 7}, "telemetry": {"rung": rung}}
+            worker.record_outcome(lease, result("paused", **facts))
+    set_state(storage, "tiny", "cancelled")
+    assert end_unfinished(storage, "tiny") == 1
+    [trial] = storage.load_study("tiny").get_trials()
+    assert trial.user_attrs["peak_memory_bytes"] == 7
+    assert trial.user_attrs["telemetry"] == {"rung": 2 * RUNG}
+    assert trial.user_attrs["outcome_reason"] == "the study was cancelled"
+
+
 def test_a_trial_that_has_ended_meanwhile_stays_one_of_the_study(storage: Storage) -> None:
     with worker_on(storage, study(1)) as worker:
         begin(worker)

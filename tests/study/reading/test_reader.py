@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import begin, result, study, worker_on
+from whole_study import filled
+from worker_process import begin, result, run_trials, study, worker_on
 
+from hpo.errors import StorageError
+from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import NOT_READ, StoredJson, best_trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -41,3 +45,34 @@ def test_what_no_worker_ended_has_the_outcome_of_its_state(storage: Storage) -> 
     opened.tell(opened.ask(), state=TrialState.FAIL)
     opened.enqueue_trial({})
     assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]
+
+
+def telemetry(number: int) -> dict[str, Any]:
+    precision = {"observed": {"tf32": False}, "agrees": None if number == 1 else True, "reason": "unseen."}
+    return {"precision": precision, "weights_lost": number == 2}
+
+
+def test_a_brief_record_tells_the_same_status(storage: Storage) -> None:
+    run_trials(storage, study(4), lambda trial: result("complete", telemetry=telemetry(trial.number)))
+    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
+    assert study_status(brief) == study_status(whole)
+    assert len(study_status(brief)["warnings"]) == 2
+    assert best_trials(brief)[0].params == best_trials(whole)[0].params != {}
+    assert brief.trials[3].telemetry is NOT_READ
+    with pytest.raises(RuntimeError, match="was not read"):
+        brief.trials[3].params.get("learning_rate")
+
+
+def test_a_brief_record_of_a_study_in_every_state(storage: Storage) -> None:
+    filled(storage)
+    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
+    assert study_status(brief) == study_status(whole)
+    assert [len(trial.evaluations) for trial in brief.trials] == [
+        len(trial.evaluations) for trial in whole.trials
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_damaged_record_of_a_trial_is_one_clear_error(text: str) -> None:
+    with pytest.raises(StorageError, match="must have a JSON object"):
+        StoredJson(text).get("precision")

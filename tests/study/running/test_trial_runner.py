@@ -28,7 +28,7 @@ from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import TrialResult
-from hpo.trial.trial_parts import fit_rungs
+from hpo.trial.trial_parts import fit_pruner
 
 
 def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
@@ -192,7 +192,8 @@ def test_a_study_of_before_keeps_its_rungs(tmp_path: Path) -> None:
 )
 def test_the_first_rung(tmp_path: Path, changes: dict[str, Any], starts: float | None) -> None:
     executor = tiny_executor(tmp_path, CPU, **STUDY | changes)
-    assert fit_rungs(executor.study, executor.dataset).pruner.starts == starts
+    fitted, _ = fit_pruner(executor.study, executor.dataset)
+    assert fitted.pruner.starts == starts
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,23 @@ def test_earlier_results_that_are_not_there_are_refused(storage: Storage, tmp_pa
         assert not storage.has_study("tiny")
 
 
-def test_those_of_the_file_come_before_the_portfolio(storage: Storage) -> None:
-    """Which is not asked again for what the file gives, and takes no trial that there is not."""
-    given = [{"learning_rate": 1e-4, "batch_size": 32}]
-    for name, n_trials, first, rates in (
-        ("one", 1, given, [1e-4]),
-        ("two", 12, given, [1e-4, 5e-5]),
-        ("none", 12, [], [5e-5, 1e-4]),
-    ):
-        config = study(n_trials, name=name, sampler={"name": "tpe"}, first=first)
-        create_or_resume_study(storage, config)
-        assert [params["learning_rate"] for params in waiting(storage, name)] == rates
+@pytest.mark.parametrize(
+    ("n_trials", "first", "rates"),
+    [
+        (1, [{"learning_rate": 1e-4, "batch_size": 32}], [1e-4]),
+        (12, [{"learning_rate": 1e-4, "batch_size": 32}], [1e-4, 5e-5]),
+        (12, [], [5e-5, 1e-4]),
+        (21, [], [5e-5, 1e-4, 2e-5]),
+    ],
+)
+def test_the_portfolio_follows_the_file(
+    storage: Storage, n_trials: int, first: list[dict[str, Any]], rates: list[float]
+) -> None:
+    """A tenth of the trials try it. A configuration of the file is not tried again."""
+    config = study(n_trials, sampler={"name": "tpe"}, first=first)
     run_trials(storage, config)
-    assert read_study(storage, "none").trials[0].attributes["source"].startswith("portfolio: BERT, Devlin")
+    known = [trial for trial in read_study(storage, "tiny").trials if "source" in trial.attributes]
+    assert [trial.number for trial in known] == [*range(len(rates))]
+    assert [trial.params["learning_rate"] for trial in known] == rates
+    sources = [trial.attributes["source"] for trial in known[len(first) :]]
+    assert all(source.startswith("portfolio: ") for source in sources)

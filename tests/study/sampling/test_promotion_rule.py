@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpo.study.sampling.promotion import Promotion, Standings
+from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
+from hpo.study.sampling.promotion import BUDGET_SPENT, Promotion, Standings
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three continue from the first rung, and one from the last."""
@@ -123,7 +124,8 @@ def test_at_least_those_that_continue_in_the_end_wait(monkeypatch: pytest.Monkey
 def test_the_work_that_is_left(trials: Any, num_starts: int, left: float) -> None:
     """Three of nine trials continue from the first rung, and one from the last."""
     standings, rungs = look(PROMOTION, *trials)
-    assert standings.left(rungs, num_starts) == pytest.approx(left)
+    stages = stages_left(standings.promotion, rungs, num_starts)
+    assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
 
 
 def test_a_minimum_is_searched_as_well() -> None:
@@ -155,19 +157,20 @@ def test_no_trial_pauses_at_a_rung_from_which_all_would_continue(num_trials: int
 
 
 @pytest.mark.parametrize(
-    ("attributes", "outcome", "trained"),
+    ("attributes", "is_complete", "num_runs", "trained"),
     [
-        ({}, "running", 0.0),
-        ({}, "failed", 0.1),
-        ({"paused_at": 0.1}, "paused", 0.1),
-        ({"paused_at": 0.1}, "pruned", 0.1),
-        ({"paused_at": 0.1, "resumed_at": 0.1}, "preempted", 0.1),
-        ({"paused_at": 0.1, "resumed_at": 0.1}, "nonfinite", 0.3),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, "nonfinite", 1.0),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, "complete", 1.0),
+        ({}, False, 1, 0.1),
+        ({"paused_at": 0.1}, False, 1, 0.1),
+        ({"paused_at": 0.1, "resumed_at": 0.1}, False, 2, 0.3),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, False, 3, 1.0),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, True, 3, 1.0),
+        ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
     ],
 )
-def test_the_share_of_its_budget_of_a_trial(
-    attributes: dict[str, float], outcome: str, trained: float
+def test_the_share_of_its_budget_of_a_trial_that_rests(
+    attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
 ) -> None:
-    assert PROMOTION.trained(attributes, outcome) == trained
+    """A trial that broke counts as if it had come to the next rung."""
+    rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
+    measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
+    assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))

@@ -11,8 +11,8 @@ from jsonl_sets import load_set, write_set
 from planted_comparison import plan_of, record_of, search_config
 from worker_process import study
 
-from hpo.api.in_advance import limit_in_advance, trials_in_advance
 from hpo.data.dataset import DataSet
+from hpo.report.in_advance import limit_in_advance, trials_in_advance
 from hpo.tasks.labels import SingleLabel
 
 KIND = {"kind": "single_label", "classes": ["a", "b", "rare"]}

@@ -6,33 +6,21 @@ A run shows this before its first trial, so nothing here imports pandas.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric, trials_done
-from hpo.study.reading.watch import Look, StudyWatch, outcome_of, watching
-from hpo.study.store.database import place
+from hpo.report.formats import describe_params, format_metric
+from hpo.report.terminal import OUTCOME_STYLES
+from hpo.study.reading.watch import Look, outcome_of
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpo.config.study_config import StudyConfig
-    from hpo.study.running.run import OpenStudy
-
-OUTCOME_STYLES: dict[str, str] = {
-    **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
-    Outcome.COMPLETE: "green",
-    Outcome.PRUNED: "yellow",
-    Outcome.PREEMPTED: "yellow",
-    Outcome.CRASHED: "bold red",
-    Outcome.FAILED: "bold red",
-}
 
 _LINE_SECONDS = 30.0
 
@@ -89,32 +77,3 @@ class StudyDisplay:
             facts += [] if loss is None else [f"loss {loss:.3g}"]
             facts += [] if rate is None else [f"{rate:.3g} ex/s"]
         return facts
-
-
-@contextmanager
-def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
-    """Say which study is run and what of it is not, and show its progress during the block.
-
-    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
-    workers.
-    """
-    if quiet:
-        yield
-        return
-    stored, storage, config = opened.stored, opened.storage, opened.config
-    done = stored.counts["done"]
-    state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
-    counts = trials_done(stored.counts, has_budget=config.budget is not None)
-    typer.echo(
-        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
-        f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
-    )
-    if opened.left_out:
-        reasons = " ".join(dict.fromkeys(opened.left_out.values()))
-        typer.echo(
-            f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
-            "`amp.on_unsupported` and `amp.allow_emulated` change that."
-        )
-    seconds = 2.0 if own else 0.5
-    with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
-        yield

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hpo.compare.companion import unlabelled_in_test
+from hpo.compare.planning import DEFAULTS
+from hpo.data.dataset import load_data
+from hpo.errors import DataError
 from hpo.evaluation.verdict import Question, facts_in_advance
 from hpo.report.formats import format_seconds
-from hpo.report.plan import trial_seconds
+from hpo.report.plan import whole_seconds
 from hpo.study.reading.study_record import complete_trials
+from hpo.tasks.registry import is_error
 from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
     from hpo.data.dataset import DataSet
     from hpo.study.reading.study_record import StudyRecord
+
+_logger = logging.getLogger(__name__)
 
 
 def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
@@ -37,8 +44,23 @@ def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
     return f"{told} Judged by the labels alone, no precision can be shown to be as good."
 
 
+def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
+    """The losses that `hpo compare` cannot exclude with its default margin.
+
+    Empty: there is no default margin, or this machine has no data. A study that was measured needs none.
+    """
+    if is_error(quality_objective(config.objective).metric):
+        return ""
+    try:
+        data = data or load_data(config.data)
+    except DataError as error:
+        _logger.warning("The losses that `hpo compare` cannot exclude are not known here: %s", error)
+        return ""
+    return limit_in_advance(config, data, DEFAULTS["margin"])
+
+
 def trials_in_advance(search: StudyRecord, plan: ComparisonConfig) -> str:
     """State the largest number of trials and their time, by the complete trials of the search."""
     num = len(plan.arms()) * plan.max_seeds
-    seconds = fmean(trial_seconds(trial) for trial in complete_trials(search))
+    seconds = fmean(whole_seconds(trial) for trial in complete_trials(search))
     return f"At most {num} trials, about {format_seconds(num * seconds)} on one worker."

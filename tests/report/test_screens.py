@@ -15,15 +15,14 @@ from rich.console import Console
 from study_records import fake_record, fake_trial, record_of
 from tiny import tiny_study
 
-from hpo.api import progress
-from hpo.api.progress import StudyDisplay
-from hpo.cli import display
-from hpo.cli.display import dataframe_table, print_detailed
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
-from hpo.report.detailed_tables import Detailed
+from hpo.report import progress, screens, terminal
+from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
+from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
+from hpo.report.terminal import print_parts, text_table
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import Look
 from hpo.trial.compat import Compatibility
@@ -53,9 +52,9 @@ class Screen:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Where `display` prints, as narrow as terminals are."""
+    """Where a command prints, as narrow as terminals are."""
     made = Screen(80)
-    monkeypatch.setattr(display, "Console", lambda **_: made.console)
+    monkeypatch.setattr(terminal, "Console", lambda **_: made.console)
     return made
 
 
@@ -124,7 +123,7 @@ def test_a_study_with_a_budget_has_no_fixed_number_of_trials(tmp_path: Path) -> 
 
 def test_summary_fits_the_terminal(screen: Screen) -> None:
     record = fake_record()
-    display.print_summary(record)
+    print_parts(screens.summary(record))
     assert max(map(len, screen.lines)) <= screen.console.width
     assert "…" not in screen.text, "no name or number is cut"
     assert "by requested precision" in screen.text
@@ -140,7 +139,7 @@ def test_status_shows_who_runs_what_where(screen: Screen) -> None:
     now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
     worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
-    display.print_status(record, study_status(record))
+    print_parts(screens.status(record, study_status(record)))
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
 
 
@@ -155,7 +154,7 @@ def test_verification(screen: Screen) -> None:
         PrecisionCheck("bf16", Support("native"), check, LONG),
         PrecisionCheck("bf16-true", Support("unsupported", LONG), None, LONG),
     ]
-    display.print_verification(checks, "NVIDIA [H200]", "Use fp32.")
+    print_parts(screens.verification(checks, "NVIDIA [H200]", "Use fp32."))
     assert "NVIDIA [H200]" in screen.text
     row = r"bf16 +native +incompatible +4\.0e-03 +0\.9991 +2\.50x +0\.75x"
     assert re.search(row, screen.text)
@@ -171,8 +170,8 @@ def test_no_word_of_a_table_is_broken(width: int, monkeypatch: pytest.MonkeyPatc
     columns = ["task", "split", "labelled", "unlabelled", "none holds", "several hold", "contradicting"]
     row = ["criteria", "validation", "24", "0 %", "25.0 %", "37.5 %", "0"]
     screen = Screen(width)
-    monkeypatch.setattr(display, "Console", lambda **_: screen.console)
-    screen.console.print(dataframe_table(pd.DataFrame([row], columns=columns), "labels"))
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen.console)
+    screen.console.print(text_table(pd.DataFrame([row], columns=columns), "labels"))
     assert {*" ".join(columns + row).split()} <= {*screen.text.split()}
     assert max(map(len, screen.lines)) <= width
 
@@ -180,8 +179,8 @@ def test_no_word_of_a_table_is_broken(width: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("width", [60, 120])
 def test_a_detailed_evaluation_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(width)
-    monkeypatch.setattr(display, "Console", lambda **_: screen.console)
-    print_detailed(Detailed(7, "test", every_kind()))
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen.console)
+    print_parts(screens.detailed(Detailed(7, "test", every_kind())))
     assert max(map(len, screen.lines)) <= width
     assert "…" not in screen.text, "no name or number is cut"
     flat = " ".join(screen.text.split())
@@ -194,8 +193,8 @@ def test_a_detailed_evaluation_fits_the_terminal(width: int, monkeypatch: pytest
 def test_what_others_wrote_is_neither_markup_nor_an_order_to_the_terminal(screen: Screen) -> None:
     nasty, plain = "[red]a\x1b[2J\nb[/red]", "[red]a [2J b[/red]"
     task = task_document("single_label", {"accuracy": 0.5}, warnings=[nasty])
-    print_detailed(Detailed(7, "test", document({nasty: task})))
+    print_parts(screens.detailed(Detailed(7, "test", document({nasty: task}))))
     assert f"Warning: {plain}: {plain}" in screen.text
     assert screen.text.count(plain) == 3
-    print_detailed(Detailed(7, "test", nothing_known()))
+    print_parts(screens.detailed(Detailed(7, "test", nothing_known())))
     assert re.search(r"empty +f1_macro +–", screen.text)

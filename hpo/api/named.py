@@ -1,0 +1,172 @@
+"""A study by its name, its file or a mapping, and its database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpo.api.messages import progress_shown
+from hpo.api.opening import (
+    check_positive,
+    existing_database,
+    find_study,
+    is_path,
+    load_file,
+    load_to_work,
+    to_run,
+    trust,
+)
+from hpo.code import use_code
+from hpo.errors import NoDatabaseError
+from hpo.study.reading.reader import read_study
+from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
+from hpo.study.store.database import place, storage_url
+from hpo.study.store.storage import Storage
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.reading.study_record import StudyRecord
+
+
+class NamedStudy:
+    """A study as `hpo.Study` is given it, whose arguments it takes: where it lies, and its database."""
+
+    def __init__(
+        self,
+        study: str | Path | Mapping[str, Any],
+        *,
+        storage: str | None = None,
+        trust_code: str | Sequence[str] = (),
+        trust_remote_code: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        for code in [trust_code] if isinstance(trust_code, str) else trust_code:
+            trust(code)
+        self._given = study if isinstance(study, Mapping) else None
+        self._word = "" if isinstance(study, Mapping) else str(study)
+        self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
+        if self._given is not None or is_path(self._word):
+            _ = self._file  # raises for what is not valid
+
+    @cached_property
+    def _file(self) -> StudyConfig | None:
+        """The study of the file or mapping. A name is read when the database does not suffice."""
+        from hpo.config.study_config import study_of
+
+        return load_file(self._word) if self._given is None else study_of(self._given)
+
+    @property
+    def file(self) -> StudyConfig:
+        """The study of its file or mapping. Raises StudyFileError where there is none."""
+        from hpo.config.study_config import load_study
+
+        file = self._file if self._file is not None else load_study(self._word)
+        use_code(file.code, f"The study `{file.name}`")  # another study's may be in use
+        return file
+
+    @property
+    def config(self) -> StudyConfig:
+        """The study of its file, else as in the database. Raises InputError if there is none, or its code
+        is not trusted."""
+        if self._file is not None:
+            return self.file
+        config, _ = find_study(self._word, storage_url(self._storage))
+        self._check_trust(config, None)
+        return config
+
+    @property
+    def record(self) -> StudyRecord:
+        """All that the database has of the study, as of now. Raises StorageError where it has nothing."""
+        with self.opened() as (_, record):
+            return record
+
+    @property
+    def outline(self) -> StudyRecord:
+        """The record in brief, see `read_study`: of a large study it takes a fraction of the time."""
+        with self.opened(brief=True) as (_, record):
+            return record
+
+    @contextmanager
+    def opened(self, *, brief: bool = False) -> Iterator[tuple[Storage, StudyRecord]]:
+        """The database and what it has of the study. Raises StorageError if it has nothing.
+
+        A name is that of a study in the database, if there is one, whatever lies in `studies/`.
+        """
+        with existing_database(self._storage) as database:
+            yield database, read_study(database, self._name_in(database), brief=brief)
+
+    @property
+    def name(self) -> str:
+        """Of the study in the database, or of its file where there is no database yet."""
+        try:
+            with existing_database(self._storage) as database:
+                return self._name_in(database)
+        except NoDatabaseError:
+            if self._file is None:
+                raise
+            return self._file.name
+
+    @property
+    def place(self) -> str:
+        """The database in words, without a password."""
+        return place(storage_url(self._storage))
+
+    def _name_in(self, database: Storage) -> str:
+        is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
+        return self._word if is_stored or self._file is None else self._file.name
+
+    def config_of(self, record: StudyRecord) -> StudyConfig:
+        """The study as in its file; as stored if there is no file, or it is of another study.
+
+        Raises StudyChangedError if the file differs from the stored study, and InputError as `check_trust`
+        does.
+        """
+        from hpo.config.study_config import stored_study
+
+        given = self._file if self._file is not None and self._file.name == record.name else None
+        stored = record.definition
+        config = stored_study(record.name, stored) if given is None else given.resumed(stored)
+        self._check_trust(config, given)
+        return config
+
+    def _record_of(self, name: str) -> StudyRecord | None:
+        """The study of this name in the database; None: nothing of it has run."""
+        try:
+            with existing_database(self._storage) as database:
+                return read_study(database, name) if database.has_study(name) else None
+        except NoDatabaseError:
+            return None
+
+    def _to_work(self, stop: Stop) -> tuple[StudyConfig, bool]:
+        """The study as a worker runs it, and whether it is the user's own file or mapping."""
+        if not self._word:
+            return to_run(self.file), True
+        return load_to_work(self._word, storage_url(self._storage), stop)
+
+    @contextmanager
+    def _stored(self) -> Iterator[tuple[Storage, str]]:
+        """The database, and the name of the study to change: as it was given, or of the given file."""
+        with progress_shown(quiet=self._quiet), existing_database(self._storage) as database:
+            is_name = self._word and not is_path(self._word)
+            yield database, self._word if is_name else self.file.name
+
+    def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
+        from hpo.study.running.run import check_trust  # not for those that only look
+
+        check_trust(config, of_file, self._trusts)
+
+    @contextmanager
+    def _stopping(self, until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
+        """Around trials in this process: stopped by a signal, in several ranks where torchrun began them."""
+        from hpo.api.running import ranks_of_torchrun
+
+        check_positive(timeout=timeout)
+        with (
+            progress_shown(quiet=self._quiet),
+            stop_on_signals(end_of_job(until), timeout) as stop,
+            ranks_of_torchrun(),
+        ):
+            yield stop

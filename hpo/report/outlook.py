@@ -1,0 +1,140 @@
+"""What is left of a stored study, by the planner that its workers ask (`hpo.study.sampling.forecast`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from hpo.config.budget import BudgetConfig
+from hpo.config.sampler_config import PrunerConfig
+from hpo.study.sampling.forecast import (
+    Cost,
+    Forecast,
+    forecast,
+    measured_cost,
+    measured_trial,
+    seconds_ahead,
+    stages_left,
+    training_share,
+)
+from hpo.study.sampling.promotion import (
+    BUDGET_SPENT,
+    Promotion,
+    Rung,
+    Standings,
+    is_paused,
+    promotion_of,
+    rungs_of,
+)
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+
+_FINISHED = ("COMPLETE", "PRUNED", "FAIL")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The rest of a study."""
+
+    cost: Cost | None
+    """None: nothing was trained."""
+    forecast: Forecast
+    seconds: float
+    """Device time that is left to spend."""
+    next_seconds: float
+    """Device time of another trial, and of the trials that would continue with it."""
+
+
+def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
+    """Return the seconds in which a worker had the trial: without the time in which it was paused.
+
+    They are device-seconds if the study has a budget.
+    """
+    active: float | None = trial.attributes.get("active_seconds")
+    return record.spent.get(trial.number) or (trial.seconds or 0.0 if active is None else active)
+
+
+def outlook(
+    record: StudyRecord,
+    pruner: PrunerConfig,
+    num_trials: int,
+    budget: BudgetConfig | None,
+    cost: Cost | None = None,
+) -> Outlook:
+    """Return what is left of a study with these settings, which may differ from the stored ones.
+
+    Args:
+        cost: if nothing was trained yet.
+    """
+    before = record.definition.get("budget")
+    is_raised = before is not None and (budget is None or budget.hours > before["hours"])
+    trials = [_frozen(trial, is_raised) for trial in record.trials]
+    ended = [trial for trial in trials if trial.state.name in _FINISHED]
+    begun = [trial for trial in trials if trial.state.name == "RUNNING"]
+    running = [trial for trial in begun if not is_paused(trial)]
+    retries = sum(trial.state == "WAITING" and "retry_of" in trial.attributes for trial in record.trials)
+    num_reopened = len(begun) - sum(trial.state == "RUNNING" for trial in record.trials)
+    most = max(0, num_trials - record.counts["done"] - len(begun) + num_reopened - retries)
+
+    promotion = promotion_of(pruner, record.directions, num_trials)
+    rungs: list[Rung] = []
+    if promotion is not None:
+        standings = Standings(promotion)
+        for trial in ended:
+            standings.add_ended(trial)
+        rungs = standings.rungs(begun, lambda _: True)
+    measured = _measured(record, promotion, trials)
+    num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + retries
+    known = measured or cost
+    spent = {trial.number: trial_seconds(record, trial) for trial in record.trials}
+    left, ahead = None, 0.0
+    if known is not None:
+        parts = ((trial.user_attrs, spent[trial.number]) for trial in running)
+        ahead = sum(seconds_ahead(promotion, known, *part) for part in parts)
+    if budget is not None:
+        left = budget.seconds - sum(spent.values())
+        left = left + ahead if left > 0 else 0.0
+    found = forecast(promotion, rungs, num_starts, most, known, left)
+    if measured is None and found.num_new == 0 and not ended and not begun:  # a worker tries one
+        found = forecast(promotion, rungs, num_starts, min(1, most))
+    seconds = known.of(found.stages) - ahead if known is not None else 0.0
+    one_more = stages_left(promotion, rungs, num_starts + 1)
+    return Outlook(measured, found, max(0.0, seconds), known.of(one_more) if known is not None else 0.0)
+
+
+def stored_outlook(record: StudyRecord) -> Outlook:
+    """Return what is left of a study as its definition in the database says."""
+    definition = record.definition
+    pruner = PrunerConfig.model_validate(definition.get("pruner", {}))
+    given = definition.get("budget")
+    budget = None if given is None else BudgetConfig.model_validate(given)
+    return outlook(record, pruner, sum(record.counts.values()), budget)
+
+
+def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence[FrozenTrial]) -> Cost | None:
+    """The mean cost of the trials that have trained and have ended or paused."""
+    found = []
+    for read, trial in zip(record.trials, trials, strict=True):
+        rests = trial.state.name in _FINISHED or is_paused(trial)
+        if not rests or (read.trained_seconds is None and not read.values):
+            continue
+        seconds = trial_seconds(record, read)
+        active = read.attributes.get("active_seconds", seconds)
+        share = training_share(read.trained_seconds, active)
+        attributes = read.attributes | {"outcome_reason": read.reason}
+        is_complete = trial.state.name == "COMPLETE"
+        found.append(measured_trial(promotion, attributes, is_complete, (seconds, seconds * share)))
+    return measured_cost(filter(None, found))
+
+
+def _frozen(trial: TrialRecord, is_raised: bool) -> FrozenTrial:
+    """The trial as workers see it, without Optuna. One that the budget ended runs again if it is raised."""
+    is_reopened = is_raised and trial.reason == BUDGET_SPENT and trial.state == "PRUNED"
+    state = SimpleNamespace(name="RUNNING" if is_reopened else trial.state)
+    return cast("FrozenTrial", SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes))

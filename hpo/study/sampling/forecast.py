@@ -1,0 +1,198 @@
+"""The planner: what is left of a study, how long that takes, and for how many trials a budget is enough.
+
+The workers, `hpo plan`, `hpo status` and the end of `hpo run` ask the functions of this file, so they agree.
+
+A run of a trial begins at its start or at a rung. It costs a fixed time, for its setup and its evaluation,
+and the time of its training, which grows with the share of the trial's budget. The two are measured apart. A
+start that trains 4 % of a budget may spend most of its time on the setup, and 25 such starts take much longer
+than a whole trial.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpo.study.sampling.promotion import (
+    BUDGET_SPENT,
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    RUNGS_ATTR,
+    Promotion,
+    Rung,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A number of trials that train from one share of their budget to another."""
+
+    begin: float
+    end: float
+    num_trials: int
+
+    @property
+    def whole_trials(self) -> float:
+        """The training of the stage, in whole trials."""
+        return self.num_trials * (self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The device time of a trial."""
+
+    run_seconds: float
+    """Setup and evaluation of each run."""
+    training_seconds: float
+    """Training of the whole trial, in any number of runs."""
+
+    def of(self, stages: Iterable[Stage]) -> float:
+        """Return the seconds of these stages."""
+        return sum(
+            stage.num_trials * self.run_seconds + stage.whole_trials * self.training_seconds
+            for stage in stages
+        )
+
+    def of_trial(self, num_runs: int, trained: float) -> float:
+        """Return the seconds of a trial that has trained this share of its budget in so many runs."""
+        return num_runs * self.run_seconds + trained * self.training_seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The device time of a trial that has ended or paused."""
+
+    seconds: float
+    training_seconds: float
+    num_runs: int
+    trained: float
+    """Share of its budget."""
+
+
+def measured_trial(
+    promotion: Promotion | None,
+    attributes: Mapping[str, Any],
+    is_complete: bool,
+    seconds: tuple[float, float],
+) -> Measured | None:
+    """Return what a trial took that has ended or paused; None: it was stopped somewhere between two rungs.
+
+    A trial that broke, or that a pruner stopped, counts as if it had come to the next rung, since others will
+    break too.
+
+    Args:
+        attributes: its user attributes.
+        seconds: its device-seconds, and their part in training.
+    """
+    paused_at, resumed_at = attributes.get(PAUSED_ATTR, 0.0), attributes.get(RESUMED_ATTR, 0.0)
+    num_runs, used = len(attributes.get(RUNGS_ATTR, {})), promotion.used if promotion is not None else []
+    if paused_at > resumed_at:
+        return Measured(*seconds, num_runs, paused_at)
+    if attributes.get("outcome_reason") == BUDGET_SPENT:
+        return None
+    end = 1.0 if is_complete else next((rung for rung in used if rung > resumed_at), 1.0)
+    return Measured(*seconds, num_runs + 1, end)
+
+
+def training_share(training_seconds: float | None, active_seconds: float) -> float:
+    """Return the share of the time in which a worker had a trial that was training; 1: it is not known."""
+    return min(1.0, training_seconds / active_seconds) if training_seconds and active_seconds else 1.0
+
+
+def measured_cost(trials: Iterable[Measured]) -> Cost | None:
+    """Return the mean cost of these trials; None: nothing was trained."""
+    seconds = training = num_runs = trained = 0.0
+    for trial in trials:
+        seconds += trial.seconds
+        training += trial.training_seconds
+        num_runs += trial.num_runs
+        trained += trial.trained
+    return Cost((seconds - training) / num_runs, training / trained) if num_runs and trained else None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The rest of a study."""
+
+    num_new: int
+    """Trials that are still to begin."""
+    stages: Sequence[Stage]
+    """The runs that are left, if no trial breaks."""
+
+    @property
+    def whole_trials(self) -> float:
+        """The training that is left, in whole trials."""
+        return sum(stage.whole_trials for stage in self.stages)
+
+
+def forecast(
+    promotion: Promotion | None,
+    rungs: Sequence[Rung],
+    num_starts: int,
+    most: int,
+    cost: Cost | None = None,
+    seconds: float | None = None,
+) -> Forecast:
+    """Return how many trials may still begin, and the runs that are left with them.
+
+    A trial begins if the budget is enough for it, for all trials that have begun, and for the continuation of
+    the best of them.
+
+    Args:
+        num_starts: trials that have begun and have not come to a rung.
+        most: so many trials may begin, whatever the budget is.
+        cost: None: no trial was measured, and one may begin.
+        seconds: the rest of the budget; None: there is no budget.
+    """
+
+    def needed(num_new: int) -> float:
+        assert cost is not None
+        return cost.of(stages_left(promotion, rungs, num_starts + num_new))
+
+    num_new = most
+    if seconds is not None:
+        # More trials never need less time. A rounding error is no reason to leave one out.
+        num_new = bisect_right(range(1, most + 1), seconds * (1 + 1e-9), key=needed) if cost else min(1, most)
+    return Forecast(num_new, stages_left(promotion, rungs, num_starts + num_new))
+
+
+def seconds_ahead(
+    promotion: Promotion | None, cost: Cost, attributes: Mapping[str, Any], seconds: float
+) -> float:
+    """Return the device-seconds that the present run of a trial has taken, of those that it will take.
+
+    Args:
+        attributes: the user attributes of a trial that runs.
+        seconds: its device-seconds so far, in all of its runs.
+    """
+    begin, used = attributes.get(PAUSED_ATTR, 0.0), promotion.used if promotion is not None else []
+    end = next((rung for rung in used if rung > begin), 1.0)
+    of_run = seconds - cost.of_trial(len(attributes.get(RUNGS_ATTR, {})), begin)
+    return min(max(0.0, of_run), cost.of_trial(1, end - begin))
+
+
+def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: int) -> list[Stage]:
+    """Return the runs that are left if none breaks: from the start, then from each rung.
+
+    Args:
+        rungs: the trials that have come to each rung of `promotion`.
+        num_starts: trials that have not come to a rung, or are still to begin.
+    """
+    used = promotion.used if promotion is not None else []
+    if promotion is None or not used:
+        return [Stage(0.0, 1.0, num_starts)]
+    stages = [Stage(0.0, used[0], num_starts)]
+    parts = zip(used, (*used[1:], 1.0), rungs[-len(used) :], promotion.at_least[-len(used) :], strict=True)
+    for begin, end, rung, at_least in parts:
+        arriving = stages[-1].num_trials
+        num_promoted = promotion.num_promoted(rung.num_paused + arriving, at_least)
+        more = max(0, num_promoted - len(rung.promoted))
+        stages.append(Stage(begin, end, min(more, len(rung.waiting) + arriving) + rung.num_running))
+    return stages
+
+
+def planned_stages(promotion: Promotion | None, num_trials: int) -> list[Stage]:
+    """Return the runs of a study with so many trials, of which none has begun."""
+    return stages_left(promotion, [Rung() for _ in promotion.rungs] if promotion else [], num_trials)
