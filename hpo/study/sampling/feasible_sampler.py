@@ -16,12 +16,16 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
 from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
-from hpo.study.sampling.infeasible import Choice, Failures, choices_of
+from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Choice, Failures, choices_of
 from hpo.study.store.optuna_internals import stored_trials
 
 RETRIED_SHARE = 0.05
 """Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
+
+UNPROVEN_SHARE = 0.1
+"""A precision without a COMPLETE trial gets this share of the trials, once another precision has one."""
 
 CHANGES_TRIED = 20
 """How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
@@ -34,7 +38,12 @@ Configuration = frozenset[tuple[str, str]]
 
 
 class InfeasibleFilterSampler(WrapperSampler):
-    """Leaves out the choices that are to blame for trials that cannot work, see `infeasible`."""
+    """Leaves out the choices that are to blame for trials that cannot work, see `infeasible`.
+
+    A precision may also break later than its trials have trained so far. So it gets few trials until one of
+    them is complete, if another precision has complete trials. A precision that is better than the others is
+    promoted, and soon has a complete trial.
+    """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
@@ -54,6 +63,11 @@ class InfeasibleFilterSampler(WrapperSampler):
         # Attempts that have paused count as well: they may still break.
         if sum(tried[choice] for choice in self._avoided) < RETRIED_SHARE * num_trials:
             self._avoided = set()
+        completed = self._failures.completed
+        if any(name == PRECISION for name, _ in completed):
+            most = max(MIN_INFEASIBLE_TRIALS, UNPROVEN_SHARE * num_trials)
+            unproven = (choice for choice in tried if choice[0] == PRECISION and choice not in completed)
+            self._avoided |= {choice for choice in unproven if tried[choice] >= most}
         super().before_trial(study, trial)
 
     def sample_relative(

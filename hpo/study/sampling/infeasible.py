@@ -48,7 +48,8 @@ class Failures:
 
     def __init__(self) -> None:
         self._failures: Counter[_Failure] = Counter()
-        self._completed: set[Choice] = set()
+        self.completed: set[Choice] = set()
+        """The choices of COMPLETE trials."""
         self._reached: dict[Choice, float] = {}
         self.num_trials = 0
         self.num_tried: Counter[Choice] = Counter()
@@ -64,7 +65,7 @@ class Failures:
         if is_infeasible(trial):
             self._failures[_failure(trial, chosen)] += 1
         if trial.state == TrialState.COMPLETE:
-            self._completed.update(chosen)
+            self.completed.update(chosen)
         _note_rung(self._reached, trial, chosen)
 
     def blamed(self, unfinished: Iterable[FrozenTrial] = ()) -> set[Choice]:
@@ -84,7 +85,7 @@ class Failures:
         weights = {}
         for choice in failure.suspects:
             is_late = failure.is_late and choice[0] in (PRECISION, BASE_PRECISION)
-            if choice in self._completed or (choice in reached and not is_late):
+            if choice in self.completed or (choice in reached and not is_late):
                 continue
             is_enough = failure.is_proven and reached.get(choice, 0.0) <= failure.rung
             weights[choice] = MIN_INFEASIBLE_TRIALS if is_enough else 1

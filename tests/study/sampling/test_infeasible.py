@@ -113,6 +113,28 @@ def test_a_paused_trial_clears_its_other_settings_of_a_late_failure() -> None:
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "nsga2"])
+@pytest.mark.parametrize("outcome", ["complete", "paused"])
+def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: str, outcome: str) -> None:
+    """It may break later than its trials have trained. Before any trial is complete, nothing is known."""
+    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
+
+    def start(**given: Any) -> str:
+        if given:
+            current.study.enqueue_trial(given)
+        started, params = current.ask()
+        started.set_user_attr("rungs", AT_RUNG)
+        if params["fp_precision"] == "fp32" and outcome == "complete":
+            current.end(started, 0.5)
+        return str(params["fp_precision"])
+
+    for precision in ("fp32", "bf16", "fp16"):
+        start(fp_precision=precision)
+    drawn = [start() for _ in range(47)]
+    for precision in ("bf16", "fp16"):
+        assert (drawn.count(precision) <= 4) == (outcome == "complete")
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2"])
 def test_paused_trials_count_as_attempts_with_a_blamed_precision(name: str) -> None:
     """Avoided choices get a twentieth of the trials. Most of these attempts pause and do not fail again."""
     current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
