@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from scripted_study import ScriptedStudy
 from tiny import CPU
-from worker_process import result, run_trials, study
+from worker_process import make_and_run, result, run_trials, study
 
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
@@ -84,7 +84,7 @@ class Worker:
     def run(self, url: str) -> RunSummary:
         self.stop.clear()
         with open_storage(url) as storage:
-            return run_worker(
+            return make_and_run(
                 self.config,
                 storage,
                 self.execute,
