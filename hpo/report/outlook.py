@@ -49,6 +49,8 @@ class Outlook:
     """Device time that is left to spend."""
     next_seconds: float
     """Device time of another trial, and of the trials that would continue with it."""
+    promotion: Promotion | None
+    """How the trials pause; None: they do not."""
 
 
 def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
@@ -105,7 +107,8 @@ def outlook(
         found = forecast(promotion, rungs, num_starts, min(1, most))
     seconds = known.of(found.stages) - ahead if known is not None else 0.0
     one_more = stages_left(promotion, rungs, num_starts + 1)
-    return Outlook(measured, found, max(0.0, seconds), known.of(one_more) if known is not None else 0.0)
+    next_seconds = known.of(one_more) if known is not None else 0.0
+    return Outlook(measured, found, max(0.0, seconds), next_seconds, promotion)
 
 
 def stored_outlook(record: StudyRecord) -> Outlook:

@@ -19,7 +19,6 @@ from hpo.report.formats import format_bytes, format_number, format_seconds
 from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
-from hpo.study.sampling.promotion import promotion_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,8 +123,7 @@ def make_plan(
     found = outlook(record, config.pruner, config.num_trials, config.budget, cost)
     spent = sum(trial_seconds(record, trial) for trial in record.trials)
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
-    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
-    num_paused = promotion.most_paused(config.num_trials) if promotion is not None else 0
+    num_paused = found.promotion.most_paused(config.num_trials) if found.promotion is not None else 0
     return Plan(
         costs,
         [*found.forecast.stages],

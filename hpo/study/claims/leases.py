@@ -172,6 +172,7 @@ class WorkerLease(Membership):
             self._storage.persist(lambda: optuna.trial.Trial(self._study, trial_id)),
             row,
             study_closed=self.study_closed,
+            promotion=self.promotion,
             budget=self.budget,
             host=self.host,
             shares_checkpoints=self.shares_checkpoints,
