@@ -18,6 +18,7 @@ from tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.precision.table import apply_preset
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import trial_parts
@@ -78,7 +79,7 @@ def test_a_run_prepares_its_study_once(folder: Path) -> None:
         if event == "call" and frame.f_code in prepares:
             calls[prepares[frame.f_code]] += 1
 
-    prepares = {each.__code__: each.__name__ for each in (promotion_of, create_or_resume_study)}
+    prepares = {each.__code__: each.__name__ for each in (apply_preset, promotion_of, create_or_resume_study)}
     calls: Counter[str] = Counter()
     study = hpo.Study(write_study(folder, n_trials=2))
     sys.setprofile(count)
