@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import probe_device
 from hpo.trial.callbacks import Callbacks
@@ -26,7 +27,7 @@ def run_trial(study: Path, folder: Path, killed_after: int | None = None) -> tup
     A step has been given to the device when the process dies, but a GPU may still compute it.
     """
     config = load_study(str(study))
-    executor = Executor(config, probe_device(config.device), study.parent / "runs")
+    executor = Executor(resolve_study(config, probe_device(config.device)), study.parent / "runs")
     losses: list[float] = []
 
     def note(scored: Any) -> None:

@@ -29,6 +29,7 @@ from tiny import CPU, ENCODER, write_study
 
 import hpo
 from hpo.code import name_code, use_code
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError, StudyFileError
 from hpo.study.store.schema import studies
@@ -169,7 +170,8 @@ def test_what_is_kept_belongs_to_the_code(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         config = load_study(write(tmp_path / str(number), EXAMPLE + f"# {number}\n"))
-        parts = build_trial(config, CPU, {"learning_rate": 1e-3}, TrialLoader(config, CPU, tmp_path / "runs"))
+        resolved = resolve_study(config, CPU)
+        parts = build_trial(resolved, {"learning_rate": 1e-3}, TrialLoader(resolved, tmp_path / "runs"))
         tokens = {path.name for path in (tmp_path / "runs" / "cache" / "tokens").iterdir() if path.is_dir()}
         kept.append((checkpoint_key("key", parts), cache_key(parts), len(tokens)))
     assert all(one != other for one, other in zip(*kept, strict=True)), kept

@@ -18,6 +18,7 @@ from tiny import CPU, TinyEncoder
 
 import hpo
 from hpo.code import use_code
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
@@ -85,7 +86,7 @@ def write_extended(folder: Path, source: str = EXTENSIONS, **changes: Any) -> Pa
 
 
 def test_a_pooling_and_a_loss_with_options(tmp_path: Path) -> None:
-    executor = Executor(load_study(write_extended(tmp_path)), CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(load_study(write_extended(tmp_path)), CPU), tmp_path / "runs")
     executor.check_study()
     predicted = {}
     for name, exponent, level in (("low", 1, 0.1), ("high", 1, 0.9), ("cubed", 3, 0.9)):
@@ -180,7 +181,7 @@ def test_an_optimizer_and_a_schedule_with_options(tmp_path: Path, precision: str
     changes = {"data": {"source": "synthetic", "synthetic": sizes}, "objective": {"metric": "score"}}
     training = {"max_steps": 8, "batch_size": 8, "max_length": 32, "dropout": 0.0, "head_dropout": 0.0}
     study = load_study(write(tmp_path, OPTIMIZER, training=training, **changes))
-    executor = Executor(study, CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(study, CPU), tmp_path / "runs")
 
     def loss_of(**params: Any) -> Any:
         losses: list[Any] = []
@@ -236,7 +237,7 @@ def test_a_kind_has_options_too(tmp_path: Path) -> None:
 def test_a_loss_that_fits_no_task(tmp_path: Path) -> None:
     path = write_extended(tmp_path, EXTENSIONS.replace('["regression"]', '["multi_label"]'))
     with pytest.raises(InputError, match="loss: `pinball` fits the kinds multi_label, but the tasks are of"):
-        Executor(load_study(path), CPU, tmp_path / "runs")
+        Executor(resolve_study(load_study(path), CPU), tmp_path / "runs")
 
 
 # Sources of data

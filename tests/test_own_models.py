@@ -20,6 +20,7 @@ from torch import nn
 
 import hpo
 from hpo.code import use_code
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
@@ -108,7 +109,7 @@ def write_models(folder: Path, source: str = MODELS, **changes: Any) -> Path:
 
 @pytest.mark.slow
 def test_from_the_file_to_a_model_in_use(tmp_path: Path) -> None:
-    executor = Executor(load_study(write_models(tmp_path)), CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(load_study(write_models(tmp_path)), CPU), tmp_path / "runs")
     executor.check_study()
     params = {"gru.size": 16, "wide.width": 5}
     result = executor.run(params, tmp_path / "trial", "key")
@@ -141,9 +142,9 @@ def test_from_the_file_to_a_model_in_use(tmp_path: Path) -> None:
 def test_a_head_is_chosen_for_a_task_or_for_all_and_searched(tmp_path: Path) -> None:
     space = {"head_type.tone": {"type": "categorical", "choices": ["linear", "wide"]}}
     study = load_study(write_models(tmp_path, training=PLAIN | {"head_type": "mlp"}, search_space=space))
-    executor = Executor(study, CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(study, CPU), tmp_path / "runs")
     for name, kinds in {"wide": [nn.GELU, nn.Tanh], "linear": [nn.GELU]}.items():
-        parts = build_trial(study, CPU, {"head_type.tone": name}, executor.loader)
+        parts = build_trial(executor.resolved, {"head_type.tone": name}, executor.loader)
         found = [type(one) for one in parts.model.heads.modules() if isinstance(one, (nn.GELU, nn.Tanh))]
         assert found == kinds
     definition = json.loads(json.dumps(study.definition()))
@@ -265,7 +266,7 @@ def test_a_metric_of_ones_own_is_primary(tmp_path: Path) -> None:
     primary = KINDS | {"tone": KINDS["tone"] | {"primary_metric": "kappa"}}
     data = {"source": "jsonl", "path": "rows", "tasks": primary}
     study = load_study(write_models(tmp_path, data=data, training=PLAIN, objective={"metric": "score"}))
-    executor = Executor(study, CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(study, CPU), tmp_path / "runs")
     executor.check_study()
     result = executor.run({"gru.size": 8, "wide.width": 2}, None, "")
     assert result.outcome == "complete", result.traceback
@@ -278,7 +279,7 @@ def test_a_metric_of_ones_own_is_primary(tmp_path: Path) -> None:
         with pytest.raises(
             InputError, match=rf"`times`: primary_metric: must be one of r2, but got `{name}`"
         ):
-            Executor(study, CPU, tmp_path / "runs")
+            Executor(resolve_study(study, CPU), tmp_path / "runs")
 
 
 UNDEFINED = """
@@ -319,7 +320,7 @@ def test_a_metric_must_be_defined_at_one_evaluation(
     )
     seen: list[tuple[float, ...]] = []
     callbacks = Callbacks(lambda scored: seen.append(scored.values))
-    executor = Executor(study, CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(study, CPU), tmp_path / "runs")
     executor.loader.__dict__["baseline"] = {}  # which would call the metric too
     result = executor.run({}, None, "", callbacks)
     assert (result.outcome, len(seen)) == (outcome, 2), result.reason
@@ -349,7 +350,7 @@ def test_a_metric_without_a_value_is_refused_before_a_study(
     kinds = KINDS | {"tone": KINDS["tone"] | {"primary_metric": "rank"}}
     data = {"source": "jsonl", "path": "rows", "tasks": kinds}
     study = load_study(write_models(tmp_path, source, data=data, objective={"metric": objective}))
-    executor = Executor(study, CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(study, CPU), tmp_path / "runs")
     with pytest.raises(InputError, match=message):
         executor.check_study()
 
@@ -366,7 +367,7 @@ def test_an_error_of_ones_own_is_minimised(tmp_path: Path) -> None:
 def test_what_an_encoder_of_ones_own_does_not_have(tmp_path: Path, setting: dict[str, Any]) -> None:
     study = load_study(write_models(tmp_path, training=PLAIN | setting))
     with pytest.raises(InputError, match=f"{next(iter(setting))}: the encoder `gru`"):
-        Executor(study, CPU, tmp_path / "runs").check_study()
+        Executor(resolve_study(study, CPU), tmp_path / "runs").check_study()
 
 
 MARKED = """
@@ -446,7 +447,7 @@ def test_an_encoder_with_tied_weights(tmp_path: Path) -> None:
         "        self.out = nn.Linear(size, 30522, bias=False)\n        self.out.weight = self.embed.weight\n"
     )
     tied = MODELS.replace("        self.gru =", line + "        self.gru =")
-    executor = Executor(load_study(write_models(tmp_path, tied)), CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(load_study(write_models(tmp_path, tied)), CPU), tmp_path / "runs")
     params = {"gru.size": 8, "wide.width": 2, "max_steps": 4}
     assert executor.run(params, tmp_path / "trial", "key").outcome == "complete"
     folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", TrialSource(0, params))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import yaml
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch
@@ -89,7 +90,7 @@ def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
 
 
 def tiny_executor(folder: Path, device: DeviceInfo = CPU, **changes: Any) -> Executor:
-    return Executor(tiny_study(folder, **changes), device, folder / "runs")
+    return Executor(resolve_study(tiny_study(folder, **changes), device), folder / "runs")
 
 
 def altered_executor(

@@ -25,7 +25,7 @@ from hpo.study.claims import leases
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.running.worker import RunSummary, RunTrial, WorkerOptions, run_worker
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -168,7 +168,15 @@ def work(
             bug = "Traceback" if outcome == "failed" else None
             return result(outcome, values=values, telemetry={"pid": os.getpid()}, traceback=bug)
 
-        return run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
+        return make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.05))
+
+
+def make_and_run(
+    config: StudyConfig, storage: Storage, run_trial: RunTrial, *args: Any, **options: Any
+) -> RunSummary:
+    """Make the study if it is not stored, and be a worker of it. See `run_worker` for the arguments."""
+    create_or_resume_study(storage, config, resize=False)
+    return run_worker(config, storage, run_trial, *args, **options)
 
 
 def run_trials(
@@ -186,7 +194,7 @@ def run_trials(
         suggest(config.search_space, trial)
         return during(trial) or result("complete")
 
-    return run_worker(config, storage, execute, **options)
+    return make_and_run(config, storage, execute, **options)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpo.api.opening import RUNS, make_runs_folder
+from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import decode, refusal
 from hpo.device import probe_device
 from hpo.errors import HpoError, InputError, RunError
@@ -106,7 +107,7 @@ def checkpoint_of(
     if said := refusal(config.search_space, trial.params):
         raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
     make_runs_folder(config.name)
-    executor = Executor(config, probe_device(device or config.device), RUNS)
+    executor = Executor(resolve_study(config, probe_device(device or config.device)), RUNS)
     check_data(database, config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), trial.number)
     if (remote := open_remote_store(config.checkpoint)) is not None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpo.api.opening import RUNS
+from hpo.config.resolved_study import resolve_study
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import RunError
-from hpo.precision.table import apply_preset
 from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.study.running.run import check_precisions
@@ -46,13 +46,13 @@ def _measured_plan(
     config: StudyConfig, record: StudyRecord | None, workers: int | None, why_pruner: str
 ) -> Plan:
     """The plan by the complete trials, and by some steps here in a precision that has none."""
-    device = probe_device(config.device)
-    lacking = check_precisions(config, device)
+    resolved = resolve_study(config, probe_device(config.device))
+    lacking = check_precisions(resolved)
     costs = costs_of(record) if record else {}
-    for name in config.precisions or apply_preset(config.amp, device)[1:]:
+    for name in resolved.precisions:
         if name not in costs and name not in lacking:
             _logger.info("measuring %s ...", name)
-            costs[name] = measure_cost(config, device, RUNS, name)
+            costs[name] = measure_cost(resolved, RUNS, name)
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0

@@ -147,11 +147,12 @@ class Study(NamedStudy):
     ) -> TrialResult:
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""
+        from hpo.config.resolved_study import resolve_study
         from hpo.trial.executor import Executor
 
         config = to_run(self.file)
         with self._stopping() as stop:
-            executor = Executor(config, probe_device(config.device), RUNS)
+            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
             stop.can_checkpoint = True
             return executor.run(params, None, uuid.uuid4().hex, Callbacks(show, stop.is_set))
 
@@ -167,13 +168,14 @@ class Study(NamedStudy):
 
         `repeats` passes of each precision are timed; the fastest counts.
         """
+        from hpo.config.resolved_study import resolve_study
         from hpo.trial.executor import Executor
         from hpo.trial.verify import check_precision, verify
 
         check_positive(repeats=repeats)
         config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
-            executor = Executor(config, probe_device(config.device), RUNS)
+            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
             return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
 
     def plan(

@@ -51,6 +51,8 @@ class Outlook:
     """Device time that is left to spend."""
     next_seconds: float
     """Device time of another trial, and of the trials that would continue with it."""
+    promotion: Promotion | None
+    """How the trials pause; None: they do not."""
 
 
 def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
@@ -108,9 +110,8 @@ def outlook(
     seconds = known.of(found.stages) - ahead if known is not None else 0.0
     one_more = stages_left(promotion, rungs, num_starts + 1)
     num_planned = num_trials - most + found.num_new
-    return Outlook(
-        measured, found, num_planned, max(0.0, seconds), known.of(one_more) if known is not None else 0.0
-    )
+    next_seconds = known.of(one_more) if known is not None else 0.0
+    return Outlook(measured, found, num_planned, max(0.0, seconds), next_seconds, promotion)
 
 
 def stored_outlook(record: StudyRecord) -> Outlook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,12 @@ from hpo.report.formats import format_bytes, format_number, format_seconds
 from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
-from hpo.study.sampling.promotion import promotion_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hpo.config.resolved_study import ResolvedStudy
     from hpo.config.study_config import StudyConfig
-    from hpo.device import DeviceInfo
 
 MEASURED_STEPS = 13
 """Steps that are trained where no trial tells; three of them are warm-up."""
@@ -124,8 +123,7 @@ def make_plan(
     found = outlook(record, config.pruner, config.num_trials, config.budget, cost)
     spent = sum(trial_seconds(record, trial) for trial in record.trials)
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
-    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
-    is_left = found.forecast.whole_trials > 0
+    promotion, is_left = found.promotion, found.forecast.whole_trials > 0
     num_paused = promotion.most_paused(found.num_planned) if promotion is not None and is_left else 0
     return Plan(
         costs,
@@ -171,8 +169,7 @@ def whole_seconds(trial: TrialRecord) -> float:
 
 
 def measure_cost(
-    config: StudyConfig,
-    device: DeviceInfo,
+    resolved: ResolvedStudy,
     runs_dir: Path,
     precision: str,
     should_stop: Callable[[], bool] = lambda: False,
@@ -187,6 +184,7 @@ def measure_cost(
     from hpo.trial.executor import Executor
     from hpo.trial.trial_parts import training_args
 
+    config = resolved.config
     searched = {name: one for name, one in config.search_space.items() if name not in BUDGETS}
     params = middle(searched) | ({PRECISION: precision} if PRECISION in searched else {})
     steps = {**dict.fromkeys(BUDGETS), "max_steps": MEASURED_STEPS}
@@ -198,9 +196,9 @@ def measure_cost(
         objective=(ObjectiveConfig(metric="peak_memory_bytes", direction="minimize"),),
         constraints={},  # so few steps say nothing about quality
     )
-    executor = Executor(short, device, runs_dir)
+    executor = Executor(replace(resolved, config=short), runs_dir)
     result = executor.run(params, None, "plan", Callbacks(should_stop=should_stop))
-    release_free_memory(device)  # the trials may run in other processes
+    release_free_memory(resolved.device)  # the trials may run in other processes
     if result.outcome != Outcome.COMPLETE:
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
     told = {**result.telemetry, **result.headline}

@@ -193,11 +193,9 @@ def _parts(executor: Executor, trial: StoredTrial, **settings: Any) -> TrialPart
     params = {**trial.params, PRECISION: trial.telemetry["precision"]["effective"], **settings}
     if rows := trial.telemetry.get("micro_batch_size"):  # halved if memory ran out
         params["micro_batch_size"] = rows
-    amp = executor.study.amp
-    floor = params.pop(MIN_SCALE, amp.min_scale)
-    amp = amp.model_copy(update={"min_scale": floor, "on_unsupported": "prune"})
-    study = executor.study.model_copy(update={"amp": amp})
-    return build_trial(study, executor.device, params, executor.loader)
+    floor = params.pop(MIN_SCALE, executor.amp.min_scale)
+    study = executor.resolved.with_amp(min_scale=floor, on_unsupported="prune")
+    return build_trial(study, params, executor.loader)
 
 
 def _last_checkpoint(folder: Path, resume_key: str) -> Checkpoint | None:

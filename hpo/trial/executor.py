@@ -23,6 +23,7 @@ import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
 from hpo.config.limits import MEASURED_METRICS, broken_limits, check_energy, violations
+from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
@@ -43,7 +44,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
-from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset
+from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
 from hpo.tasks.registry import kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
@@ -74,17 +75,15 @@ class Executor:
 
     def __init__(
         self,
-        study: StudyConfig,
-        device: DeviceInfo,
+        resolved: ResolvedStudy,
         runs_dir: Path,
         compatibility_cache: CompatibilityCache | None = None,
     ) -> None:
-        self.study = study
-        self.device = device
+        self.resolved = resolved
+        study, device = resolved.config, resolved.device
         self.runs_dir = runs_dir
-        self.amp, _ = apply_preset(study.amp, device)
         refuse_overrides(device.type)
-        self.loader = TrialLoader(study, device, runs_dir)
+        self.loader = TrialLoader(resolved, runs_dir)
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
         self.cache = compatibility_cache
         self._num_started = 0
@@ -102,6 +101,18 @@ class Executor:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction or 1.0, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
+
+    @property
+    def study(self) -> StudyConfig:
+        return self.resolved.config
+
+    @property
+    def device(self) -> DeviceInfo:
+        return self.resolved.device
+
+    @property
+    def amp(self) -> AmpConfig:
+        return self.resolved.amp
 
     def _check_settings_of_tasks(self) -> None:
         """Refuse, before the first trial, a loss that fits no task, and the weight or head of no task."""
@@ -141,7 +152,7 @@ class Executor:
         recorder = TrialRecorder()
 
         def train() -> tuple[float, ...]:
-            parts = build_trial(self.study, self.device, params, self.loader, recorder.note)
+            parts = build_trial(self.resolved, params, self.loader, recorder.note)
             self._compiles = parts.compile is not None
             trial = TrialRun(parts, recorder, callbacks, self.cache, counter)
             return trial.run(folder, resume_key, mirror)
@@ -261,7 +272,7 @@ class Executor:
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
-            parts = build_trial(self.study, self.device, params, self.loader)
+            parts = build_trial(self.resolved, params, self.loader)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         encoder = parts.config.encoder
         shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
@@ -326,5 +337,6 @@ def follow(runs_dir: Path) -> None:
                 name_code(place)
             use_code(definition["code"], "Rank 0")
             study = StudyConfig.model_validate(definition)
-            executor, known = Executor(study, probe_device(study.device), runs_dir), of_trials
+            resolved = resolve_study(study, probe_device(study.device))
+            executor, known = Executor(resolved, runs_dir), of_trials
         executor.run(params, None, "")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpo.code import errors_of_code
+from hpo.config.resolved_study import ResolvedStudy
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
@@ -38,7 +39,7 @@ from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.frozen import store_frozen
-from hpo.precision.table import Resolution, apply_preset, base_lacks, resolve, support
+from hpo.precision.table import Resolution, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Kind
 from hpo.tasks.registry import kind_of
@@ -61,11 +62,10 @@ class TrialLoader:
     apply_compile: Callable[..., object] = staticmethod(apply_compile)
     """Compiles a model in place."""
 
-    def __init__(self, study: StudyConfig, device: DeviceInfo, runs_dir: Path) -> None:
-        self.study = study
-        self.device = device
+    def __init__(self, resolved: ResolvedStudy, runs_dir: Path) -> None:
+        self.study, self.device = resolved.config, resolved.device
         self.cache_dir = runs_dir / "cache" / "tokens"
-        self.dataset = load_data(study.data)
+        self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
@@ -223,20 +223,19 @@ class TrialParts:
 
 
 def build_trial(
-    study: StudyConfig,
-    device: DeviceInfo,
+    resolved: ResolvedStudy,
     params: Mapping[str, Any],
     loader: TrialLoader,
     note: Callable[..., None] = lambda **_: None,
 ) -> TrialParts:
-    """The parts of the trial of `study` with `params` on `device`.
+    """Build the parts of the trial of a study with `params`.
 
     `note` is told, for the trial's record, what is known of its precision and data as soon as it is.
 
     Raises InputError for a setting that cannot be, the TrialEnd of a precision that cannot run here.
     """
-    amp, default_precision = apply_preset(study.amp, device)
-    config = build_trial_config(study, params, default_precision, amp)
+    study, device = resolved.config, resolved.device
+    config = build_trial_config(study, params, resolved.preset_precision, resolved.amp)
     check_loss(loader.tasks, config.loss)
     requested = config.fp_precision
     note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})

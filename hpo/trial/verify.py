@@ -59,10 +59,9 @@ def check_precision(executor: Executor, name: str, repeats: int) -> Compatibilit
     slow = " (emulated here, so slow)" if support(name, executor.device).level == "emulated" else ""
     passes = "" if name == "fp32" else f" training passes in turn with fp32, timed {repeats} times"
     _logger.info("checking %s ...%s%s", name, slow, passes)
-    amp = executor.amp.model_copy(update={"allow_emulated": True})
-    study = executor.study.model_copy(update={"amp": amp})
-    parts = build_trial(study, executor.device, {PRECISION: name}, executor.loader)
-    check = judge(measure_parts(parts), study.compat)
+    emulating = executor.resolved.with_amp(allow_emulated=True)
+    parts = build_trial(emulating, {PRECISION: name}, executor.loader)
+    check = judge(measure_parts(parts), executor.study.compat)
     measured = check.measurement
     runs = name != "fp32" and measured.finite and measured.reference_fits
     return replace(check, costs=costs_of_trial(parts, repeats)) if runs else check

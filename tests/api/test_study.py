@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,9 @@ from tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.precision.table import apply_preset
+from hpo.study.sampling.promotion import promotion_of
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import trial_parts
 
 SPACE = {
@@ -67,6 +72,22 @@ def test_it_is_the_study_of_the_commands(folder: Path, capsys: pytest.CaptureFix
     assert re.findall("(?:src|href)=|https?://(?!www.w3.org/2000/svg)", shown) == [], "it is read offline"
     found = study.compare(top=1, max_seeds=3, precisions=("fp32", "bf16"))
     assert found == ok(hpo_command(folder, "compare", "tiny.yaml", "--json")).json
+
+
+def test_a_run_prepares_its_study_once(folder: Path) -> None:
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in prepares:
+            calls[prepares[frame.f_code]] += 1
+
+    prepares = {each.__code__: each.__name__ for each in (apply_preset, promotion_of, create_or_resume_study)}
+    calls: Counter[str] = Counter()
+    study = hpo.Study(write_study(folder, n_trials=2))
+    sys.setprofile(count)
+    try:
+        assert study.run().outcomes == {"complete": 2}
+    finally:
+        sys.setprofile(None)
+    assert calls == dict.fromkeys(prepares.values(), 1)
 
 
 def test_a_mapping_is_a_study_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

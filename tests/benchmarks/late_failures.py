@@ -36,6 +36,7 @@ from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import TrialResult
 
 BROKEN = "fp16"
@@ -157,6 +158,7 @@ def run(case: Case) -> Spent:
         tempfile.TemporaryDirectory() as folder,
         open_storage(f"sqlite:///{Path(folder, 'hpo.db')}") as storage,
     ):
+        create_or_resume_study(storage, config)
         ended = run_worker(config, storage, trainer, WorkerOptions(poll_seconds=0.01)).ended
     if ended != "finished":
         raise RuntimeError(f"{case} must finish, but it ended as {ended}.")

@@ -15,6 +15,7 @@ import torch
 import yaml
 from workload import Workload, mark, seconds_between, study_content
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.config.trial_config import build_trial_config
 from hpo.device import probe_device
@@ -49,7 +50,8 @@ def build_executor(
     """The trial executor of a study, with its files in `work`."""
     path = work / "study.yaml"
     path.write_text(yaml.safe_dump(dict(content)))
-    return Executor(load_study(str(path)), probe_device(content["device"]), work / "runs", cache)
+    resolved = resolve_study(load_study(str(path)), probe_device(content["device"]))
+    return Executor(resolved, work / "runs", cache)
 
 
 def run_trial(executor: Executor, callbacks: Callbacks = NO_CALLBACKS) -> TrialResult:

@@ -184,6 +184,7 @@ def run_plain(search: Search) -> None:
     """Optuna's own loop around our executor."""
     import yaml
 
+    from hpo.config.resolved_study import resolve_study
     from hpo.config.study_config import load_study
     from hpo.device import probe_device
     from hpo.errors import Pruned
@@ -192,7 +193,8 @@ def run_plain(search: Search) -> None:
 
     path = Path("plain.yaml")
     path.write_text(yaml.safe_dump(search.wall.study(search.rows, search.seed, pruner={"name": "none"})))
-    executor = Executor(load_study(path), probe_device("cpu"), Path("runs"))
+    resolved = resolve_study(load_study(path), probe_device("cpu"))
+    executor = Executor(resolved, Path("runs"))
 
     def objective(trial: optuna.Trial) -> float:
         def on_evaluation(scored: Any) -> None:

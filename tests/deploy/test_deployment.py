@@ -12,6 +12,7 @@ from planted_int8 import MAX_DROP, ruin, write_mood_study
 from tiny import CPU, tiny_executor
 
 import hpo
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.data.examples import Example
 from hpo.deploy.artifacts import NAMES, REFERENCE
@@ -55,7 +56,7 @@ def deployed(
 @pytest.fixture(scope="module")
 def mood(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Candidate]:
     folder = tmp_path_factory.mktemp("mood")
-    executor = Executor(load_study(write_mood_study(folder)), CPU, folder / "runs")
+    executor = Executor(resolve_study(load_study(write_mood_study(folder)), CPU), folder / "runs")
     return executor, trained(executor, folder)
 
 

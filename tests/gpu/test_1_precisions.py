@@ -14,6 +14,7 @@ from command_line import hpo_command, ok
 from gpu_studies import largest_relative, relative, write_gpu_study
 from tiny_loop import config_of
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.data.batches import Batch, collate, training_batches
 from hpo.device import DeviceInfo
@@ -119,7 +120,7 @@ def trained(folder: Path, device: DeviceInfo, name: str) -> tuple[TrialResult, f
     def note(scored: ScoredEvaluation) -> None:
         losses.append(scored.evaluation.train_loss)
 
-    executor = Executor(load_study(str(path)), device, folder / "runs")
+    executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     result = executor.run({"fp_precision": name}, None, "", Callbacks(on_evaluation=note))
     assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
     return result, losses[-1]
@@ -165,7 +166,7 @@ def parts_of(folder: Path, device: DeviceInfo, name: str, **amp: Any) -> TrialPa
     path = write_gpu_study(
         folder, device, of(device, "small"), texts=(128, (2, 6)), training=CUT, amp=amp, search_space={}
     )
-    executor = Executor(load_study(str(path)), device, folder / "runs")
+    executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     config = config_of(executor, fp_precision=name)
     return assemble(executor.study, config, Resolution(name, name, "native"), executor.loader)
 

@@ -13,6 +13,7 @@ from gpu_studies import SGD, relative, write_gpu_study
 from tiny_loop import config_of
 from torch import Tensor, nn
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.memory import release_free_memory
@@ -48,7 +49,7 @@ def executor_of(folder: Path, device: DeviceInfo, training: dict[str, Any]) -> E
         compat={"enabled": False},
         search_space={},
     )
-    executor = Executor(load_study(str(path)), device, folder / "runs")
+    executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     if not on_gpu:
         executor.loader.apply_compile = compile_on_a_cpu
     return executor

@@ -11,6 +11,7 @@ import torch
 from command_line import finish, start_hpo, stored
 from gpu_studies import SGD, relative, write_gpu_study
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
@@ -65,7 +66,7 @@ def run_trial(
     def note(scored: Any) -> None:
         losses.append(scored.evaluation.train_loss)
 
-    executor = Executor(load_study(str(path)), device, folder / "runs")
+    executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     result = executor.run({}, None, "", Callbacks(on_evaluation=note))
     assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
     halvings = result.telemetry["oom_halvings"]

@@ -13,6 +13,7 @@ from command_line import ROOT, finish, start_hpo
 from gpu_studies import largest_relative, write_gpu_study
 from gpu_trial import run_trial
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.memory import peak_memory_bytes, reset_peak_memory
@@ -39,7 +40,7 @@ def large_trial(folder: Path, device: DeviceInfo, name: str) -> TrialResult:
         compat={"enabled": False},
         search_space={},
     )
-    result = Executor(load_study(str(path)), device, folder / "runs").run({}, None, "")
+    result = Executor(resolve_study(load_study(str(path)), device), folder / "runs").run({}, None, "")
     assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
     return result
 
@@ -99,7 +100,7 @@ def test_memory_of_lora_over_a_stored_base(
     pytest.importorskip("peft")
     training = {"max_steps": 6, "base_precision": base, **LORA}
     path = write_gpu_study(tmp_path, device, **sized(device, **training))
-    result = Executor(load_study(str(path)), device, tmp_path / "runs").run({}, None, "")
+    result = Executor(resolve_study(load_study(str(path)), device), tmp_path / "runs").run({}, None, "")
     assert result.outcome == "complete", f"{result.reason}\n{result.traceback}"
     telemetry = result.telemetry
     (loading,) = peaks[1:]

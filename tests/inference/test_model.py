@@ -19,6 +19,7 @@ from tiny import CPU
 from torch import Tensor
 
 import hpo
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.data.examples import Example
 from hpo.errors import DataError, InputError, ModelError, RunError
@@ -51,7 +52,9 @@ class Exported:
 
 
 def make_export(folder: Path, *, pairs: bool) -> Exported:
-    executor = Executor(load_study(write_every_kind(folder, pairs=pairs)), CPU, folder / "runs")
+    executor = Executor(
+        resolve_study(load_study(write_every_kind(folder, pairs=pairs)), CPU), folder / "runs"
+    )
     params = {"learning_rate": 5e-3}
     result = executor.run(params, folder / "trial", "test")
     assert result.outcome == "complete", result.traceback

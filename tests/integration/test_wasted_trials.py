@@ -16,6 +16,7 @@ import tiny
 import worker_process
 from worker_process import study
 
+from hpo.config.resolved_study import resolve_study
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
@@ -56,7 +57,7 @@ def test_sampler_that_does_not_learn(sqlite_url: str, tmp_path: Path, name: str)
         training={"max_steps": 2, "batch_size": 8, "max_length": 64},
     )
     with open_storage(sqlite_url) as storage:
-        executor = Executor(config, tiny.CPU, tmp_path / "runs", storage)
+        executor = Executor(resolve_study(config, tiny.CPU), tmp_path / "runs", storage)
         create_or_resume_study(storage, config)
         stop = Stop()
         run_worker(config, storage, TrialRunner(executor, storage, stop))

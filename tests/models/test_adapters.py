@@ -19,6 +19,7 @@ from tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
 from transformers import AutoModel
 
 import hpo
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import InputError, ModelError, RunError
 from hpo.models.adapters import trained_state
@@ -40,7 +41,10 @@ def executor_of(folder: Path, encoder: Any, **training: Any) -> Executor:
     """Of a study with every kind of task."""
     training = {**WINDOWS, "max_steps": 12, **LORA, **training}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
-    return Executor(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU, folder)
+    return Executor(
+        resolve_study(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU),
+        folder,
+    )
 
 
 def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
@@ -201,7 +205,7 @@ def test_adapters_have_their_own_learning_rate(tmp_path: Path) -> None:
 
 
 def build_parts(executor: Executor, **params: Any) -> Any:
-    return build_trial(executor.study, CPU, {"fp_precision": "fp32", **params}, executor.loader)
+    return build_trial(executor.resolved, {"fp_precision": "fp32", **params}, executor.loader)
 
 
 def test_only_named_layers(tmp_path: Path) -> None:
@@ -223,7 +227,7 @@ def test_an_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
 
 def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of(tmp_path, BERT, base_precision="nf4")
-    executor.device = replace(CPU, has_bitsandbytes=False)
+    executor.resolved = replace(executor.resolved, device=replace(CPU, has_bitsandbytes=False))
     result = run_trial(executor, tmp_path / "trial")
     assert (result.outcome, result.reason) == (
         Outcome.UNSUPPORTED,

@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hpo
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import ModelError
@@ -89,7 +90,7 @@ def executor_of(folder: Path, name: str) -> Executor:
     training = {**WINDOWS, "max_steps": 8, "gradient_checkpointing": True, "pooling": "last"}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}}
     path = write_every_kind(folder, model={"encoder": DECODERS[name]}, search_space={}, **changes)
-    return Executor(load_study(path), CPU, folder / "runs")
+    return Executor(resolve_study(load_study(path), CPU), folder / "runs")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,8 +14,9 @@ import pytest
 import sqlalchemy as sa
 from scripted_study import ScriptedStudy
 from tiny import CPU
-from worker_process import result, run_trials, study
+from worker_process import make_and_run, result, run_trials, study
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
@@ -84,7 +85,7 @@ class Worker:
     def run(self, url: str) -> RunSummary:
         self.stop.clear()
         with open_storage(url) as storage:
-            return run_worker(
+            return make_and_run(
                 self.config,
                 storage,
                 self.execute,
@@ -357,20 +358,20 @@ BASE_SPACE: dict[str, Any] = {
 
 def test_a_missing_package_is_the_reason() -> None:
     config = study(4, search_space=BASE_SPACE)
-    assert check_precisions(config, CPU) == {}
-    assert check_precisions(config, WITHOUT) == {
+    assert check_precisions(resolve_study(config, CPU)) == {}
+    assert check_precisions(resolve_study(config, WITHOUT)) == {
         "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
         "To install it, run `make install EXTRAS=adapters` in your clone of hpo."
     }
     fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
     with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
-        check_precisions(fixed, WITHOUT)
+        check_precisions(resolve_study(fixed, WITHOUT))
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "nsga2", "random", "qmc"])
 def test_a_missing_base_precision_is_not_drawn(name: str) -> None:
     config = study(30, sampler={"name": name, "seed": 1}, search_space=BASE_SPACE | RATES)
-    left_out = check_precisions(config, WITHOUT)
+    left_out = check_precisions(resolve_study(config, WITHOUT))
     here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
     drawn = [params.get("base_precision") for params in here.run(24)]
     assert set(drawn) == {None, "int8"}
@@ -386,7 +387,7 @@ def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
     nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
     space = BASE_SPACE | RATES | {"base_precision": nf4}
     config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
-    left_out = check_precisions(config, WITHOUT)
+    left_out = check_precisions(resolve_study(config, WITHOUT))
     here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
     there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
     drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
@@ -394,7 +395,7 @@ def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
     assert set(drawn[1::2]) == {"none", "lora"}
     always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
     with pytest.raises(InputError, match="nf4` needs the package"):
-        check_precisions(always, WITHOUT)
+        check_precisions(resolve_study(always, WITHOUT))
 
 
 @pytest.mark.parametrize("lacks", ["base_precision", "fp_precision"])
@@ -427,6 +428,6 @@ def test_a_grid_leaves_the_points_of_a_missing_base_precision_to_others(storage:
         def during(trial: optuna.trial.Trial, drawn: list[Any] = drawn) -> None:
             drawn.append(trial.params["base_precision"])
 
-        device = WorkerDevice("cpu", left_out=check_precisions(config, info))
+        device = WorkerDevice("cpu", left_out=check_precisions(resolve_study(config, info)))
         assert run_trials(storage, config, during, device=device).ended == ended
         assert drawn == [base] * 4

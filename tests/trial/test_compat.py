@@ -32,7 +32,7 @@ BOUNDS = CompatConfig()
 
 
 def parts_of(executor: Executor, **params: Any) -> TrialParts:
-    return build_trial(executor.study, CPU, {"fp_precision": "fp32", **params}, executor.loader)
+    return build_trial(executor.resolved, {"fp_precision": "fp32", **params}, executor.loader)
 
 
 def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:

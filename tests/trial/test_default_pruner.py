@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def test_the_disk_space_of_a_paused_trial_is_known(tmp_path: Path) -> None:
         raise Paused("a test")
 
     folder = tmp_path / "trial"
-    evaluation = {"evaluation": executor.study.evaluation.model_copy(update={"per_trial": 2})}
-    executor.study = executor.study.with_values(**evaluation)
+    evaluation = executor.study.evaluation.model_copy(update={"per_trial": 2})
+    config = executor.study.with_values(evaluation=evaluation)
+    executor.resolved = replace(executor.resolved, config=config)
     result = executor.run({"learning_rate": 1e-3}, folder, "key", Callbacks(on_evaluation=pause))
     assert result.outcome == "paused"
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

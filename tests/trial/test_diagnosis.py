@@ -94,7 +94,9 @@ def test_the_lower_loss_scale_that_is_found_heals_the_trial(tmp_path: Path) -> N
 def test_an_overflow_in_fp16_is_named_and_other_precisions_are_tried(tmp_path: Path, has_bf16: bool) -> None:
     amp = {"allow_emulated": True} if has_bf16 else {}
     executor = altered(tmp_path, wide_layer, amp=amp, **UNCHECKED)
-    executor.device = replace(CPU, cpu_features=frozenset({"avx512_fp16"}))
+    executor.resolved = replace(
+        executor.resolved, device=replace(CPU, cpu_features=frozenset({"avx512_fp16"}))
+    )
     found = diagnosed(executor, ended(executor, tmp_path / "trial", fp_precision="fp16"))
     assert found.broken is not None
     assert found.broken.what == "logits"

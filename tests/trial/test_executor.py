@@ -12,6 +12,7 @@ from every_kind import TASKS, write_every_kind
 from tiny import CPU, ENCODER, altered_executor, tiny_executor
 from tiny_encoders import save_encoder
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import ModelError
 from hpo.models.encoder import load_tokenizer
@@ -69,7 +70,7 @@ def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> N
 
 
 def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
-    executor = Executor(load_study(write_every_kind(tmp_path)), CPU, tmp_path / "runs")
+    executor = Executor(resolve_study(load_study(write_every_kind(tmp_path)), CPU), tmp_path / "runs")
     right = executor.loader.right_metrics
     assert {task.name: right[task.name][task.primary_metric] for task in executor.tasks} == dict.fromkeys(
         TASKS, 1.0
@@ -112,6 +113,6 @@ def test_a_trial_goes_on_from_checkpoints_of_its_own_model_alone(tmp_path: Path)
     keys = set()
     for layers in (2, 1, 2):
         executor = tiny_executor(tmp_path, model={"encoder": ENCODER | {"num_hidden_layers": layers}})
-        parts = build_trial(executor.study, CPU, {"fp_precision": "fp32"}, executor.loader)
+        parts = build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
         keys.add(checkpoint_key("trial", parts))
     assert len(keys) == 2

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.models.multitask import MultitaskModel
@@ -32,7 +33,10 @@ def executor_of(folder: Path, encoder: Any, base: str, *, checks: bool = True) -
     training = {**WINDOWS, "max_steps": 1, "batch_size": 2, "adapter": "lora", "base_precision": base}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
     changes |= {"compat": {"enabled": checks}, "evaluation": {"batch_tokens": FEW_TOKENS}}
-    return Executor(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU, folder)
+    return Executor(
+        resolve_study(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU),
+        folder,
+    )
 
 
 class Moved(TorchDispatchMode):

@@ -25,7 +25,7 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR
+from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion
 from hpo.study.store.optuna_internals import (
     end_trial,
     lock_trials,
@@ -75,6 +75,8 @@ class Lease:
     """Set when another worker has the trial."""
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted. The trial is to stop, and may continue later."""
+    promotion: Promotion | None = None
+    """How the trial pauses; None: it does not."""
     budget: StudyBudget | None = None
     host: str = field(default_factory=socket.gethostname)
     """The worker's machine."""

@@ -184,6 +184,7 @@ class WorkerLease(Membership):
             self._storage.persist(lambda: open_trial(self._study, row.trial_number)),
             row,
             study_closed=self.study_closed,
+            promotion=self.promotion,
             budget=self.budget,
             host=self.host,
             shares_checkpoints=self.shares_checkpoints,

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Literal
 from hpo.code import trusting, use_code
 from hpo.config.allowed import allowing, check_allowed, places
 from hpo.config.limits import check_energy
+from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
-from hpo.device import DeviceInfo, EnergyCounter, memory_limit, probe_device
+from hpo.device import EnergyCounter, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
 from hpo.memory import collector_paused, release_free_memory
-from hpo.precision.table import BASE_PRECISION, PRECISION, apply_preset, lacking_choices
+from hpo.precision.table import BASE_PRECISION, PRECISION, lacking_choices
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
@@ -115,17 +116,17 @@ def open_study(
         lacking: Mapping[str, str] = {}
         num_trials = config.num_trials if resize or stored is None else sum(stored.counts.values())
         if stored is None or stored.counts["done"] < num_trials:
-            device, lacking = _check_device(config, trials_run)
+            resolved, lacking = _resolve_here(config, trials_run)
             must_check = not (stored and stored.has_trained) and WORKERS_ON_DEVICE not in os.environ
             if trains_here or must_check:
-                executor = _build_executor(config, device, runs_dir)
+                executor = _build_executor(resolved, runs_dir)
                 if stored is None:
                     config = _fit_pruner(config, executor)
                 if must_check:
                     executor.check_study()
             if not trains_here:
                 executor = None
-                release_free_memory(device)
+                release_free_memory(resolved.device)
         before = stored.definition.get("checkpoint", {}).get("location") if stored else None
         if stored is None or (resize and before != config.checkpoint.location):
             open_remote_store(config.checkpoint, create=True)
@@ -138,8 +139,8 @@ def open_study(
         config = config.with_values(n_trials=sum(made.counts.values()))
         if trains_here and made.counts["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
-                device, lacking = _check_device(config, trials_run)
-                executor = _build_executor(config, device, runs_dir)
+                resolved, lacking = _resolve_here(config, trials_run)
+                executor = _build_executor(resolved, runs_dir)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
 
@@ -174,34 +175,35 @@ def _open_existing(url: str, stop: Stop | None) -> Storage | None:
         return None
 
 
-def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInfo, dict[str, str]]:
-    """Return this machine's device and what `check_precisions` says of it.
+def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedStudy, dict[str, str]]:
+    """Resolve the study for this machine's device, and return it with the result of `check_precisions`.
 
-    Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
+    If the trials run elsewhere, a missing device is no error: the study is checked on the CPU.
     """
     with collector_paused():
         from hpo.training.distributed import world_size
 
     try:
         device = probe_device(config.device)
-        lacking = check_precisions(config, device)
+        resolved = resolve_study(config, device)
+        lacking = check_precisions(resolved)
         counter = EnergyCounter(device, shared=_num_on_device() > 1, num_ranks=world_size())
         check_energy(config.named_metrics, counter)
-        return device, lacking
+        return resolved, lacking
     except InputError as error:
         if trials_run != "elsewhere":
             raise
         _logger.warning("No trial can run on this machine: %s", error)
-        return probe_device("cpu"), {}
+        return resolve_study(config, probe_device("cpu")), {}
 
 
-def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
-    """Return which of the study's precisions `device` does not run, by `choice_name`, with the reason.
+def check_precisions(study: ResolvedStudy) -> dict[str, str]:
+    """Return the precisions of the study that its device does not run, by `choice_name`, with the reasons.
 
     Raises InputError if it runs none, unless `amp.on_unsupported` is `fallback`. The same holds for the base
     precisions if every trial has one.
     """
-    precisions = config.precisions or apply_preset(config.amp, device)[1:]
+    config, device, precisions = study.config, study.device, study.precisions
     lacking = lacking_choices({PRECISION: precisions}, device, config.amp)
     if len(lacking) == len(precisions) and config.amp.on_unsupported != "fallback":
         raise InputError(
@@ -218,18 +220,19 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     return lacking | no_base
 
 
-def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
+def _build_executor(resolved: ResolvedStudy, runs_dir: Path) -> Executor:
     with collector_paused():
         from hpo.trial.executor import Executor
 
-    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    amp = share_memory(resolved.amp, resolved.device, _num_on_device())
+    return Executor(replace(resolved, amp=amp), runs_dir)
 
 
 def _fit_pruner(config: StudyConfig, executor: Executor) -> StudyConfig:
     from hpo.trial.trial_parts import fit_pruner
 
-    executor.study, reason = fit_pruner(executor.study, executor.dataset)
-    config, _ = fit_pruner(config, executor.dataset)
+    config, reason = fit_pruner(config, executor.dataset)
+    executor.resolved = replace(executor.resolved, config=config)
     _logger.info("pruner %s: %s.", config.pruner.name, reason)
     return config
 

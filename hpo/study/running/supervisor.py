@@ -38,6 +38,7 @@ from hpo.device import (
     probe_device,
 )
 from hpo.errors import HpoError, InputError, OutageError, RunError
+from hpo.precision.table import AmpConfig
 from hpo.study.claims.process import this_job
 from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
@@ -94,7 +95,7 @@ def share_devices(
     if devices:
         device = probe_device(config.device)
         check_energy(config.named_metrics, EnergyCounter(device, shared=count > num_devices))
-        share_memory(config, device, math.ceil(count / num_devices))
+        share_memory(config.amp, device, math.ceil(count / num_devices))
     return [
         DeviceShare(
             workers_on_device=len(range(number % num_devices, count, num_devices)),
@@ -104,25 +105,25 @@ def share_devices(
     ]
 
 
-def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
-    """Limit a worker to its share of a GPU's memory, or to the share that the study gives.
+def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpConfig:
+    """Limit a worker to its share of a GPU's memory, or to the share that `amp` gives.
 
     Raises InputError if the workers and their CUDA contexts may together take more than there is: a trial
     that found no memory because of its neighbour would be stored as one that does not fit.
     """
     if device.type != "cuda" or num_workers == 1:
-        return config
+        return amp
     share = memory_share(device, num_workers)
-    given = config.amp.memory_fraction
+    given = amp.memory_fraction
     if given is None:
-        return config.model_copy(update={"amp": config.amp.model_copy(update={"memory_fraction": share})})
+        return amp.model_copy(update={"memory_fraction": share})
     if given > share:
         raise InputError(
             f"amp.memory_fraction must be <= {math.floor(share * 1e4) / 1e4:g} for {num_workers} workers on "
             f"one {device.name}, where each needs {CUDA_CONTEXT_BYTES / 2**30:g} GiB more for its CUDA "
             f"context, but got {given:g}. Lower it, run fewer workers, or leave it out."
         )
-    return config
+    return amp
 
 
 class _Worker:

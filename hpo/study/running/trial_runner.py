@@ -21,7 +21,7 @@ from hpo.study.claims.lease import Lease
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
-from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
+from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 
@@ -60,8 +60,6 @@ class TrialRunner:
         self._shared_device = shared_device
         self._checkpoint_seconds = 0.0
         self._metrics = [objective.metric for objective in executor.study.objective]
-        study = executor.study
-        self._promotion = promotion_of(study.pruner, study.directions, study.num_trials)
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
@@ -117,8 +115,8 @@ class TrialRunner:
         whole = attributes.get(WHOLE_ATTR, False)
         if is_pruned and not whole:
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        if self._promotion is not None and not whole and all(map(is_number, scored.values)):
-            rung = self._promotion.pauses_at(evaluation.budget_used, attributes.get(RESUMED_ATTR, 0.0))
+        if lease.promotion is not None and not whole and all(map(is_number, scored.values)):
+            rung = lease.promotion.pauses_at(evaluation.budget_used, attributes.get(RESUMED_ATTR, 0.0))
             if rung is not None:
                 # Before the checkpoint, so that whoever continues from that knows.
                 lease.pause(rung, scored.values)

@@ -38,7 +38,6 @@ from hpo.study.sampling.promotion import promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import create_or_resume_study
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -100,11 +99,11 @@ def run_worker(
     device: WorkerDevice = ANY_DEVICE,
     stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Run trials of the study until none is left for `device`, `stop` is set or time is up."""
+    """Run trials of the stored study until none is left for `device`, `stop` is set or time is up."""
     stop = storage.stop = stop or threading.Event()
     deadline = min(options.deadline, time.monotonic() + (config.timeout or math.inf))
     options = replace(options, deadline=deadline)
-    study = create_or_resume_study(storage, config, resize=False)
+    study = storage.load_study(config.name)
     study.pruner = build_pruner(config.pruner)
     skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
     plan = config.comparison

@@ -17,6 +17,7 @@ from worker_process import (
     die_at,
     evaluate,
     finish,
+    make_and_run,
     note,
     notes,
     result,
@@ -85,7 +86,7 @@ def work(url: str, log: Path, pruner: dict[str, Any], kill_at: int = 0, beside: 
         return result("complete", values=(trial.number % 7 + 0.1,))
 
     with open_storage(url) as storage:
-        return run_worker(config, storage, train, WorkerOptions(poll_seconds=0.05))
+        return make_and_run(config, storage, train, WorkerOptions(poll_seconds=0.05))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from worker_process import (
     die_at,
     evaluate,
     finish,
+    make_and_run,
     note,
     notes,
     result,
@@ -33,7 +34,7 @@ from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.running.worker import RunSummary, WorkerOptions
 from hpo.study.sampling import promotion
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
@@ -87,7 +88,7 @@ def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | No
         def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
             return train(storage, log, trial, lease, broken)
 
-        return run_worker(CONFIG, storage, execute, WorkerOptions(poll_seconds=0.02))
+        return make_and_run(CONFIG, storage, execute, WorkerOptions(poll_seconds=0.02))
 
 
 def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> StudyRecord:
@@ -293,7 +294,7 @@ def test_a_worker_that_died_between_its_pause_and_its_checkpoint(storage: Storag
 def test_with_another_pruner_no_trial_continues_and_the_study_ends(storage: Storage) -> None:
     pause_all(storage)
     config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
-    summary = run_worker(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
+    summary = make_and_run(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
     assert (summary.ended, summary.outcomes) == ("finished", {})
     assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
 

@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, change_worker, evaluate, result, study, worker_on
+from worker_process import begin, change_worker, evaluate, make_and_run, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import StorageError
@@ -16,7 +16,7 @@ from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
-from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import end_unfinished, set_state
@@ -260,5 +260,5 @@ def test_paused_trials_whose_precision_has_broken_continue_last(storage: Storage
             return result("nonfinite", telemetry=facts)
         return result("complete", values=(score,))
 
-    assert run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.01)).ended == "finished"
+    assert make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.01)).ended == "finished"
     assert continued == ["fp16", "fp32", "fp32", "fp32", "fp32"]

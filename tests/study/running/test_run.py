@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from tiny import CPU, GPU, write_study
 from worker_process import begin, evaluate, run_trials, study, worker_on
 
+from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.study_config import load_study
-from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError
 from hpo.study.reading.reader import read_study
 from hpo.study.running import run as run_module
@@ -42,8 +42,9 @@ class FakeExecutor:
     folder: Path
     made: list[FakeExecutor]
 
-    def __init__(self, config: Any, device: DeviceInfo, *_: Any) -> None:
-        self.study, self.device, self.amp = config, device, config.amp
+    def __init__(self, resolved: ResolvedStudy, *_: Any) -> None:
+        self.resolved = resolved
+        self.study, self.device, self.amp = resolved.config, resolved.device, resolved.amp
         self.dataset = SimpleNamespace(fingerprint="x", splits={"train": range(48), "validation": range(24)})
         self.num_checks = 0
         self.made.append(self)
@@ -256,7 +257,7 @@ def test_a_study_for_other_machines_is_made(
 
 def test_fallback_runs_what_works() -> None:
     config = study(search_space={}, amp={"on_unsupported": "fallback", "preset": "ultra"})
-    assert check_precisions(config, CPU).keys() == {"bf16"}
+    assert check_precisions(resolve_study(config, CPU)).keys() == {"bf16"}
 
 
 @pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
@@ -264,9 +265,9 @@ def test_fallback_runs_what_works() -> None:
 def test_the_precision_of_a_preset_must_run_here(on_unsupported: str, preset: str, precision: str) -> None:
     amp = {"preset": preset, "on_unsupported": on_unsupported}
     with pytest.raises(InputError, match=f"it runs none of {precision}"):
-        check_precisions(study(search_space={}, amp=amp), CPU)
+        check_precisions(resolve_study(study(search_space={}, amp=amp), CPU))
     fixed = study(search_space={}, training={"fp_precision": "fp32"}, amp=amp)
-    assert check_precisions(fixed, CPU) == {}
+    assert check_precisions(resolve_study(fixed, CPU)) == {}
 
 
 # Devices and memory

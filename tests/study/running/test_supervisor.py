@@ -235,8 +235,8 @@ def test_workers_of_one_gpu_share_its_memory(
     device: DeviceInfo, num_workers: int, given: float | None, expected: float | None
 ) -> None:
     config = study(amp={} if given is None else {"memory_fraction": given})
-    found = share_memory(config, device, num_workers)
-    assert found.amp.memory_fraction == (None if expected is None else pytest.approx(expected))
+    found = share_memory(config.amp, device, num_workers)
+    assert found.memory_fraction == (None if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ def test_the_contexts_of_workers_need_room_too(
     """All of it is given away: nothing is left for the CUDA contexts."""
     gpu = replace(GPU, total_memory_bytes=total_gib * 2**30)
     with pytest.raises(InputError, match=rf"must be <= {most} for {num_workers} workers .* got {given:g}\."):
-        share_memory(study(amp={"memory_fraction": given}), gpu, num_workers)
-    fits = study(amp={"memory_fraction": float(most)})
+        share_memory(study(amp={"memory_fraction": given}).amp, gpu, num_workers)
+    fits = study(amp={"memory_fraction": float(most)}).amp
     assert share_memory(fits, gpu, num_workers) is fits
-    assert share_memory(study(amp={"memory_fraction": 1.0}), gpu, 1).amp.memory_fraction == 1.0
+    assert share_memory(study(amp={"memory_fraction": 1.0}).amp, gpu, 1).memory_fraction == 1.0
 
 
 @pytest.mark.parametrize(
@@ -318,4 +318,4 @@ def test_a_worker_checks_its_gpu_s_energy_before_its_first_trial(
     config = study(objective={"metric": ENERGY, "direction": "minimize"})
     expected = pytest.raises(InputError, match=reason) if reason else nullcontext()
     with expected:
-        run_module._check_device(config, "in this process")
+        run_module._resolve_here(config, "in this process")

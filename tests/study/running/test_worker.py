@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, distribution_to_json
 from tiny import CPU
-from worker_process import result, study
+from worker_process import make_and_run, result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import DataError
@@ -20,7 +20,6 @@ from hpo.study.reading.reader import read_study
 from hpo.study.running import worker as worker_module
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
-from hpo.study.running.worker import run_worker
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -38,7 +37,7 @@ def test_pruner_is_that_of_the_study(storage: Storage) -> None:
         return complete(trial, lease)
 
     pruners: list[type] = []
-    run_worker(study(1, pruner={"name": "median"}), storage, execute)
+    make_and_run(study(1, pruner={"name": "median"}), storage, execute)
     assert pruners == [optuna.pruners.MedianPruner]
 
 
@@ -55,7 +54,7 @@ def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_place(
     storage: Storage, params: dict[str, Any], reason: str
 ) -> None:
     create_or_resume_study(storage, study(2)).enqueue_trial(params)
-    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    assert make_and_run(study(2), storage, complete).outcomes == {"complete": 2}
     refused, *others = read_study(storage, "tiny").trials
     assert (refused.state, refused.outcome) == ("FAIL", "failed")
     assert reason in refused.reason
@@ -67,7 +66,7 @@ def test_a_trial_that_was_stored_with_another_encoder_never_runs_with_it(storage
     encoders = {"type": "categorical", "choices": ["minilm", "prajjwal1/bert-tiny"]}
     config, stop = study(1, search_space={"encoder": encoders}, max_retries=1), threading.Event()
     create_or_resume_study(storage, config)
-    run_worker(config, storage, lambda *_: stop.set() or result("preempted"), stop=stop)
+    make_and_run(config, storage, lambda *_: stop.set() or result("preempted"), stop=stop)
     other = distribution_to_json(CategoricalDistribution(["/private", "/model"]))
     with storage.engine.begin() as connection:
         row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}
@@ -78,7 +77,7 @@ def test_a_trial_that_was_stored_with_another_encoder_never_runs_with_it(storage
         seen.append(suggest(config.search_space, trial))
         return result("complete")
 
-    assert run_worker(config, storage, execute).outcomes == {"failed": 1}
+    assert make_and_run(config, storage, execute).outcomes == {"failed": 1}
     assert seen == []
     begun, retried = read_study(storage, "tiny").trials
     assert "does not support dynamic value space" in begun.reason
@@ -91,7 +90,7 @@ def test_bug_in_a_trial_fails_it_alone(storage: Storage) -> None:
             raise ZeroDivisionError("not now")
         return complete(trial, _lease)
 
-    assert run_worker(study(2), storage, execute).outcomes == {"failed": 1, "complete": 2}
+    assert make_and_run(study(2), storage, execute).outcomes == {"failed": 1, "complete": 2}
     failed, retried, _ = read_study(storage, "tiny").trials
     assert (failed.outcome, failed.reason) == ("failed", "ZeroDivisionError: not now")
     assert "ZeroDivisionError" in failed.attributes["traceback"]
@@ -103,9 +102,9 @@ def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
         raise DataError("the data is gone")
 
     with pytest.raises(DataError, match="the data is gone"):
-        run_worker(study(2), storage, execute)
+        make_and_run(study(2), storage, execute)
     assert read_study(storage, "tiny").counts == {"open": 2, "running": 0, "done": 0}
-    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    assert make_and_run(study(2), storage, complete).outcomes == {"complete": 2}
     assert len(read_study(storage, "tiny").trials) == 2
 
 
@@ -117,7 +116,7 @@ def test_timeout_starts_no_further_trial(storage: Storage, monkeypatch: pytest.M
         clock[0] += 40.0
         return complete(trial, lease)
 
-    summary = run_worker(study(9, timeout=100.0), storage, execute)
+    summary = make_and_run(study(9, timeout=100.0), storage, execute)
     assert (summary.ended, summary.outcomes, summary.exit_code) == ("timeout", {"complete": 3}, 0)
 
 
@@ -130,7 +129,7 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
         return complete(trial, lease)
 
     lost: list[int] = []
-    assert run_worker(study(2), storage, execute).outcomes == {"complete": 2}
+    assert make_and_run(study(2), storage, execute).outcomes == {"complete": 2}
     assert lost == [0]
 
 
@@ -149,6 +148,6 @@ def test_trial_knows_of_other_workers_on_its_device(
     executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=lambda *_: Path(), run=run)
     create_or_resume_study(storage, config)
     monkeypatch.setattr(storage, "has_other_workers_on", lambda _: start)
-    run_worker(config, storage, TrialRunner(executor, storage, Stop()))
+    make_and_run(config, storage, TrialRunner(executor, storage, Stop()))
     found = read_study(storage, "tiny").trials[0].telemetry["device"]
     assert found == {"name": "x", "shared": start or end}

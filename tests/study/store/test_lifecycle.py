@@ -9,14 +9,23 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from whole_study import num_rows
-from worker_process import begin, change_worker, evaluate, result, run_trials, study, wait_for
+from worker_process import (
+    begin,
+    change_worker,
+    evaluate,
+    make_and_run,
+    result,
+    run_trials,
+    study,
+    wait_for,
+)
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.running.worker import RunSummary, WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
@@ -50,7 +59,7 @@ class Worker:
                 wait_for(lease.study_closed.is_set)
                 return result("preempted")
 
-            self.summary = run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
+            self.summary = make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.05))
 
     def left(self) -> RunSummary:
         self._thread.join(60)
