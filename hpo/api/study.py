@@ -10,6 +10,7 @@ join.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
 from hpo.api.opening import RUNS, check_positive, check_workers, to_run
+from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
-from hpo.study.store.database import storage_url
+from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.study.store.storage import open_storage
 from hpo.trial.callbacks import Callbacks
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.telemetry import ScoredEvaluation, TrialResult
     from hpo.trial.verify import PrecisionCheck
+
+_logger = logging.getLogger(__name__)
 
 
 class Study(NamedStudy):
@@ -134,6 +138,8 @@ class Study(NamedStudy):
         options = OpenOptions(trials_run="elsewhere", is_file=True)
         config, url = to_run(self.file, n_trials, hours), storage_url(self._storage)
         with progress_shown(quiet=self._quiet), open_study(config, url, RUNS, options) as opened:
+            if config.checkpoint.location is None and sqlite_path(parse_url(url)) is None:
+                _logger.warning("%s", NOT_SHARED)
             return read_study(opened.storage, config.name)
 
     def train(

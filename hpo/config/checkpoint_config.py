@@ -38,6 +38,13 @@ def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
     return str(Path(folder, Path(value).expanduser()).absolute())
 
 
+NOT_SHARED = (
+    "The study names no `checkpoint.location`, so each machine keeps its own checkpoints, and a trial "
+    "continues only on the machine that has its checkpoint. For workers on several machines, name a "
+    "folder or a bucket that all of them reach."
+)
+
+
 class CheckpointConfig(Section):
     """What is kept of a trial, and where."""
 

@@ -25,8 +25,9 @@ the trial counts the death, in the same transaction. A worker that lost its GPU 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.portfolio import SHARE
 from hpo.errors import OutageError, StoppedError
 from hpo.outcome import Outcome
@@ -60,6 +62,8 @@ from hpo.study.store.storage import is_stored
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
+
+_logger = logging.getLogger(__name__)
 
 Change = Callable[[sa.Connection], sa.Row[Any] | None]
 """A change of the claims, which returns the row of the claimed trial; None: it is undone."""
@@ -95,6 +99,7 @@ class WorkerLease(Membership):
         """The configurations that trials have as far as this worker had to know, by `point_key`."""
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
+        self._has_warned = False
         self.has_ended_trials = False
         """Whether this worker has ended trials since somebody set this to False."""
 
@@ -110,6 +115,7 @@ class WorkerLease(Membership):
         while self._storage.read(self._look_whether_open):
             points = self.read_points() if self.read_points else None
             seen = self._watch.look(self.id, self.runnable, points)
+            self._warn_of_hosts(seen.hosts)
             self._end(seen.fallen_behind, seen, NOT_PROMOTED)
             trial = next(self._candidates(seen), None)
             if trial is not None:
@@ -125,6 +131,12 @@ class WorkerLease(Membership):
                 self._finish(seen)
             return None
         return None
+
+    def _warn_of_hosts(self, hosts: Set[str]) -> None:
+        """Warn once if workers of other machines do not see the checkpoints of this one."""
+        if not self.shares_checkpoints and not self._has_warned and hosts - {self.host}:
+            self._has_warned = True
+            _logger.warning("Workers of %s are in the study. %s", ", ".join(sorted(hosts)), NOT_SHARED)
 
     def _candidates(self, seen: Snapshot) -> Iterator[FrozenTrial]:
         """The trials that this worker may claim, the first to be claimed first."""

@@ -314,7 +314,9 @@ def test_no_more_trials_wait_at_a_rung_than_its_bound(
     assert storage.is_finished(config.name)
 
 
-def test_a_trial_continues_on_the_machine_with_its_checkpoint(storage: Storage) -> None:
+def test_a_trial_continues_on_the_machine_with_its_checkpoint(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each machine has its own folder of checkpoints. The second one leaves before the end."""
     restarted = continued = 0
     first, second = (worker_on(storage, AT_ONCE, shares_checkpoints=False) for _ in range(2))
@@ -330,6 +332,7 @@ def test_a_trial_continues_on_the_machine_with_its_checkpoint(storage: Storage) 
                 lease.saved_step = 10
                 worker.record_outcome(lease, run)
         assert (restarted, continued) == (0, 4)
+        assert len([said for said in caplog.messages if "`checkpoint.location`" in said]) == 2, "once each"
         while lease := first.claim():
             run = train(storage, Path(os.devnull), lease.trial, lease, None)
             first.record_outcome(lease, run)
