@@ -12,7 +12,7 @@ from scripted_study import Params, ScriptedStudy
 from worker_process import study
 
 from hpo.config.limits import violation, violations
-from hpo.study.checkpoints.keep_best import without_checkpoints
+from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
@@ -135,5 +135,6 @@ def test_checkpoints_of_trials_that_meet_the_limits_are_kept_first() -> None:
     current = ScriptedStudy(config, place, measured=measured)
     for rate in (1e-3, 1e-5, 5e-4, 3e-5):  # 10 GB and more at the first and the third
         current.run(fp_precision="bf16", learning_rate=rate, batch_size=8)
-    kept = [{0, 1, 2, 3} - without_checkpoints(current.study, top_k) for top_k in range(4)]
+    ended = [Ended(one.number, one.values, one.constraints, "complete", "") for one in current.trials]
+    kept = [{0, 1, 2, 3} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
     assert kept == [set(), {3}, {1, 3}, {1, 2, 3}]

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import CPU
+from worker_process import study
+
+from hpo.config.resolved_study import resolve_study
+
+
+@pytest.mark.parametrize(
+    ("changes", "precisions"),
+    [
+        ({"search_space": {}}, ("fp32",)),
+        ({"search_space": {}, "amp": {"preset": "ultra"}}, ("bf16",)),
+        ({"search_space": {}, "training": {"fp_precision": "fp16"}, "amp": {"preset": "ultra"}}, ("fp16",)),
+        ({"amp": {"preset": "ultra"}}, ("fp32", "bf16", "fp16")),
+    ],
+)
+def test_the_preset_gives_the_precision_if_the_study_has_none(
+    changes: dict[str, Any], precisions: tuple[str, ...]
+) -> None:
+    """The described CPU has no native precision but fp32, which the preset `auto` takes."""
+    assert resolve_study(study(**changes), CPU).precisions == precisions
+
+
+def test_other_amp_settings_leave_the_stored_study_as_it_is() -> None:
+    config = study(amp={"preset": "ultra", "tf32": False})
+    resolved = resolve_study(config, CPU)
+    changed = resolved.with_amp(allow_emulated=True)
+    assert (changed.amp.tf32, changed.amp.track_stats, changed.amp.allow_emulated) == (False, True, True)
+    assert changed.config is resolved.config is config
+    assert (config.amp.track_stats, resolved.amp.allow_emulated) == (None, False)
