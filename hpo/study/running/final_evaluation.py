@@ -50,6 +50,7 @@ def evaluate_best(
     name = executor.study.name
     lock = folder(0).parent / "evaluation.lock"
     with _logged(), lost_device_raised(executor.device), _held(lock) as is_held:
+        storage.check_study(name)
         if not is_held or not storage.is_finished(name):
             return
         split = "test" if "test" in executor.dataset.splits else "validation"

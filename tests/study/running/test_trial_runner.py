@@ -18,6 +18,7 @@ from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig
 from hpo.errors import Paused
 from hpo.outcome import Outcome
+from hpo.study.checkpoints import keep_best
 from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
@@ -132,7 +133,8 @@ def test_paused_trials_of_several_objectives_are_ranked_by_fronts_with_a_cap(
     front = [size for place, size in enumerate(by_score) if size <= min(by_score[: place + 1])]
     assert [trial.params["batch_size"] for trial in best_trials(record)] == front
     assert {trial.params["batch_size"] for trial in stored.best_trials} == {*front}
-    kept = {trial.number for trial in record.trials} - without_checkpoints(stored, 4)
+    ended = [keep_best._ended(trial) for trial in stored.trials]
+    kept = {trial.number for trial in record.trials} - without_checkpoints(ended, config.directions, 4)
     assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
     assert record.counts == {"open": 0, "running": 0, "done": 9}
 
