@@ -82,6 +82,7 @@ def test_what_the_search_knew_beforehand_is_no_part_of_it(empty: Storage) -> Non
     config = searched(empty, by_rate, **known)
     comparison = begun(empty, config, REQUEST)
     assert comparison.first == ()
+    create_or_resume_study(empty, comparison)
     run(empty, comparison, by_rate)
     assert not any("source" in trial.attributes for trial in read_study(empty, comparison.name).trials)
 

@@ -43,7 +43,7 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
         ("mysql://me:secret@host/db", "must be SQLite or PostgreSQL .* names `mysql`"),
         ("sqlite:///:memory:", "A study in memory would be lost"),
         ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
-        ("sqlite:////sys/hpo.db", "The folder `/sys` must be writable, because SQLite keeps files beside"),
+        ("sqlite:////sys/hpo.db", "Its folder must exist, and both must be writable"),
         ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
         ("postgresql://me:secret@127.0.0.1:1/db", "no database answers there"),
     ],

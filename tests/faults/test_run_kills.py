@@ -49,7 +49,7 @@ def check_went_on(before: TrialRecord, after: TrialRecord) -> None:
     known = len(before.evaluations)
     for old, new in zip(before.evaluations, after.evaluations[:known], strict=True):
         # An evaluation that is made again in another process may differ in the last bits.
-        then, now = pd.json_normalize(old.metrics), pd.json_normalize(new.metrics)
+        then, now = pd.json_normalize(dict(old.metrics)), pd.json_normalize(dict(new.metrics))
         pd.testing.assert_frame_equal(now, then, rtol=1e-5)
 
 

@@ -102,7 +102,8 @@ def _lost_trials(study: str, connection: sa.Connection) -> Sequence[int]:
     trials, studies = optuna_tables.trials, optuna_tables.studies
     is_claimed = sa.exists().where(claims.c.study == study, claims.c.trial_number == trials.c.number)
     query = sa.select(trials.c.number).join(studies, studies.c.study_id == trials.c.study_id)
-    query = query.where(studies.c.study_name == study, trials.c.state == "RUNNING", ~is_claimed)
+    is_running = sa.cast(trials.c.state, sa.String) == "RUNNING"  # PostgreSQL has a type of its own
+    query = query.where(studies.c.study_name == study, is_running, ~is_claimed)
     return connection.execute(query.order_by(trials.c.number)).scalars().all()
 
 

@@ -319,8 +319,9 @@ class Storage:
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
     def trial_counts(self, name: str) -> dict[str, int]:
-        """Return what `count_trials` says of one study."""
-        return self.read(lambda connection: count_trials(connection, studies.c.name == name))[name]
+        """Return what `count_trials` says of one study; zeros if it is not there."""
+        counts = self.read(lambda connection: count_trials(connection, studies.c.name == name))
+        return counts.get(name) or {"open": 0, "running": 0, "done": 0}
 
     def is_finished(self, name: str) -> bool:
         """Whether every trial of the study has ended."""
