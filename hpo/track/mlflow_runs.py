@@ -102,8 +102,11 @@ class MlflowTracker:
             address = os.environ[ADDRESS]
             # Two that make the tables of a SQLite file at once leave one that MLflow never opens again.
             path = sqlite_path(sa.make_url(address)) if address.startswith("sqlite:") else None
-            # FileLock would make a folder that is missing.
-            with FileLock(f"{path}.lock") if path and path.parent.is_dir() else nullcontext():
+            if path is not None and not path.parent.is_dir():  # FileLock would make it
+                raise InputError(
+                    f"{ADDRESS}: the folder `{path.parent}` must exist. Make it, or name another."
+                )
+            with FileLock(f"{path}.lock") if path else nullcontext():
                 self._client = self._new_client(tracking_uri=address)
 
     def _bring(self, known: _Known, run: Run) -> None:
