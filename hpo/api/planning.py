@@ -56,11 +56,4 @@ def _measured_plan(
     if not costs:
         raise RunError("No precision of the study was measured.")
     live = sum(worker.alive for worker in record.workers) if record else 0
-    pruner = _pruner_text(config, why_pruner)
-    return make_plan(config, list(costs.values()), record, workers or live or 1, pruner)
-
-
-def _pruner_text(config: StudyConfig, why: str) -> str:
-    rungs = ", ".join(f"{float(rung):.0%}" for rung in config.pruner.rungs)
-    pauses = f", trials pause at {rungs} of their budget" if rungs else ""
-    return f"{config.pruner.name}{pauses}; {why}"
+    return make_plan(config, list(costs.values()), record, workers or live or 1, why_pruner)

@@ -84,23 +84,31 @@ class Plan:
             speed = "" if rate is None else f", at {format_number(rate)} examples/s"
             yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
         yield f"Pruner: {self.pruner}."
-        start, *later = (f"{stage.num_trials} to {stage.end:.0%}" for stage in self.stages)
-        going_on = f"; of these go on {', '.join(later)}" if later else ""
-        if any(stage.num_trials for stage in self.stages):
-            yield f"Trials: {start} of their budget{going_on}. That is {self.whole_trials:.3g} whole trials."
+        parts = [
+            f"{stage.num_trials} from {_share(stage.begin)} to {_share(stage.end)}"
+            for stage in self.stages
+            if stage.num_trials
+        ]
+        if parts:
+            trained = f"That is the training of {self.whole_trials:.3g} whole trials."
+            yield f"Trials left to run: {', '.join(parts)}. {trained}"
         else:
-            yield "Trials: none is left to run."
+            yield "Trials left to run: none."
         of = "" if self.budget_hours is None else f" of the budget of {self.budget_hours:.3g}"
         spent = f", {self.spent_hours:.3g} of them spent" if self.spent_hours else ""
-        yield f"Device-hours: about {self.hours:.3g}{of}{spent}."
+        yield f"Device-hours: about {self.hours:.3g} in all{of}{spent}."
         if self.budget_hours is not None and self.whole_trials and self.hours > self.budget_hours:
             yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
         if self.paused_bytes is not None:
             yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
         clock = format_seconds(3600 * self.hours_to_the_end)
+        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)} the study ends in about {clock}."
         if self.limit:
             yield f"`hpo compare`: {self.limit}"
-        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)}: about {clock} from now."
+
+
+def _share(share: float) -> str:
+    return {0.0: "the start", 1.0: "the end"}.get(share, f"{share:.0%}")
 
 
 def make_plan(
@@ -108,14 +116,14 @@ def make_plan(
     costs: list[TrialCost],
     record: StudyRecord | None,
     num_workers: int,
-    pruner: str = "",
+    why_pruner: str = "",
 ) -> Plan:
     """Return what is left of a study, by what its trials took.
 
     Args:
         costs: used if no trial has trained. Each precision is then as frequent as the others.
         record: None: the study is not stored.
-        pruner: why the study has its pruner.
+        why_pruner: why the study has its pruner.
     """
     run_seconds = fmean(cost.run_seconds for cost in costs)
     cost = Cost(run_seconds, fmean(cost.seconds for cost in costs) - run_seconds)
@@ -125,6 +133,8 @@ def make_plan(
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
     promotion, is_left = found.promotion, found.forecast.whole_trials > 0
     num_paused = promotion.most_paused(found.num_planned) if promotion is not None and is_left else 0
+    rungs = ", ".join(f"{rung:.0%}" for rung in promotion.used) if promotion is not None else ""
+    pauses = f", trials pause at {rungs} of their training" if rungs else ""
     return Plan(
         costs,
         [*found.forecast.stages],
@@ -133,7 +143,7 @@ def make_plan(
         spent / 3600,
         num_workers,
         config.budget.hours if config.budget else None,
-        pruner,
+        f"{config.pruner.name}{pauses}; {why_pruner}",
         num_paused * max(sizes) if sizes and num_paused else None,
     )
 

@@ -16,6 +16,7 @@ from hpo.outcome import Outcome
 from hpo.report.formats import describe_params, format_metric
 from hpo.report.terminal import OUTCOME_STYLES
 from hpo.study.reading.watch import Look, outcome_of
+from hpo.study.sampling.promotion import rungs_of
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -38,11 +39,16 @@ class StudyDisplay:
         """Print the lines that are due. `look` is the study as it is now."""
         for trial in look.ended:
             outcome = outcome_of(trial)
-            values = ", ".join(self._values(trial.values if outcome == Outcome.COMPLETE else ()))
+            at_rung = [*rungs_of(trial.user_attrs).items()][-1:] if outcome == Outcome.PAUSED else []
+            reached = [at["values"] for _, at in at_rung] or [trial.values]
+            has_values = outcome in (Outcome.COMPLETE, Outcome.PAUSED)
+            values = ", ".join(self._values(reached[0] if has_values else ()))
+            paused = "".join(f"at {rung:.0%} of its training" for rung, _ in at_rung)
             is_best = look.best is not None and look.best[1] == trial.number
             self._print_line(
                 trial,
                 (f"{outcome:<12}", OUTCOME_STYLES.get(outcome, "")),
+                paused,
                 (values, "bold"),
                 describe_params(trial.params),
                 (trial.user_attrs.get("outcome_reason", ""), "dim"),

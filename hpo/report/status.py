@@ -97,7 +97,8 @@ def paused_told(record: StudyRecord) -> str:
     if not paused or not factor:
         return ""
     share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
-    return f"Paused at a rung: {paused}. A paused trial continues if it is among the best {share} there."
+    more = "When all trials have begun, more of them continue."
+    return f"Paused: {paused}. A paused trial continues if it is among the best {share} at its rung. {more}"
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

@@ -85,7 +85,10 @@ def test_paused_trials_are_named_with_the_condition_of_the_study(factor: int, sh
     pruner = {"name": "promote", "reduction_factor": factor}
     counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
     told = paused_told(record_of([], counts=counts, definition={"pruner": pruner}))
-    assert told == f"Paused at a rung: 4. A paused trial continues if it is among the best {share} there."
+    assert told == (
+        f"Paused: 4. A paused trial continues if it is among the best {share} at its rung. When all trials have "
+        "begun, more of them continue."
+    )
 
 
 def test_nothing_is_said_where_no_trial_is_paused() -> None:

@@ -79,7 +79,7 @@ class FolderCheckpoints:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._newest = lease.checkpoint_step
+        self._newest = lease.saved_step
 
     def names(self, kind: str, _resume_key: str) -> Sequence[str]:
         """The checkpoints that there must be, whether they can be seen here or not."""

@@ -86,11 +86,13 @@ class Lease:
     """How far its trial is; the next heartbeat writes it into the worker's row."""
 
     def __post_init__(self) -> None:
-        self.saved_step: int = self.row.saved_step
-        """Of the trial's newest checkpoint."""
+        is_here = self.shares_checkpoints or self.row.host in (None, self.host)
+        self.saved_step: int = self.row.saved_step if is_here else 0
+        """Of the newest checkpoint that this machine has or will see; 0: none."""
         self._saved_before = self.saved_step
         self._rung: float | None = None
         """At which it paused under this lease."""
+        self._rungs: dict[str, Any] = {}
         self._started = time.monotonic()
         self.clock = DeviceClock(self.row.device_seconds)
 
@@ -98,12 +100,6 @@ class Lease:
     def number(self) -> int:
         """The trial's number."""
         return int(self.row.trial_number)
-
-    @property
-    def checkpoint_step(self) -> int:
-        """The step of the newest checkpoint that this machine must have or will see; 0: it has none."""
-        is_here = self.shares_checkpoints or self.row.host in (None, self.host)
-        return self.saved_step if is_here else 0
 
     @property
     def crash(self) -> str:
@@ -208,17 +204,19 @@ class Lease:
     def pause(self, rung: float, values: Sequence[float]) -> None:
         """Note that the trial has come to a rung. The worker keeps it until its checkpoint is written.
 
-        A worker that dies in between leaves a trial that is paused, and continues from an older checkpoint.
+        A worker that dies in between leaves a trial that is paused. It continues from an older checkpoint,
+        and the limits that it broke are not known until its end.
         """
-        self._note_rung(rung, {"values": json_safe(list(values)), "constraints": {}})
+        stored = self.storage.persist(self._stored)
+        self._rung, self._rungs = rung, {**stored.user_attrs.get(RUNGS_ATTR, {})}
+        self._note_rung({"values": json_safe(list(values)), "constraints": {}})
 
-    def _note_rung(self, rung: float, at: Mapping[str, Any], **values: Any) -> None:
-        self._rung = rung
-        rungs = {**self.trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at}
+    def _note_rung(self, at: Mapping[str, Any], **values: Any) -> None:
+        rung, self._rungs = self._rung, {**self._rungs, str(self._rung): at}
 
         def write(connection: sa.Connection) -> None:
             self.hold(connection, paused_at=rung, **values)
-            attributes = {PAUSED_ATTR: rung, RUNGS_ATTR: rungs, **self._work()}
+            attributes = {PAUSED_ATTR: rung, RUNGS_ATTR: self._rungs, **self._work()}
             set_trial_attributes(connection, trial_id_of(self.trial), attributes)
 
         self.storage.write(write)
@@ -230,10 +228,8 @@ class Lease:
     def release(self, result: TrialResult | None = None) -> None:
         """Give the trial up for another worker. With `result`, the trial has paused."""
         if result is not None and self._rung is not None:
-            at = self._stored().user_attrs[RUNGS_ATTR][str(self._rung)]
-            facts = json.dumps(trial_attributes(result))
-            limits = json_safe(result.constraints)
-            self._note_rung(self._rung, {**at, "constraints": limits}, owner=None, facts=facts)
+            at = {**self._rungs[str(self._rung)], "constraints": json_safe(result.constraints)}
+            self._note_rung(at, owner=None, facts=json.dumps(trial_attributes(result)))
         else:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.portfolio import SHARE
-from hpo.errors import OutageError, StoppedError
+from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_as_seen
@@ -49,6 +50,7 @@ from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
 from hpo.study.store.optuna_internals import (
+    is_unfinished,
     lock_trials,
     make_trial,
     open_trial,
@@ -62,6 +64,9 @@ from hpo.study.store.storage import is_stored
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
+
+MAX_REFUSALS = 20
+"""A claim that fails so often while nothing changes is not refused because another worker was faster."""
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +116,15 @@ class WorkerLease(Membership):
         Returns None if the study is not open, or if no trial is left that this worker can run now; see
         `left`.
         """
-        self._lease = None
+        try:
+            return self._claim_next()
+        except KeyError:  # Optuna's, of a study that is gone
+            if self._storage.read(self._look_whether_open):
+                raise
+            return None
+
+    def _claim_next(self) -> Lease | None:
+        self._lease, refused = None, Counter[Any]()
         while self._storage.read(self._look_whether_open):
             points = self.read_points() if self.read_points else None
             seen = self._watch.look(self.id, self.runnable, points)
@@ -121,6 +134,12 @@ class WorkerLease(Membership):
             if trial is not None:
                 if lease := self._claim(lambda it: self._take_or_start(it, seen, trial, points)):  # noqa: B023
                     return lease
+                refused[trial.number, seen.rows.get(trial.number)] += 1
+                if max(refused.values()) > MAX_REFUSALS:
+                    raise StorageError(
+                        f"Trial {trial.number} of `{self._study.study_name}` cannot be claimed: its row in "
+                        "hpo_claims does not fit its attributes. Somebody has changed them."
+                    )
                 continue  # another worker was faster
             if seen.may_begin and any(map(self.runnable, seen.new)):
                 if lease := self._claim(lambda it: self._begin(it, seen, points)):  # noqa: B023
@@ -148,9 +167,10 @@ class WorkerLease(Membership):
             yield from here
             others = (trial for trial in runnable if trial not in here)
             yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
-        for trial in seen.waiting:
+        for trial in list(seen.waiting):
             if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.write(lambda it: give_up(it, trial, Outcome.FAILED, why))  # noqa: B023
+                seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
                 yield trial
 
@@ -210,7 +230,11 @@ class WorkerLease(Membership):
             values |= self._death(connection, row)
         take = sa.update(claims).where(unchanged, self._is_open()).values(values).returning(claims)
         taken = connection.execute(take).one_or_none()
-        if taken is not None and is_paused(trial):
+        # Again, now that the row is locked: PostgreSQL may have waited for a worker that ended the trial.
+        still = sa.select(sa.and_(is_unfinished(trial_id_of(trial)), self._is_open()))
+        if taken is None or not connection.execute(still).scalar():
+            return None
+        if is_paused(trial):
             resumed = {RESUMED_ATTR: trial.user_attrs[PAUSED_ATTR]}
             set_trial_attributes(connection, trial_id_of(trial), resumed)
         return taken
@@ -315,6 +339,8 @@ class WorkerLease(Membership):
         by_budget = self.budget is not None and (seen.is_spent or seen.num_places > 0)
         self._end(seen.paused, seen, BUDGET_SPENT if by_budget else NOT_PROMOTED)
         self._end(seen.free, seen, BUDGET_SPENT)
+        if seen.is_spent:
+            self._end([trial for trial in seen.waiting if trial.number in seen.rows], seen, BUDGET_SPENT)
         if self.budget is not None:  # it has fewer trials than it might have had
             counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()
             this = (studies.c.name == self._study.study_name, studies.c.n_trials > counted)
@@ -365,8 +391,11 @@ class WorkerLease(Membership):
         """
         if result.outcome != Outcome.FAILED or not result.traceback:
             return None
-        trials = self._study.get_trials(deepcopy=False)
-        num_failures, number = 1, lease.trial.user_attrs.get("retry_of")
-        while number is not None:
+        try:
+            trials = self._storage.persist(lambda: self._study.get_trials(deepcopy=False))
+        except KeyError as error:
+            raise LeaseLostError(f"Trial {lease.number} is gone: its study was deleted.") from error
+        num_failures, number = 1, trials[lease.number].user_attrs.get("retry_of")
+        while num_failures <= self.max_retries and number in range(lease.number):
             num_failures, number = num_failures + 1, trials[number].user_attrs.get("retry_of")
         return {"retry_of": lease.number} if num_failures <= self.max_retries else None

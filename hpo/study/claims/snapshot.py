@@ -59,6 +59,8 @@ class Snapshot:
     """RUNNING, without a worker, and not paused."""
     running: list[FrozenTrial] = field(default_factory=list)
     """RUNNING with other live workers."""
+    num_unseen: int = 0
+    """How many trials began after the trials were read, and before the claims were."""
     paused: list[FrozenTrial] = field(default_factory=list)
     waiting: list[FrozenTrial] = field(default_factory=list)
     """WAITING for a place of the study, or retries of failed attempts, which have one."""
@@ -83,8 +85,8 @@ class Snapshot:
         A paused trial is among them if it is promoted, or if a trial runs whose end may promote it.
         """
         rest = [] if self.is_spent else [*self.free, *self.promoted, *self.waiting]
-        rest += [*self.running, *(self.paused if self.running else ())]
-        return [*map(known_params, rest), *(self.new if self.num_new else ())]
+        rest += [*self.running, *(self.paused if self.running or self.num_unseen else ())]
+        return [*map(known_params, rest), *[{}] * self.num_unseen, *(self.new if self.num_new else ())]
 
 
 class Watch:
@@ -179,6 +181,10 @@ class Watch:
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
                 kind.append(trial)
+        unseen = sa.select(sa.func.count()).where(
+            claims.c.study == name, claims.c.trial_number >= len(trials)
+        )
+        seen.num_unseen = connection.execute(unseen).scalar_one()
         seen.hosts = {row.host for row in others}
         left_out = {frozenset(json.loads(row.left_out or "[]")) for row in others}
         live = [runnable, *(Runnable(runnable.precisions, lacking) for lacking in left_out)]

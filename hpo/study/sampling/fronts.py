@@ -35,12 +35,6 @@ def order(losses_NK: np.ndarray) -> np.ndarray:
     return np.lexsort((losses_NK[:, 0], -distance_N, ranks_N))
 
 
-def num_better(losses_NK: np.ndarray, row: int) -> int:
-    """How many rows equal or beat this one in all K and beat it in one."""
-    losses_K = losses_NK[row]
-    return int(((losses_NK <= losses_K).all(axis=1) & (losses_NK < losses_K).any(axis=1)).sum())
-
-
 def _crowding_distance(losses_NK: np.ndarray) -> np.ndarray:
     """How far apart the neighbours of each row are, summed over the objectives; infinite at the ends."""
     distance_N = np.zeros(len(losses_NK))

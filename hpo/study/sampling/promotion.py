@@ -8,9 +8,9 @@ paused.
 Of `reduction_factor` trials at a rung one is promoted, at once and before another trial starts (asynchronous
 successive halving). When every trial of the study has begun, more are promoted so that `keep` trials for each
 objective reach the end. A trial that pauses late and is among the best is promoted as well. Trials of several
-objectives are ranked by fronts (`hpo.study.sampling.fronts`). A large first front changes nothing in the
-numbers. At each rung the best `MOST_PAUSED` of the waiting trials are kept, because Optuna reads every
-unfinished trial again and again. The others end as PRUNED, and so do all of them when the study ends.
+objectives are ranked by fronts (`hpo.study.sampling.fronts`). At each rung the best `MOST_PAUSED` of the
+waiting trials are kept, because Optuna reads every unfinished trial again and again. The others end as
+PRUNED, and so do all of them when the study ends.
 
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network

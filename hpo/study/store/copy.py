@@ -24,6 +24,7 @@ from hpo.study.store.database import redact, snapshot
 from hpo.study.store.failures import explain
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 
@@ -98,6 +99,7 @@ def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> No
             )
         raise InputError(f"{redact(url)} has another study `{name}`. Name another database.")
     schema.delete_rows(connection, name)
+    remove_optuna_orphans(connection)  # the copy may get their ids
 
 
 def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:

@@ -32,6 +32,7 @@ from hpo.study.store.storage import is_stored
 if TYPE_CHECKING:
     from hpo.study.store.storage import Storage
 
+CANCELLED = "the study was cancelled"
 StudyState = Literal["open", "paused", "cancelled"]
 
 
@@ -114,8 +115,8 @@ def end_unfinished(storage: Storage, name: str) -> int:
     if read_state(storage, name) != "cancelled" or not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
-    running = {trial.number: trial for trial in trials if trial.state == TrialState.RUNNING}
-    if not running:
+    unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
+    if not unfinished:
         return 0
 
     def end(connection: sa.Connection) -> int:
@@ -125,9 +126,11 @@ def end_unfinished(storage: Storage, name: str) -> int:
             return 0
         alive = storage.live_workers(connection, workers.c.study == name)
         query = sa.select(claims.c.trial_number, claims.c.owner).where(claims.c.study == name)
-        rows = connection.execute(query.where(claims.c.trial_number.in_(list(running)))).all()
+        rows = connection.execute(query.where(claims.c.trial_number.in_(list(unfinished)))).all()
         return sum(
-            end_unclaimed(connection, name, running[row.trial_number], row.owner, "the study was cancelled")
+            end_unclaimed(
+                connection, name, unfinished[row.trial_number], row.owner, "the study was cancelled"
+            )
             for row in rows
             if row.owner not in alive
         )

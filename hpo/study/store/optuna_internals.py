@@ -1,6 +1,6 @@
 """All that hpo uses of Optuna beyond its public interface.
 
-- Its tables: a trial is made in the transaction that notes it in its slot, and a study is read, copied and
+- Its tables: a trial is made in the transaction that inserts its claim, and a study is read, copied and
   deleted by whole tables.
 - The ids of its objects, a study that shows its samplers other trials than it has, and its sorting by fronts.
 

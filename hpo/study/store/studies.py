@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
 from hpo.study.sampling.earlier import tried_first
-from hpo.study.sampling.promotion import is_paused
+from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.database import redact
 from hpo.study.store.optuna_internals import (
     create_study,
@@ -123,7 +123,7 @@ def _give_up_surplus(storage: Storage, study: optuna.Study, n_trials: int) -> No
             for row in rows
             if row.owner not in live
             and not trials[row.trial_number].state.is_finished()
-            and not is_paused(trials[row.trial_number])
+            and not rungs_of(trials[row.trial_number].user_attrs)  # which end as PRUNED, and count
         ]
         for row in surplus[: begun - n_trials]:
             trial, reason = trials[row.trial_number], f"n_trials was lowered to {n_trials}."

@@ -12,7 +12,7 @@ from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 
 
 def lease(saved_step: int) -> Any:
-    return SimpleNamespace(saved_step=saved_step, checkpoint_step=saved_step)
+    return SimpleNamespace(saved_step=saved_step)
 
 
 def test_folder_waits_for_the_checkpoint_that_was_written_elsewhere(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.samplers import build_pruner
+from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
@@ -379,3 +380,13 @@ def test_rungs_outlive_the_worker(storage: Storage) -> None:
         (trial,) = storage.load_study("tiny").get_trials()
     rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}
     assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
+
+
+def test_the_retry_of_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker:
+        lease, _ = begin(worker)
+        worker.record_outcome(lease, result("failed", traceback="Traceback"))
+    set_state(storage, "tiny", "cancelled")
+    assert end_unfinished(storage, "tiny") == 1
+    assert [trial.state.name for trial in opened.trials] == ["FAIL", "FAIL"]
+    assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}

@@ -328,7 +328,7 @@ def test_a_trial_continues_on_the_machine_with_its_checkpoint(
                 if (lease := worker.claim()) is None:
                     continue
                 continued += RESUMED_ATTR in lease.trial.user_attrs
-                restarted += RESUMED_ATTR in lease.trial.user_attrs and not lease.checkpoint_step
+                restarted += RESUMED_ATTR in lease.trial.user_attrs and not lease.saved_step
                 run = train(storage, Path(os.devnull), lease.trial, lease, None)
                 lease.saved_step = 10
                 worker.record_outcome(lease, run)
@@ -338,3 +338,12 @@ def test_a_trial_continues_on_the_machine_with_its_checkpoint(
             run = train(storage, Path(os.devnull), lease.trial, lease, None)
             first.record_outcome(lease, run)
     assert storage.is_finished(CONFIG.name)
+
+
+def test_lowering_n_trials_keeps_a_promoted_trial_without_a_worker(storage: Storage) -> None:
+    pause_all(storage)
+    with worker_on(storage) as worker:
+        lease, trial = begin(worker)
+        worker.record_outcome(lease, result("preempted"))
+    create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
+    assert storage.load_study(CONFIG.name).trials[trial.number].state.name == "RUNNING"

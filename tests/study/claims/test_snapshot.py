@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from worker_process import begin, change_worker, evaluate, make_and_run, result, study, worker_on
 
 from hpo.config.search_space import suggest
-from hpo.errors import StorageError
+from hpo.errors import LeaseLostError, StorageError
 from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.claims.leases import Lease, WorkerLease
@@ -20,6 +20,7 @@ from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 
 PRECISIONS = ("fp32", "fp16")
@@ -262,3 +263,47 @@ def test_paused_trials_whose_precision_has_broken_continue_last(storage: Storage
 
     assert make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.01)).ended == "finished"
     assert continued == ["fp16", "fp32", "fp32", "fp32", "fp32"]
+
+
+def test_a_row_that_does_not_fit_its_trial_is_one_clear_error(storage: Storage) -> None:
+    pause(storage, 0.3, 0.9)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(claims).values(paused_at=RUNG / 2))
+    with promoting(storage) as worker, pytest.raises(StorageError, match="row in hpo_claims does not fit"):
+        worker.claim()
+
+
+def test_a_trial_that_began_after_the_trials_were_read_is_not_finished(
+    storage: Storage, change_after_reading: Any
+) -> None:
+    config = study(1)
+    with worker_on(storage, config) as first, worker_on(storage, config) as other:
+        change_after_reading(lambda: begin(first))
+        assert other.claim() is None
+        assert other.left == [{}], "another worker has just begun the last trial"
+
+
+def test_a_worker_whose_study_was_deleted_has_no_trial(storage: Storage) -> None:
+    with worker_on(storage, study(2)) as worker:
+        lease, _ = begin(worker)
+        optuna.delete_study(study_name="tiny", storage=storage.optuna)
+        with pytest.raises(LeaseLostError):
+            worker.record_outcome(lease, result("failed", traceback="Traceback"))
+        assert worker.claim() is None
+
+
+def test_a_worker_elsewhere_has_no_checkpoint_of_another_machine(storage: Storage) -> None:
+    """Its first own checkpoint replaces the noted one, also at the same step."""
+    first, second = (worker_on(storage, study(1), shares_checkpoints=False) for _ in range(2))
+    first.host, second.host = "first", "second"
+    with first:
+        lease, _ = begin(first)
+        lease.saved_step = 10
+        first.record_outcome(lease, result("preempted"))
+    with second:
+        lease, _ = begin(second)
+        assert lease.saved_step == 0
+        lease.saved_step = 10
+        second.record_outcome(lease, result("preempted"))
+    with storage.engine.connect() as connection:
+        assert connection.execute(sa.select(claims.c.host, claims.c.saved_step)).one() == ("second", 10)
