@@ -396,6 +396,6 @@ class WorkerLease(Membership):
         except KeyError as error:
             raise LeaseLostError(f"Trial {lease.number} is gone: its study was deleted.") from error
         num_failures, number = 1, trials[lease.number].user_attrs.get("retry_of")
-        while num_failures <= self.max_retries and number in range(lease.number):
+        while num_failures <= self.max_retries and isinstance(number, int) and 0 <= number < lease.number:
             num_failures, number = num_failures + 1, trials[number].user_attrs.get("retry_of")
         return {"retry_of": lease.number} if num_failures <= self.max_retries else None
