@@ -272,7 +272,7 @@ def test_told_to_stop_while_the_database_is_away(
     """`hpo run` writes its checkpoint and leaves; run again, it goes on from there."""
     write_long_study(tmp_path, 0.1, n_trials=1, max_steps=60)
     process = start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)
-    wait_until(lambda: bool(saved_steps(tmp_path)), process)
+    wait_until(lambda: saved_steps(tmp_path)[-1:] >= [5], process)
     with postgres_server.connect("postgres") as connection:
         connection.execute("CHECKPOINT")  # a crash may lose what was committed last, the parameters too
     postgres_server.stop(immediate=True)
