@@ -45,7 +45,7 @@ BUDGET_SPENT = "the budget of the study was not enough for more."
 """Reason of a trial that the budget of its study ended. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"
 """User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
-MOST_PAUSED = 36
+MOST_PAUSED = 12
 """At each rung so many paused trials wait at most."""
 
 
