@@ -56,12 +56,8 @@ class Outlook:
 
 
 def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
-    """Return the seconds in which a worker had the trial: without the time in which it was paused.
-
-    They are device-seconds if the study has a budget.
-    """
-    active: float | None = trial.attributes.get("active_seconds")
-    return record.spent.get(trial.number) or (trial.seconds or 0.0 if active is None else active)
+    """Return the device-seconds of a trial, or its active seconds if they are not known."""
+    return record.spent.get(trial.number) or trial.active_seconds or 0.0
 
 
 def outlook(

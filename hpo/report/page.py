@@ -34,7 +34,7 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.status import paused_told, trial_seconds
+from hpo.report.status import paused_told
 from hpo.report.tables import (
     StudyTables,
     brief_summary,
@@ -163,7 +163,7 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
         cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
     if len(tables.devices) > 1:
         cards["device"] = tables.trials.set_index("number")["device"].fillna("not known")[trial.number]
-    return cards | {"time": format_seconds(trial_seconds(trial))}
+    return cards | {"time": format_seconds(trial.active_seconds)}
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:

@@ -101,15 +101,9 @@ def paused_told(record: StudyRecord) -> str:
     return f"Paused: {paused}. A paused trial continues if it is among the best {share} at its rung. {more}"
 
 
-def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds in which a worker had the trial: without the time in which it was paused."""
-    active: float | None = trial.attributes.get("active_seconds")
-    return trial.seconds if active is None else active
-
-
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
     """Seconds in which at least one of these trials was running: pauses of a study do not count."""
-    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in trials if trial.ended]
+    ends = [(trial.ended.timestamp(), trial.active_seconds or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):
         busy += max(0.0, end - max(begin, until))

@@ -21,7 +21,6 @@ from hpo.device import DeviceInfo
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import BASELINE, format_bytes, format_metric, format_number
-from hpo.report.status import trial_seconds
 from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class StudyTables:
             "worker": [trial.attributes.get("worker", "") for trial in trials],
             "start_seconds": (started - started.min()).total_seconds(),
             "end_seconds": (ended - started.min()).total_seconds(),
-            "seconds": [trial_seconds(trial) for trial in trials],
+            "seconds": [trial.active_seconds for trial in trials],
         }
         for index, metric in enumerate(self.record.metric_names):
             column = [trial.values[index] if trial.values else None for trial in trials]

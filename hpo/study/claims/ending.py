@@ -44,7 +44,8 @@ def end_unclaimed(
     trial is given up: it FAILs, which samplers do not see, and does not count among the trials of the study.
     """
     rungs = rungs_of(trial.user_attrs)
-    values = [*rungs.values()][-1]["values"] if rungs else []
+    last = [*rungs.values()][-1] if rungs else {}
+    values = last.get("values", ())
     kept: bool | sa.ColumnElement[bool] = bool(rungs)
     if reason == BUDGET_SPENT and trial.last_step is not None:
         kept, values = True, [trial.intermediate_values[trial.last_step]]
@@ -64,7 +65,7 @@ def end_unclaimed(
         TrialState.PRUNED,
         values=values,
         user_attrs={**facts, "outcome": Outcome.PRUNED, "outcome_reason": reason},
-        constraints=[*rungs.values()][-1].get("constraints") if rungs else None,
+        constraints=last.get("constraints"),
     )
 
 

@@ -14,7 +14,7 @@ from hpo.device import DeviceInfo
 from hpo.errors import StorageError, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
+from hpo.study.sampling.promotion import is_at_rung
 
 
 class StoredJson(Mapping[str, Any]):
@@ -121,6 +121,12 @@ class TrialRecord:
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
 
+    @property
+    def active_seconds(self) -> float | None:
+        """Seconds in which a worker had the trial: without the time in which it was paused."""
+        active: float | None = self.attributes.get("active_seconds")
+        return self.seconds if active is None else active
+
 
 @dataclass(frozen=True)
 class WorkerRecord:
@@ -226,9 +232,8 @@ def limit_counts(record: StudyRecord) -> dict[str, Any]:
 def _ended_by_limit(trial: TrialRecord) -> bool:
     """Whether the trial ended early because of what it costs; the limit of a metric is judged at the end."""
     costs = {name: value for name, value in trial.constraints.items() if name in MEASURED_METRICS}
-    attributes = trial.attributes
-    ended_at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
-    return trial.outcome == Outcome.PRUNED and not ended_at_rung and violation(costs) > 0
+    is_pruned = trial.outcome == Outcome.PRUNED and not is_at_rung(trial.attributes)
+    return is_pruned and violation(costs) > 0
 
 
 def best_trials(record: StudyRecord) -> list[TrialRecord]:

@@ -22,6 +22,7 @@ from hpo.study.sampling.promotion import (
     RUNGS_ATTR,
     Promotion,
     Rung,
+    is_at_rung,
 )
 
 
@@ -86,10 +87,10 @@ def measured_trial(
         attributes: its user attributes.
         seconds: its device-seconds, and their part in training.
     """
-    paused_at, resumed_at = attributes.get(PAUSED_ATTR, 0.0), attributes.get(RESUMED_ATTR, 0.0)
+    resumed_at = attributes.get(RESUMED_ATTR, 0.0)
     num_runs, used = len(attributes.get(RUNGS_ATTR, {})), promotion.used if promotion is not None else []
-    if paused_at > resumed_at:
-        return Measured(*seconds, num_runs, paused_at)
+    if is_at_rung(attributes):
+        return Measured(*seconds, num_runs, attributes[PAUSED_ATTR])
     if attributes.get("outcome_reason") == BUDGET_SPENT:
         return None
     end = 1.0 if is_complete else next((rung for rung in used if rung > resumed_at), 1.0)

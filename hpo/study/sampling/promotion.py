@@ -49,11 +49,14 @@ MOST_PAUSED = 12
 """At each rung so many paused trials wait at most."""
 
 
+def is_at_rung(attributes: Mapping[str, Any]) -> bool:
+    """Whether a trial with these user attributes has come to a rung and has not continued from it."""
+    return bool(attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0))
+
+
 def is_paused(trial: FrozenTrial) -> bool:
-    """Whether the trial has come to a rung and has not continued from it."""
-    attributes = trial.user_attrs
-    at_rung = attributes.get(PAUSED_ATTR, 0.0) > attributes.get(RESUMED_ATTR, 0.0)
-    return bool(at_rung) and trial.state.name == "RUNNING"
+    """Whether the trial waits at a rung."""
+    return trial.state.name == "RUNNING" and is_at_rung(trial.user_attrs)
 
 
 def check_attributes(trial: FrozenTrial, num_objectives: int) -> None:
