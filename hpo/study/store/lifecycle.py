@@ -23,6 +23,7 @@ from hpo.config.study_file import show
 from hpo.config.study_name import check_study_name
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.snapshot import num_places
 from hpo.study.store import optuna_internals
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
@@ -54,9 +55,7 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
     has_claim = sa.exists().where(claims.c.study == name, claims.c.trial_number == trials.c.number)
     waiting = sa.select(sa.func.count()).select_from(trials.join(made)).where(made.c.study_name == name)
     waiting = waiting.where(trials.c.state == TrialState.WAITING, ~has_claim)
-    begun = sa.select(sa.func.count()).where(claims.c.study == name, claims.c.counts).scalar_subquery()
-    places = sa.select(studies.c.n_trials - begun).where(studies.c.name == name)
-    return int(connection.execute(waiting).scalar_one()), max(0, connection.execute(places).scalar() or 0)
+    return int(connection.execute(waiting).scalar_one()), max(0, num_places(connection, name))
 
 
 def has_complete(connection: sa.Connection, name: str) -> bool:

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
+from hpo.study.claims.snapshot import num_begun
 from hpo.study.sampling.earlier import tried_first
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.database import redact
@@ -110,7 +111,7 @@ def _give_up_surplus(storage: Storage, study: optuna.Study, n_trials: int) -> No
     """Give up trials without a live worker if more than `n_trials` have begun, the last ones first."""
     name = study.study_name
     counted = (claims.c.study == name, claims.c.counts)
-    begun = storage.read(lambda it: it.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
+    begun = storage.read(lambda connection: num_begun(connection, name))
     if begun <= n_trials:
         return
     trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
