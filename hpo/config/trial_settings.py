@@ -150,9 +150,13 @@ class TrialSettings(CheckedSection):
     compile: Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         "none"
     )
-    """`torch.compile` mode. `none` runs eagerly."""
+    """`torch.compile` mode. `none` runs eagerly. `reduce-overhead` is `default` with `cuda_graphs`."""
     compile_scope: Literal["model", "layers"] = "model"
     """Compile the whole model, or each encoder layer (one graph for all of them)."""
+    cuda_graphs: Switch | None = None
+    """On an NVIDIA GPU, record the kernels of a training step of each shape once, and launch them together
+    from then on. Left out, `true` without `code`, which may do what a recording repeats wrongly. A step that
+    cannot be recorded runs without."""
 
     optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. It steps in fp32 in every precision."""

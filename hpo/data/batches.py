@@ -56,7 +56,7 @@ class Batch:
     def to(self, device: str | torch.device) -> Batch:
         """Return the batch with its tensors on a device; a GPU copies from pinned memory, without a wait."""
         pinned = torch.device(device).type == "cuda"
-        return self._map(
+        return self.map(
             lambda values: (values.pin_memory() if pinned else values).to(device, non_blocking=True)
         )
 
@@ -67,9 +67,10 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the windows, perhaps none, at the padded length of all."""
-        return self._map(itemgetter(part), part)
+        return self.map(itemgetter(part), part)
 
-    def _map(self, change: Callable[[Tensor], Tensor], windows: slice = slice(None)) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor], windows: slice = slice(None)) -> Batch:
+        """Change each tensor, and take some of the windows."""
         return Batch(
             change(self.input_ids_BL),
             change(self.attention_mask_BL),

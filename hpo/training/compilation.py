@@ -22,6 +22,9 @@ from hpo.training.losses import MultitaskLoss
 from hpo.training.micro_batches import within_memory
 from hpo.training.progress import TrainState
 
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""The mode that compiles the same, without CUDA graphs of PyTorch."""
+
 RECOMPILE_LIMIT = 32
 """Graphs of one function that dynamo may make before it runs the rest uncompiled. Blocks share one: with and
 without gradients, in several shapes, with autocast on and off, plain and in fp32."""
@@ -31,8 +34,10 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
     """Let `torch.compile` take the whole forward (`model`) or each transformer block (`layers`).
 
     Works in place, so parameter names and checkpoints stay as they are. Compilation itself happens at the
-    first call of each shape. Blocks share one kernel, so `layers` compiles in the time of one block.
+    first call of each shape. Blocks share one kernel, so `layers` compiles in the time of one block. The
+    training loop records CUDA graphs itself (`hpo.training.step_graphs`), so PyTorch's are off.
     """
+    mode = WITHOUT_GRAPHS.get(mode, mode)
     # The graphs of earlier models would count towards the limit.
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -42,19 +47,9 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
 
 
 def drop_compiled(device: DeviceInfo) -> None:
-    """Drop all compiled code, and give back the memory that CUDA graphs keep for their next run."""
+    """Drop all compiled code, and give back free memory."""
     torch._dynamo.reset()
     release_free_memory(device)
-
-
-def keep_gradients(model: nn.Module) -> None:
-    """Move the gradients of a compiled model out of the memory of CUDA graphs, whose next run takes it.
-
-    To be called after the first of several micro-batches: the others are added in place (pytorch 169545).
-    """
-    if compiled_modules(model):
-        for parameter in model.parameters():
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
 
 def compiled_modules(model: nn.Module) -> list[str]:

@@ -35,7 +35,6 @@ from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed
-from hpo.training.compilation import keep_gradients
 from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
@@ -60,6 +59,7 @@ from hpo.training.optim import (
     step_unless,
 )
 from hpo.training.progress import Budget, TrainingClock, TrainState
+from hpo.training.step_graphs import StepGraphs
 from hpo.training.step_seed import step_seed
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
@@ -103,6 +103,8 @@ class TrainingArgs:
     """Padded tokens in one evaluation batch."""
     decision_metrics: Mapping[str, str]
     """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
+    cuda_graphs: bool = False
+    """Whether passes are replayed as CUDA graphs where the device has them."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def train(
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
     batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
-    first_step, batch = state.step, None
+    first_step, batch, graphs = state.step, None, build_graphs(learner, args)
 
     model.train()
     clock.start()
@@ -163,19 +165,28 @@ def train(
         set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
         windows = batches[state.batch]
         batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
-        loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)
+        loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch, graphs)
         sum_gradients()
         with memory_agreed(NO_HALVING):
             apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
         num_examples = float(data.train.example_share_W[windows].sum())
         state.count_step(loss, num_examples, batch.num_tokens)
-        clock.step(num_examples, batch)
+        clock.step(num_examples, batch, interrupted=_note_graphs(graphs, state))
         if state.step % CHECK_EVERY[mixed_precision.device.type] == 0:
             _check(learner, batch, args, state)
         state.step_seconds = _lap(clock)
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
             batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+
+
+def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:
+    """Note the graphs in the state. Returns whether the last step recorded any, or failed to."""
+    before, now = (state.num_graphs, state.graph_problem), (0, "")
+    if graphs is not None:
+        now = graphs.num_recorded, graphs.problem
+    state.num_graphs, state.graph_problem = now
+    return now != before
 
 
 def _lap(clock: TrainingClock) -> float:
@@ -258,7 +269,7 @@ def _steps_finite(
     if batch is None or not bool(learner.mixed_precision.last_skipped):
         return None
     state, model = replace(state), learner.model  # a copy, as the repeat may need smaller micro-batches
-    in_fp32 = partial(_in_fp32, scale=lambda loss: loss)
+    in_fp32 = partial(_in_fp32, learner, scale=lambda loss: loss)
 
     def attempt() -> Tensor:
         manual_seed(step_seed(args.seed, state.step - 1, rank()))
@@ -289,22 +300,24 @@ def accumulate_gradients(
     seed: int,
     state: TrainState,
     on_micro_batch: Callable[[], None] = lambda: None,
+    graphs: StepGraphs | None = None,
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
-    If memory runs out, the micro-batch is halved and the batch done again. `on_micro_batch` runs between
-    micro-batches. Each of several ranks has the gradients of its rows, and the loss of all; there the
-    micro-batch is not halved. Raises OutOfMemory.
+    If memory runs out, `graphs` give up theirs, or the micro-batch is halved, and the batch is done again.
+    `on_micro_batch` runs between micro-batches. Each of several ranks has the gradients of its rows, and the
+    loss of all; there the micro-batch is not halved. Raises OutOfMemory.
     """
     model, _, mixed_precision = learner
+    run = graphs or partial(forward_backward, learner)
 
     def attempt() -> Tensor:
         manual_seed(step_seed(seed, state.step, rank()))
         model.zero_grad(set_to_none=True)
         mixed_precision.start_step()
-        return _accumulate(learner, batch, state.micro_batch_size, on_micro_batch, forward_backward)
+        return _accumulate(learner, batch, state.micro_batch_size, on_micro_batch, run)
 
-    loss = within_memory(attempt, state, batch)
+    loss = within_memory(attempt, state, batch, graphs.release if graphs else lambda: False)
     fallbacks = torch.tensor(mixed_precision.step_fallbacks)
     mixed_precision.end_step(int(add_up(fallbacks)) if mixed_precision.config.fallback_to_fp32 else 0)
     return add_up(loss)
@@ -317,8 +330,11 @@ def _accumulate(
     on_micro_batch: Callable[[], None],
     run: Callable[..., Tensor],
 ) -> Tensor:
-    """Run this rank's rows in micro-batches and return their loss, detached. `run`: as `forward_backward`."""
-    model, loss_fn, mixed_precision = learner
+    """Run this rank's rows in micro-batches and return their loss, detached.
+
+    `run` is `forward_backward` of the learner, or takes its place.
+    """
+    _, loss_fn, mixed_precision = learner
     device, num_items = mixed_precision.device.torch_device, loss_fn.count(batch)
     total = torch.zeros((), device=device)
     parts = rows_of_rank(batch).split(micro_batch_size)
@@ -326,13 +342,22 @@ def _accumulate(
         if number:
             on_micro_batch()
         share = len(part.windows_B) / len(batch.windows_B)
-        total += run(learner, part.to(device), num_items, share)
-        if number == 0 and len(parts) > 1:
-            keep_gradients(model)
+        total += run(part.to(device), num_items, share)
     return total
 
 
-def forward_backward(learner: Learner, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
+def build_graphs(learner: Learner, args: TrainingArgs) -> StepGraphs | None:
+    """The CUDA graphs of a trial; None where its passes are not to be recorded, or cannot be."""
+    device, config = learner.mixed_precision.device, learner.mixed_precision.config
+    # The fp32 fallback waits for each loss. Several ranks agree between their passes.
+    if not args.cuda_graphs or device.type != "cuda" or config.fallback_to_fp32 or world_size() > 1:
+        return None
+    return StepGraphs(learner.model, partial(forward_backward, learner), device)
+
+
+def forward_backward(
+    learner: Learner, batch: Batch, num_items: Mapping[str, int | Tensor], share: float | Tensor
+) -> Tensor:
     """Run a micro-batch forward and backward under the trial's precision; return its loss, detached.
 
     If the loss is not finite and the config has a fallback, both passes run in fp32. The other arguments are
@@ -353,8 +378,8 @@ def forward_backward(learner: Learner, batch: Batch, num_items: Mapping[str, int
 def _in_fp32(
     learner: Learner,
     batch: Batch,
-    num_items: Mapping[str, int],
-    share: float,
+    num_items: Mapping[str, int | Tensor],
+    share: float | Tensor,
     scale: Callable[[Tensor], Tensor],
 ) -> Tensor:
     model, loss_fn, mixed_precision = learner

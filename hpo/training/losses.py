@@ -121,20 +121,26 @@ class MultitaskLoss:
         return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
 
     def __call__(
-        self, logits: Mapping[str, Tensor], batch: Batch, num_items: Mapping[str, int], share: float = 1.0
+        self,
+        logits: Mapping[str, Tensor],
+        batch: Batch,
+        num_items: Mapping[str, int | Tensor],
+        share: float | Tensor = 1.0,
     ) -> Tensor:
         """The loss of a batch, or the part that a micro-batch has in the loss of its global batch.
 
         `num_items` are the labelled items of the global batch (`count`), and `share` is the part of its rows
-        that this batch has.
+        that this batch has. A tensor stands for at least one item, and is not looked at.
         """
         total = torch.zeros((), device=batch.input_ids_BL.device)
         for task in self.tasks:
             name, weight = task.name, self.class_weight.get(task.name)
             target, mask_BL = batch.targets[name], batch.attention_mask_BL
             loss = loss_sum(task, logits[name], target, self.options, weight, mask_BL)
-            loss = loss / max(num_items[name], 1)
-            if self.log_variance is not None and num_items[name]:
+            items = num_items[name]
+            has_items = isinstance(items, Tensor) or items > 0
+            loss = loss / items if has_items else loss
+            if self.log_variance is not None and has_items:
                 log_variance = self.log_variance[name].float()
                 loss = torch.exp(-log_variance) * loss + share * log_variance
             total = total + self.loss_weight.get(name, 1.0) * loss

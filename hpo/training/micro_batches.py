@@ -16,10 +16,16 @@ from hpo.training.progress import TrainState
 _T = TypeVar("_T")
 
 
-def within_memory(attempt: Callable[[], _T], state: TrainState, batch: Batch) -> _T:
+def within_memory(
+    attempt: Callable[[], _T],
+    state: TrainState,
+    batch: Batch,
+    release: Callable[[], bool] = lambda: False,
+) -> _T:
     """`attempt()`, again with half the micro-batch for as long as memory runs out.
 
-    It runs `batch` in micro-batches of `state.micro_batch_size`. Several ranks do not halve. Raises
+    It runs `batch` in micro-batches of `state.micro_batch_size`. `release` gives up memory that the attempt
+    can do without; if it gave up any, the micro-batch is not halved. Several ranks do not halve. Raises
     OutOfMemory where not even one example fits.
     """
     num_rows, length = batch.input_ids_BL.shape
@@ -30,10 +36,12 @@ def within_memory(attempt: Callable[[], _T], state: TrainState, batch: Batch) ->
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if state.micro_batch_size == 1:
+            is_released = release()
+            if state.micro_batch_size == 1 and not is_released:
                 raise OutOfMemory(f"one example of {length} tokens does not fit into memory.") from error
         # Here, after the error and the activations that it holds are gone.
-        state.micro_batch_size = -(-min(state.micro_batch_size, num_rows) // 2)
-        state.oom_halvings += 1
+        if not is_released:
+            state.micro_batch_size = -(-min(state.micro_batch_size, num_rows) // 2)
+            state.oom_halvings += 1
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -102,6 +102,10 @@ class TrainState:
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0
+    num_graphs: int = 0
+    """Shapes whose passes this process has recorded as CUDA graphs."""
+    graph_problem: str = ""
+    """Why it records none any more; empty: nothing is wrong."""
 
     def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
         """Count a step that was made."""
@@ -248,11 +252,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 class CompileClock:
-    """Seconds that the compiler has worked in this process since `start`.
-
-    Recording CUDA graphs is not counted: there may be one for every length, and a budget of seconds would
-    have no end. It interrupts (`num_interruptions`) as compilation does.
-    """
+    """Seconds that the compiler has worked in this process since `start`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -270,10 +270,9 @@ class CompileClock:
     def _begin(self, _: object) -> None:
         self._began = time.perf_counter()
 
-    def _end(self, args: Any) -> None:
+    def _end(self, _: object) -> None:
         self.num_interruptions += 1
-        if args.callback_trigger.name != "CUDAGRAPH_RECORDING":
-            self.seconds += time.perf_counter() - self._began
+        self.seconds += time.perf_counter() - self._began
 
 
 class TrainingClock:
@@ -299,9 +298,9 @@ class TrainingClock:
         self.meter.start()
         self._begin_lap()
 
-    def step(self, num_examples: float, batch: Batch) -> None:
-        """Give a step that has been made to the meter."""
-        if self._compile_clock.num_interruptions != self._interruptions:
+    def step(self, num_examples: float, batch: Batch, *, interrupted: bool = False) -> None:
+        """Give a step that has been made to the meter. `interrupted`: a CUDA graph was recorded in it."""
+        if interrupted or self._compile_clock.num_interruptions != self._interruptions:
             self.meter.start()
         else:
             self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())

@@ -99,6 +99,7 @@ def training_facts(
         "scaler": scaler,
         "micro_batch_size": state.micro_batch_size,
         "oom_halvings": state.oom_halvings,
+        "cuda_graphs": {"num_shapes": state.num_graphs, "problem": state.graph_problem},
         "num_ranks": num_ranks,
         "num_steps": state.step,
         "num_examples": round(state.num_examples),

@@ -355,4 +355,5 @@ def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> 
         evaluate_at=evaluation.shares(config.epochs, study.pruner.rungs),
         evaluation_tokens=evaluation.batch_tokens,
         decision_metrics=decision_metrics([objective.metric for objective in study.objective]),
+        cuda_graphs=not study.code if config.cuda_graphs is None else config.cuda_graphs,
     )

@@ -96,7 +96,7 @@ class Report:
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
     """The long and the short texts, written into `folder`."""
     encoder = fresh_encoder("tiny" if tiny else "base")
-    long = Workload("long", "", (), 320, (8, 27), 24 * 64, 512, 64, encoder, device=device)
+    long = Workload("long", "", (), 320, (8, 27), 48 * 64, 512, 64, encoder, device=device)
     short = Workload("short", "", (), 64, (1, 2), 40 * 256, 2048, 256, encoder, (4, 18), device)
     if tiny:
         small = {"num_validation": 16, "batch_size": 4}
@@ -122,6 +122,8 @@ class Benchmark:
         content = study_content(self.workloads[workload], self.folder / workload, precision)
         if self.arguments.compile:
             content["training"]["compile"] = self.arguments.compile
+        if self.arguments.no_graphs:
+            content["training"]["cuda_graphs"] = False
         return content | {"compat": {}, "amp": {"allow_emulated": self.arguments.tiny}}
 
     def run_hpo(
@@ -262,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="a file to which figures are added as lines of JSON")
     parser.add_argument("--profile", action="store_true", help="profile short texts in any case")
     parser.add_argument("--compile", help="the mode of `compile` for hpo; to compile takes minutes")
+    parser.add_argument("--no-graphs", action="store_true", help="hpo without CUDA graphs")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="how many on the device")
     parser.add_argument("--tiny", action="store_true", help="a tiny encoder and few texts, to try it")
     given = parser.parse_args(arguments)
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     header = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, driver {driver()}, torch "
         f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}, "
-        f"hpo with compile: {given.compile or 'none'}"
+        f"hpo with compile: {given.compile or 'none'}, cuda_graphs: {not given.no_graphs}"
     )
     print(f"{header}; median (minimum to maximum)", flush=True)
     report.record({"header": header})

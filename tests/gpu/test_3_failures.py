@@ -84,7 +84,7 @@ def test_out_of_memory_halves_the_micro_batch(
         pytest.skip("a CPU has no CUDA graphs")
     small = 8 if device.type == "cuda" else 2
     reference, _ = run_trial(tmp_path / "small", device, {"micro_batch_size": small}, 1.0)
-    compiled = {"compile": mode, "compile_scope": "layers"} if mode != "none" else {}
+    compiled = {"compile": mode, "compile_scope": "layers"} if mode != "none" else {"cuda_graphs": True}
     loss, micro_batch = run_trial(tmp_path / "halved", device, compiled, 0.05)
     figure(
         f"compile {mode}: micro-batch {micro_batch}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,29 +29,6 @@ def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size
     assert gradients.keys() == micro_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(micro_gradients[name], gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_outlive_the_next_run_of_a_cuda_graph() -> None:
-    """A compiled model's first gradients lie in its graphs' memory, which the next forward overwrites."""
-    model = tiny_model()
-    pool: dict[Tensor, Any] = {}
-
-    def keep(weight: Tensor) -> None:
-        pool.setdefault(weight, weight.grad)
-
-    def run_graph(*inputs: Any) -> Any:
-        for gradient in pool.values():
-            gradient.fill_(torch.nan)
-        return model._call_impl(*inputs)
-
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(keep)
-    model._compiled_call_impl = run_graph
-    accumulate(model, amp_of("fp32"), 2)
-    assert pool
-    expected = gradients_of(6)[1]
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.grad, expected.get(name), rtol=1e-5, atol=1e-6)
 
 
 def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() -> None:

@@ -1,0 +1,213 @@
+"""CUDA graphs of a micro-batch's forward and backward pass: recorded once for each shape, then replayed.
+
+A step of an encoder launches thousands of kernels, which may take the CPU longer than the GPU needs to run
+them. A replay launches all of them at once.
+
+A replay runs the kernels of the recorded pass on the same addresses. So inputs are copied into fixed tensors,
+gradients are added to fixed tensors, and numbers of labels are tensors. Dropout draws from the state that the
+generator has at the replay, like a pass that is not recorded.
+
+A pass is recorded when its shape comes for the second time. The first replay of a trial must give what the
+pass itself gives. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the trial
+goes on without graphs, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpo.data.batches import Batch
+from hpo.device import DeviceInfo
+from hpo.lost_device import raise_if_lost
+
+MAX_GRAPHS = 48
+"""Number of shapes that a trial records at most."""
+TOLERANCE = 0.02
+"""Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
+run."""
+NO_MEMORY = "no memory was left for CUDA graphs."
+
+Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
+"""Runs a micro-batch on the device forward and backward and returns its loss, detached. The other arguments
+are those of `MultitaskLoss`."""
+
+
+class _Recording(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    numbers: Tensor
+    """Share of the rows, then the labelled items of each task that has any. [1 + T]"""
+    loss: Tensor
+    parameters: Sequence[nn.Parameter]
+    """Parameters that get a gradient."""
+
+
+class StepGraphs:
+    """Runs `passes` of `model`, and records and replays them as CUDA graphs."""
+
+    def __init__(self, model: nn.Module, passes: Passes, device: DeviceInfo) -> None:
+        self._passes, self._device = passes, device
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._seen: Counter[Hashable] = Counter()
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), _recording_stream(device.torch_device)
+        self.problem = ""
+        """Why nothing is recorded any more; empty: nothing is wrong."""
+        self.num_recorded = 0
+
+    def __call__(self, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
+        """Add a micro-batch's gradients to those of the parameters; return its loss, as `Passes` does."""
+        key = (*(None if one is None else one.shape for one in batch.inputs), *map(bool, num_items.values()))
+        recording = self._recordings.get(key)
+        if recording is None and self._is_due(key):
+            recording = self._record(batch, num_items)
+            if recording and not self._recordings and not self._is_right(recording, batch, num_items, share):
+                recording = None
+            if recording:
+                self._recordings[key] = recording
+                self.num_recorded += 1
+        if recording is None:
+            return self._passes(batch, num_items, share)
+        return self._replay(recording, batch, num_items, share)
+
+    def release(self, problem: str = NO_MEMORY) -> bool:
+        """Give up all graphs and their memory for good. False: there are none yet, and nothing changes."""
+        if not self._gradients:
+            return False
+        self.problem = problem
+        self._recordings.clear()
+        self._gradients.clear()
+        return True
+
+    def _is_due(self, key: Hashable) -> bool:
+        """Whether to record a pass of this shape. The first one is compared, so there is no gradient yet."""
+        if self.problem or len(self._recordings) == MAX_GRAPHS:
+            return False
+        self._seen[key] += 1
+        is_comparable = self._recordings or all(one.grad is None for one in self._trainable)
+        return self._seen[key] > 1 and bool(is_comparable)
+
+    def _replay(
+        self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
+    ) -> Tensor:
+        for fixed, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
+            fixed.copy_(given, non_blocking=True)
+        numbers = torch.tensor([share, *filter(None, num_items.values())], dtype=torch.float32)
+        recording.numbers.copy_(numbers.pin_memory(), non_blocking=True)
+        self._fix_gradients(recording.parameters)
+        recording.graph.replay()
+        return recording.loss
+
+    def _fix_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the fixed tensors in the place of gradients, with their values; 0 where there is none."""
+        for parameter in parameters:
+            if parameter not in self._gradients:
+                self._gradients[parameter] = torch.empty_like(parameter)
+        empty = [self._gradients[parameter] for parameter in parameters if parameter.grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        for parameter in parameters:
+            fixed = self._gradients[parameter]
+            if parameter.grad is not None and parameter.grad is not fixed:
+                fixed.copy_(parameter.grad)
+            parameter.grad = fixed
+
+    def _record(self, batch: Batch, num_items: Mapping[str, int]) -> _Recording | None:
+        """Record a pass, which does not run it. None: it cannot be recorded, and `problem` says why."""
+        before = [parameter.grad for parameter in self._trainable]
+        names = [name for name, count in num_items.items() if count]
+        try:
+            self._fix_gradients(self._trainable)
+            fixed = batch.map(torch.clone)
+            numbers = torch.ones(1 + len(names), device=self._device.torch_device)
+            share, *counts = numbers.unbind()
+            items: dict[str, int | Tensor] = dict.fromkeys(num_items, 0)
+            items.update(zip(names, counts, strict=True))
+            with self._recorded() as (graph, reached):
+                loss = self._passes(fixed, items, share)
+            return _Recording(graph, fixed, numbers, loss, list(reached))
+        except RuntimeError as error:
+            raise_if_lost(self._device, error)
+            self.release(f"a step cannot be recorded: {str(error).splitlines()[0]}")
+            return None
+        finally:
+            for parameter, gradient in zip(self._trainable, before, strict=True):
+                parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[tuple[torch.cuda.CUDAGraph, dict[nn.Parameter, None]]]:
+        """Record what the block launches; yields the graph and the parameters that get a gradient."""
+        graph, reached = torch.cuda.CUDAGraph(), dict[nn.Parameter, None]()
+        mode = torch.cuda.get_sync_debug_mode()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with contextlib.ExitStack() as undo:
+            for parameter in self._trainable:
+                hook = parameter.register_post_accumulate_grad_hook(lambda one: reached.setdefault(one))
+                undo.callback(hook.remove)
+            undo.enter_context(torch.cuda.stream(self._stream))
+            # Other threads may use the GPU meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            undo.callback(graph.capture_end)
+            # What waits for the GPU raises before it spoils the recording.
+            torch.cuda.set_sync_debug_mode("error")
+            undo.callback(torch.cuda.set_sync_debug_mode, mode)
+            yield graph, reached
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _is_right(
+        self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
+    ) -> bool:
+        """Whether a replay gives the loss and the gradients of the pass; both start from no gradients.
+
+        Values that are not finite tell nothing. Then another pass is recorded later.
+        """
+        state, results = torch.cuda.get_rng_state(), []
+        for run in (self._passes, lambda *arguments: self._replay(recording, *arguments)):
+            torch.cuda.set_rng_state(state)
+            loss = run(batch, num_items, share)
+            results.append([loss.clone(), *(one.grad for one in self._trainable if one.grad is not None)])
+            for parameter in self._trainable:
+                parameter.grad = None
+        torch.cuda.set_rng_state(state)
+        passed, replayed = results
+        if len(passed) != len(replayed):
+            self.release("a replayed step gives other parameters a gradient.")
+            return False
+        differences = [one.float() - other.float() for one, other in zip(*results, strict=True)]
+        sizes = torch.stack([_norm(values) for values in (passed[:1], passed[1:])]).tolist()
+        errors = torch.stack([_norm(values) for values in (differences[:1], differences[1:])]).tolist()
+        if all(error <= TOLERANCE * size for error, size in zip(errors, sizes, strict=True)):
+            return True
+        if all(map(math.isfinite, sizes)):
+            told = (f"{error:.2g} of {size:.2g}" for error, size in zip(errors, sizes, strict=True))
+            self.release(f"a replayed step differs from the step: {' and '.join(told)} (loss, gradients).")
+        return False
+
+
+@cache
+def _recording_stream(device: str | torch.device) -> torch.cuda.Stream:
+    """The stream of all recordings, with a cuBLAS workspace, which must not lie in the memory of a graph."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        ones = torch.ones(16, 16, device=device)
+        nn.functional.linear(ones, ones, ones[0])
+    return stream
+
+
+def _norm(values: Sequence[Tensor]) -> Tensor:
+    norms = torch.stack([value.float().norm() for value in values])
+    return norms.norm()  # type: ignore[no-any-return]
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    tensors = (batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL, *batch.targets.values())
+    return [one for one in tensors if one is not None]
