@@ -139,7 +139,10 @@ class MultitaskLoss:
             loss = loss_sum(task, logits[name], target, self.options, weight, mask_BL)
             items = num_items[name]
             has_items = isinstance(items, Tensor) or items > 0
-            loss = loss / items if has_items else loss
+            if isinstance(items, Tensor):
+                loss = loss * items.reciprocal()  # as CUDA divides by a number
+            elif items:
+                loss = loss / items
             if self.log_variance is not None and has_items:
                 log_variance = self.log_variance[name].float()
                 loss = torch.exp(-log_variance) * loss + share * log_variance

@@ -8,14 +8,16 @@ gradients are added to fixed tensors, and numbers of labels are tensors. Dropout
 generator has at the replay, like a pass that is not recorded.
 
 A pass is recorded when its shape comes for the second time. The first replay of a trial must give what the
-pass itself gives. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the trial
-goes on without graphs, and `problem` says why.
+pass itself gives, and tells up to which number of tokens the GPU waits for launches: larger shapes are not
+recorded. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the trial goes on
+without graphs, and `problem` says why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.device import DeviceInfo
+from hpo.device import DeviceInfo, synchronize
 from hpo.lost_device import raise_if_lost
 
 MAX_GRAPHS = 48
@@ -33,6 +35,8 @@ MAX_GRAPHS = 48
 TOLERANCE = 0.02
 """Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
 run."""
+MIN_GAIN = 1.1
+"""Seconds in which the CPU launches a pass, over those in which the GPU replays it, for which it is recorded."""
 NO_MEMORY = "no memory was left for CUDA graphs."
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
@@ -63,14 +67,16 @@ class StepGraphs:
         self.problem = ""
         """Why nothing is recorded any more; empty: nothing is wrong."""
         self.num_recorded = 0
+        self._most_tokens = math.inf
+        """Padded tokens of the largest shape that is worth a recording."""
 
     def __call__(self, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
         """Add a micro-batch's gradients to those of the parameters; return its loss, as `Passes` does."""
         key = (*(None if one is None else one.shape for one in batch.inputs), *map(bool, num_items.values()))
         recording = self._recordings.get(key)
-        if recording is None and self._is_due(key):
+        if recording is None and self._is_due(key, batch.input_ids_BL.numel()):
             recording = self._record(batch, num_items)
-            if recording and not self._recordings and not self._is_right(recording, batch, num_items, share):
+            if recording and not self._recordings and not self._is_good(recording, batch, num_items, share):
                 recording = None
             if recording:
                 self._recordings[key] = recording
@@ -88,9 +94,9 @@ class StepGraphs:
         self._gradients.clear()
         return True
 
-    def _is_due(self, key: Hashable) -> bool:
+    def _is_due(self, key: Hashable, num_tokens: int) -> bool:
         """Whether to record a pass of this shape. The first one is compared, so there is no gradient yet."""
-        if self.problem or len(self._recordings) == MAX_GRAPHS:
+        if self.problem or len(self._recordings) == MAX_GRAPHS or num_tokens > self._most_tokens:
             return False
         self._seen[key] += 1
         is_comparable = self._recordings or all(one.grad is None for one in self._trainable)
@@ -163,26 +169,37 @@ class StepGraphs:
             yield graph, reached
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _is_right(
+    def _is_good(
         self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
     ) -> bool:
-        """Whether a replay gives the loss and the gradients of the pass; both start from no gradients.
+        """Whether a replay gives the loss and the gradients of the pass, and takes less time than its launches.
 
         Values that are not finite tell nothing. Then another pass is recorded later.
         """
-        state, results = torch.cuda.get_rng_state(), []
+        state, results, seconds = torch.cuda.get_rng_state(), [], []
         for run in (self._passes, lambda *arguments: self._replay(recording, *arguments)):
             torch.cuda.set_rng_state(state)
+            synchronize(self._device)
+            started = time.perf_counter()
             loss = run(batch, num_items, share)
+            launched = time.perf_counter() - started
+            synchronize(self._device)
+            seconds.append((launched, time.perf_counter() - started))
             results.append([loss.clone(), *(one.grad for one in self._trainable if one.grad is not None)])
             for parameter in self._trainable:
                 parameter.grad = None
         torch.cuda.set_rng_state(state)
-        passed, replayed = results
+        # The time of launches is the same for all shapes, that of the kernels grows with the tokens.
+        num_tokens, gain = batch.input_ids_BL.numel(), seconds[0][0] / seconds[1][1]
+        self._most_tokens = num_tokens * gain / MIN_GAIN
+        return self._is_same(*results) and num_tokens <= self._most_tokens
+
+    def _is_same(self, passed: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
+        """Whether the loss and the gradients of a replay are those of the pass."""
         if len(passed) != len(replayed):
             self.release("a replayed step gives other parameters a gradient.")
             return False
-        differences = [one.float() - other.float() for one, other in zip(*results, strict=True)]
+        differences = [one.float() - other.float() for one, other in zip(passed, replayed, strict=True)]
         sizes = torch.stack([_norm(values) for values in (passed[:1], passed[1:])]).tolist()
         errors = torch.stack([_norm(values) for values in (differences[:1], differences[1:])]).tolist()
         if all(error <= TOLERANCE * size for error, size in zip(errors, sizes, strict=True)):
