@@ -36,7 +36,7 @@ TOLERANCE = 0.02
 """Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
 run."""
 MIN_GAIN = 1.1
-"""Seconds in which the CPU launches a pass, over those in which the GPU replays it, for which it is recorded."""
+"""Least time of a pass's launches, as a multiple of its replay's, for which it is recorded."""
 NO_MEMORY = "no memory was left for CUDA graphs."
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
@@ -78,6 +78,7 @@ class StepGraphs:
             recording = self._record(batch, num_items)
             if recording and not self._recordings and not self._is_good(recording, batch, num_items, share):
                 recording = None
+                self._gradients.clear()
             if recording:
                 self._recordings[key] = recording
                 self.num_recorded += 1
@@ -172,7 +173,7 @@ class StepGraphs:
     def _is_good(
         self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
     ) -> bool:
-        """Whether a replay gives the loss and the gradients of the pass, and takes less time than its launches.
+        """Whether a replay gives what the pass gives, and takes less time than its launches.
 
         Values that are not finite tell nothing. Then another pass is recorded later.
         """
