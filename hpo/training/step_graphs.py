@@ -37,7 +37,6 @@ TOLERANCE = 0.02
 run."""
 MIN_GAIN = 1.1
 """Least time of a pass's launches, as a multiple of its replay's, for which it is recorded."""
-NO_MEMORY = "no memory was left for CUDA graphs."
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
 """Runs a micro-batch on the device forward and backward and returns its loss, detached. The other arguments
@@ -86,14 +85,17 @@ class StepGraphs:
             return self._passes(batch, num_items, share)
         return self._replay(recording, batch, num_items, share)
 
-    def release(self, problem: str = NO_MEMORY) -> bool:
+    def release(self) -> bool:
         """Give up all graphs and their memory for good. False: there are none yet, and nothing changes."""
         if not self._gradients:
             return False
+        self._give_up("no memory was left for CUDA graphs.")
+        return True
+
+    def _give_up(self, problem: str) -> None:
         self.problem = problem
         self._recordings.clear()
         self._gradients.clear()
-        return True
 
     def _is_due(self, key: Hashable, num_tokens: int) -> bool:
         """Whether to record a pass of this shape. The first one is compared, so there is no gradient yet."""
@@ -131,24 +133,31 @@ class StepGraphs:
     def _record(self, batch: Batch, num_items: Mapping[str, int]) -> _Recording | None:
         """Record a pass, which does not run it. None: it cannot be recorded, and `problem` says why."""
         before = [parameter.grad for parameter in self._trainable]
-        names = [name for name, count in num_items.items() if count]
         try:
-            self._fix_gradients(self._trainable)
-            fixed = batch.map(torch.clone)
-            numbers = torch.ones(1 + len(names), device=self._device.torch_device)
-            share, *counts = numbers.unbind()
-            items: dict[str, int | Tensor] = dict.fromkeys(num_items, 0)
-            items.update(zip(names, counts, strict=True))
-            with self._recorded() as (graph, reached):
-                loss = self._passes(fixed, items, share)
-            return _Recording(graph, fixed, numbers, loss, list(reached))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return self._try_to_record(batch, num_items)
+            # A recording cannot use memory that passes have freed.
+            torch.cuda.empty_cache()
+            return self._try_to_record(batch, num_items)
         except RuntimeError as error:
             raise_if_lost(self._device, error)
-            self.release(f"a step cannot be recorded: {str(error).splitlines()[0]}")
+            self._give_up(f"a step cannot be recorded: {str(error).splitlines()[0]}")
             return None
         finally:
             for parameter, gradient in zip(self._trainable, before, strict=True):
                 parameter.grad = gradient
+
+    def _try_to_record(self, batch: Batch, num_items: Mapping[str, int]) -> _Recording:
+        names = [name for name, count in num_items.items() if count]
+        self._fix_gradients(self._trainable)
+        fixed = batch.map(torch.clone)
+        numbers = torch.ones(1 + len(names), device=self._device.torch_device)
+        share, *counts = numbers.unbind()
+        items: dict[str, int | Tensor] = dict.fromkeys(num_items, 0)
+        items.update(zip(names, counts, strict=True))
+        with self._recorded() as (graph, reached):
+            loss = self._passes(fixed, items, share)
+        return _Recording(graph, fixed, numbers, loss, list(reached))
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[tuple[torch.cuda.CUDAGraph, dict[nn.Parameter, None]]]:
@@ -198,7 +207,7 @@ class StepGraphs:
     def _is_same(self, passed: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
         """Whether the loss and the gradients of a replay are those of the pass."""
         if len(passed) != len(replayed):
-            self.release("a replayed step gives other parameters a gradient.")
+            self._give_up("a replayed step gives other parameters a gradient.")
             return False
         differences = [one.float() - other.float() for one, other in zip(passed, replayed, strict=True)]
         sizes = torch.stack([_norm(values) for values in (passed[:1], passed[1:])]).tolist()
@@ -207,7 +216,7 @@ class StepGraphs:
             return True
         if all(map(math.isfinite, sizes)):
             told = (f"{error:.2g} of {size:.2g}" for error, size in zip(errors, sizes, strict=True))
-            self.release(f"a replayed step differs from the step: {' and '.join(told)} (loss, gradients).")
+            self._give_up(f"a replayed step differs from the step: {' and '.join(told)} (loss, gradients).")
         return False
 
 

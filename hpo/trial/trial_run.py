@@ -18,7 +18,12 @@ from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Nonfinite, Paused, Preempted, Pruned
-from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.memory import (
+    is_out_of_memory,
+    peak_memory_bytes,
+    release_free_memory,
+    reset_peak_memory,
+)
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
@@ -185,7 +190,14 @@ class TrialRun:
             manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
-        return observe_compiled(parts.model, step, parts.resolution.precision, seen)
+        try:
+            return observe_compiled(parts.model, step, parts.resolution.precision, seen)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        parts.model.zero_grad(set_to_none=True)
+        release_free_memory(parts.device)
+        return Agreement(None, "compiled, too little memory is left to compare passes.")
 
     def _train(self) -> None:
         parts, mixed_precision, num_ranks = self.parts, self.mixed_precision, distributed.world_size()

@@ -5,6 +5,7 @@ texts, with the same batch size and optimiser. The parts run in this order, and 
 is over. The last line says what was left out.
 
 rounds      bf16: all contenders in turn, after one round that is not counted
+compiled    long texts: hpo with `compile: default` of each layer
 products    the rate of a layer's matrix products alone, and the share of it that training reaches
 workers     trials in an hour of a study, with 1 and with 4 workers on the device
 profile     where a step of short texts spends its time; only if hpo is slower than wanted, or with --profile
@@ -48,10 +49,14 @@ from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import TrialResult
 
-PARTS = ("rounds", "products", "workers", "profile", "precisions")
+PARTS = ("rounds", "compiled", "products", "workers", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": peers.run_tuned_trainer,
     "plain": peers.run_plain,
+}
+OURS: dict[str, dict[str, Any]] = {
+    "hpo": {},
+    "hpo-compiled": {"compile": "default", "compile_scope": "layers"},
 }
 WANTED = {"long": 1.5, "short": 2.0}
 """How many times as fast as Trainer hpo is to train in bf16, by workload."""
@@ -96,7 +101,7 @@ class Report:
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
     """The long and the short texts, written into `folder`."""
     encoder = fresh_encoder("tiny" if tiny else "base")
-    long = Workload("long", "", (), 320, (8, 27), 48 * 64, 512, 64, encoder, device=device)
+    long = Workload("long", "", (), 320, (8, 27), 32 * 64, 512, 64, encoder, device=device)
     short = Workload("short", "", (), 64, (1, 2), 40 * 256, 2048, 256, encoder, (4, 18), device)
     if tiny:
         small = {"num_validation": 16, "batch_size": 4}
@@ -127,7 +132,7 @@ class Benchmark:
         return content | {"compat": {}, "amp": {"allow_emulated": self.arguments.tiny}}
 
     def run_hpo(
-        self, workload: str, precision: str, callbacks: Callbacks = ours.NO_CALLBACKS
+        self, workload: str, precision: str, callbacks: Callbacks = ours.NO_CALLBACKS, **params: Any
     ) -> dict[str, float]:
         """One trial. Its executor keeps data and tokens for the next one, as in a study."""
         key = (workload, precision)
@@ -136,7 +141,7 @@ class Benchmark:
             work.mkdir()
             self._executors[key] = ours.build_executor(self.study(*key), work, ours.MeasuredOnce())
         started = time.perf_counter()
-        result = ours.run_trial(self._executors[key], callbacks)
+        result = ours.run_trial(self._executors[key], callbacks, params)
         wall = time.perf_counter() - started
         if workload not in self._costs:
             throughput = result.telemetry["throughput"]
@@ -146,8 +151,8 @@ class Benchmark:
     def run_contender(self, workload: str, precision: str, name: str, number: int) -> None:
         """Measure a contender in a round. Round 0 is shown and not counted."""
         with redirect_stdout(sys.stderr):  # Trainer prints
-            if name == "hpo":
-                measured = self.run_hpo(workload, precision)
+            if name in OURS:
+                measured = self.run_hpo(workload, precision, **OURS[name])
             else:
                 measured = PEERS[name](self.folder / workload, self.workloads[workload], precision)
         facts = ", ".join(f"{measure} {value:.4g}" for measure, value in measured.items())
@@ -188,6 +193,10 @@ class Benchmark:
                 reached = "reached" if statistics.median(ratios) >= wanted else "NOT reached"
                 verdict = f"; wanted at least {wanted:g}x: {reached}" if peer == "trainer" else ""
                 self.report.figure(f"{workload} bf16 hpo over {peer}: train", ratios, f"x{verdict}")
+
+    def compiled(self) -> None:
+        self.run_contender("long", "bf16", "hpo-compiled", 1)
+        self.show("long", "bf16", "hpo-compiled")
 
     def products(self) -> None:
         for workload in self.workloads:

@@ -54,10 +54,12 @@ def build_executor(
     return Executor(resolved, work / "runs", cache)
 
 
-def run_trial(executor: Executor, callbacks: Callbacks = NO_CALLBACKS) -> TrialResult:
+def run_trial(
+    executor: Executor, callbacks: Callbacks = NO_CALLBACKS, params: Mapping[str, Any] | None = None
+) -> TrialResult:
     """One trial of the study, to its end. It writes checkpoints, which are then removed."""
     with tempfile.TemporaryDirectory(dir=executor.runs_dir.parent) as folder:
-        result = executor.run({}, Path(folder) / "trial", "bench", callbacks)
+        result = executor.run(params or {}, Path(folder) / "trial", "bench", callbacks)
     if result.outcome != "complete":
         raise RuntimeError(f"{result.outcome}: {result.reason}\n{result.traceback}")
     return result

@@ -77,7 +77,7 @@ def test_a_part_without_enough_time_is_left_out(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["speed"], "a part must be one of rounds, products, workers"),
+        (["speed"], "a part must be one of rounds, compiled, products, workers"),
         ([], "PyTorch sees no CUDA device here. Use device: auto or cpu."),
     ],
 )
