@@ -92,9 +92,12 @@ def attention_mask(
 
     Padding alone is the same for all queries, and is repeated without copying: stride 0 tells it from others.
     """
+    is_bidirectional = mask_function is bidirectional_mask_function
+    if is_bidirectional and attention_mask is None and allow_is_bidirectional_skip:
+        return None  # transformers makes a mask of ones where it is compiled or recorded as a CUDA graph
     on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
     if (
-        mask_function is bidirectional_mask_function
+        is_bidirectional
         and attention_mask is not None
         and attention_mask.ndim == 2
         and on_cpu

@@ -349,8 +349,9 @@ def _accumulate(
 def build_graphs(learner: Learner, args: TrainingArgs) -> StepGraphs | None:
     """The CUDA graphs of a trial; None where its passes are not to be recorded, or cannot be."""
     device, config = learner.mixed_precision.device, learner.mixed_precision.config
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
     # The fp32 fallback waits for each loss. Several ranks agree between their passes.
-    if not args.cuda_graphs or device.type != "cuda" or config.fallback_to_fp32 or world_size() > 1:
+    if not (args.cuda_graphs and is_nvidia) or config.fallback_to_fp32 or world_size() > 1:
         return None
     return StepGraphs(learner.model, partial(forward_backward, learner), device)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
@@ -35,7 +36,7 @@ MAX_GRAPHS = 48
 TOLERANCE = 0.02
 """Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
 run."""
-MIN_GAIN = 1.1
+MIN_GAIN = 1.5
 """Least time of a pass's launches, as a multiple of its replay's, for which it is recorded."""
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
@@ -174,8 +175,8 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             undo.callback(graph.capture_end)
             # What waits for the GPU raises before it spoils the recording.
-            torch.cuda.set_sync_debug_mode("error")
-            undo.callback(torch.cuda.set_sync_debug_mode, mode)
+            _set_sync_debug_mode("error")
+            undo.callback(_set_sync_debug_mode, mode)
             yield graph, reached
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -228,6 +229,12 @@ def _recording_stream(device: str | torch.device) -> torch.cuda.Stream:
         ones = torch.ones(16, 16, device=device)
         nn.functional.linear(ones, ones, ones[0])
     return stream
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch calls it a prototype
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _norm(values: Sequence[Tensor]) -> Tensor:

@@ -59,7 +59,7 @@ def describe_profile(events: Iterable[Any], profiled: float, unprofiled: float |
         f"profile of {NUM_STEPS} steps; each takes {step:.2f} ms, and {1000 * profiled:.2f} ms when profiled",
         f"  kernels run for {busy:.2f} ms; the device is idle for {max(0.0, 1 - busy / step):.0%} of a step",
         f"  the CPU takes {launching:.2f} ms for {num_launches:.0f} kernel launches when profiled",
-        "  if the device is mostly idle, launches limit it: `compile: reduce-overhead` replays CUDA graphs",
+        "  if the device is mostly idle, launches limit it: `cuda_graphs` replays them at once",
         *(
             f"  {milliseconds([event]):8.3f} ms, {event.count / NUM_STEPS:6.1f} times: {event.key[:66]}"
             for event in kernels[:NUM_KERNELS]

@@ -218,3 +218,22 @@ def test_with_an_adapter_it_trains_as_uncompiled(tmp_path: Path, base: str) -> N
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.allclose(value, weights[1][name], atol=1e-5) for name, value in weights[0].items())
     assert max(float(value.abs().max()) for name, value in weights[0].items() if ".lora_B" in name) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_too_little_memory_to_observe_compiled_training_leaves_it_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison holds the gradients of several passes beside each other."""
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("hpo.trial.trial_run.observe_compiled", run_out)
+    executor = tiny_executor(tmp_path, training=COMPILED)
+    executor.loader.apply_compile = compile_layers_alone
+    result = executor.run({"fp_precision": "fp32"}, None, "")
+    assert result.outcome == "complete", result.reason
+    precision = result.telemetry["precision"]
+    assert precision["agrees"] is None
+    assert precision["reason"] == "compiled, too little memory is left to compare passes."
