@@ -292,4 +292,4 @@ def test_told_to_stop_while_the_database_is_away(
     with open_storage(url) as storage:
         [trial] = read_study(storage, "tiny").trials
     assert trial.outcome == "complete"
-    assert trial.telemetry["resumed_from_step"] == newest
+    assert trial.telemetry.get("resumed_from_step") == newest, trial.telemetry
