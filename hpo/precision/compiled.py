@@ -53,7 +53,7 @@ a byte) times 1 and -1."""
 def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
     """Whether the compiled model computes in `precision`. `seen` has the products of the eager model.
 
-    The compiler treats weights of one class and shape alike: one of them is changed alone.
+    The compiler treats weights of one class, shape and format alike: one of them is changed alone.
     """
     formats = {name: seen.expected(name, precision) for name in seen.products}
     carriers = {name: _carrier(model, name) for name in formats}
@@ -92,7 +92,8 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         hidden: list[str] = []
         loses_as_tf32 = False
         # No head reads the encoder's pooler.
-        kinds = {_kind(model, name): name for name in reversed(formats) if ".pooler." not in name}
+        named = [name for name in reversed(formats) if ".pooler." not in name]
+        kinds = {(_kind(model, name), formats[name]): name for name in named}
         for name in reversed(kinds.values()):
             modes = shown({name: KEEPS[formats[name]]})
             if lacking := [mode for mode in MODES if mode not in modes]:
