@@ -53,7 +53,9 @@ def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Prob
             yield Problem(_where(name, space), why + _hint(ADAPTER, allowed))
     with_parts = set(_drawn_with(PARTS, (), PRECISION, training, space))
     if "bf16-true" in with_parts:
-        yield Problem(_where(PARTS, space), NEEDS_FLOAT32 + _hint(PRECISION, sorted(with_parts - {"bf16-true"})))
+        yield Problem(
+            _where(PARTS, space), NEEDS_FLOAT32 + _hint(PRECISION, sorted(with_parts - {"bf16-true"}))
+        )
     for optimizer in _drawn_with(OPTIMIZER_STATE, "fp32", OPTIMIZER, training, space):
         if optimizer not in SHORT_STATE:
             hint = _hint(OPTIMIZER, SHORT_STATE) if OPTIMIZER in space else ""

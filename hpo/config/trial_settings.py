@@ -55,7 +55,9 @@ def _parts(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.strip() for one in value):
         return tuple(dict.fromkeys(value))
-    raise ValueError(f"must be `auto` or a list of parts, such as [embeddings, heads], but got {show(value)}.")
+    raise ValueError(
+        f"must be `auto` or a list of parts, such as [embeddings, heads], but got {show(value)}."
+    )
 
 
 AUTO = "auto"

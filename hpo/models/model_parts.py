@@ -1,13 +1,13 @@
 """The parts of a model that compute in fp32, and the modules that their names stand for.
 
-    embeddings           the module that turns tokens into vectors
-    layers.3             one layer of the encoder, 0 the lowest
-    layers.8-11          several layers
-    attention            the attention of every layer
-    norms                every layer norm and RMS norm
-    heads                the pooling and the head of every task
-    heads.<task>         the head of one task
-    <name of a module>   as PyTorch names it: encoder.layer.0.output.dense
+embeddings           the module that turns tokens into vectors
+layers.3             one layer of the encoder, 0 the lowest
+layers.8-11          several layers
+attention            the attention of every layer
+norms                every layer norm and RMS norm
+heads                the pooling and the head of every task
+heads.<task>         the head of one task
+<name of a module>   as PyTorch names it: encoder.layer.0.output.dense
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def part_modules(model: MultitaskModel, part: str) -> list[nn.Module]:
         if not found:
             named = ["embeddings", "attention", "norms", "heads", *heads]
             raise ModelError(
-                f"fp32_parts: must name parts of the model (embeddings, layers.0, layers.0-1, attention, norms, "
-                f"heads, heads.<task> or a module), but {type(model.encoder).__name__} has no `{part}`."
-                f"{did_you_mean(part, named) or did_you_mean(part, [*modules])}"
+                f"fp32_parts: must name parts of the model (embeddings, layers.0, layers.0-1, attention, "
+                f"norms, heads, heads.<task> or a module), but {type(model.encoder).__name__} has no "
+                f"`{part}`.{did_you_mean(part, named) or did_you_mean(part, [*modules])}"
             )
     if not found:
         raise ModelError(
@@ -173,8 +173,8 @@ def _embeddings(encoder: nn.Module) -> nn.Module:
         tokens: Any = cast(Any, encoder).get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:  # CANINE hashes characters into several tables
         raise ModelError(
-            f"fp32_parts: `embeddings` needs one table of tokens, but {type(encoder).__name__} has none. Name "
-            "modules."
+            f"fp32_parts: `embeddings` needs one table of tokens, but {type(encoder).__name__} has none. "
+            "Name modules."
         ) from error
     for child in encoder.children():
         is_inside = any(one is tokens for one in child.modules())

@@ -18,6 +18,7 @@ All checks are uncompiled. They are cached like those of trials, so a search tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +26,12 @@ from typing import Any
 from hpo.config.trial_settings import AUTO
 from hpo.errors import Incompatible
 from hpo.models.model_parts import inner_parts, smallest_named_parts
+from hpo.precision.effective import some
 from hpo.trial.compat import Compatibility, CompatibilityCache, check_compatibility
 from hpo.trial.trial_parts import TrialParts
 
 MAX_CHECKS = 150
+_logger = logging.getLogger(__name__)
 _RANKS = {"ok": 0, "degraded": 1, "incompatible": 2}
 Check = Callable[[Sequence[str]], Compatibility]
 """Checks the model with these parts in fp32."""
@@ -78,17 +81,24 @@ def find_parts(parts: TrialParts, cache: CompatibilityCache | None) -> FoundPart
     precision = parts.resolution.precision
     if precision.autocast is None:
         return FoundParts((), "", "", reason=f"{precision.name} has no autocast, so no part needs fp32.")
+    check = check_of(parts, cache)
+    return search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
+
+
+def check_of(parts: TrialParts, cache: CompatibilityCache | None) -> Check:
+    """The check of a trial's uncompiled model with parts in fp32."""
     if not parts.study.compat.enabled:
         raise Incompatible(
-            "fp32_parts: `auto` needs the compatibility check, but compat.enabled is false. Set it to true, or "
-            "name the parts."
+            "fp32_parts: the parts are found by the compatibility check, but compat.enabled is false. Set "
+            "it to true, or name the parts."
         )
     plain = replace(parts, compile=None, config=parts.config.model_copy(update={"compile": "none"}))
 
     def check(names: Sequence[str]) -> Compatibility:
+        _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(names) or "no part")
         return check_compatibility(plain.with_float32_parts(names), cache)
 
-    return search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
+    return check
 
 
 def search(
@@ -101,8 +111,10 @@ def search(
         return FoundParts((), before, before, len(sets.checks))
     best = sets.verdict(parts)
     if _RANKS.get(best, 3) >= _RANKS[before]:
-        return FoundParts((), before, before, len(sets.checks), _no_help(sets.checks[frozenset(parts)], len(parts)))
-    errors = [PartError(part, sets.check([one for one in parts if one != part])) for part in parts]
+        return FoundParts(
+            (), before, before, len(sets.checks), _no_help(sets.checks[frozenset(parts)], len(parts))
+        )
+    errors = own_errors(sets.check, parts)
     ordered = [one.part for one in sorted(errors, key=lambda one: one.error)]
     found = sets.without(ordered, ordered, _RANKS[best])
     queue = list(found)
@@ -119,6 +131,11 @@ def search(
     order = {part: number for number, part in enumerate(parts)}
     found.sort(key=lambda part: (order.get(part, len(order)), part))
     return FoundParts(tuple(found), before, best, len(sets.checks), reason, tuple(errors))
+
+
+def own_errors(check: Check, parts: Sequence[str]) -> list[PartError]:
+    """Check each part alone in the low precision."""
+    return [PartError(part, check([one for one in parts if one != part])) for part in parts]
 
 
 def _no_help(check: Compatibility, num_parts: int) -> str:

@@ -33,8 +33,8 @@ from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.model_parts import set_float32_parts
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
@@ -255,8 +255,8 @@ def build_trial(
         raise Incompatible(f"fp8 has linear layers of its own, so the base cannot be {base}. Use bf16.")
     if config.fp32_parts and resolution.precision.weights != "float32":
         raise Incompatible(
-            f"fp32_parts: `{resolution.effective}` has no weights in fp32, so no part can compute in it. Search "
-            "`fp32_parts` with `when: {fp_precision: [bf16, fp16]}`."
+            f"fp32_parts: `{resolution.effective}` has no weights in fp32, so no part can compute in it. "
+            "Search `fp32_parts` with `when: {fp_precision: [bf16, fp16]}`."
         )
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)

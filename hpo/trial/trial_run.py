@@ -94,6 +94,8 @@ class TrialRun:
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
+        self.no_parts = ""
+        """The reason if `fp32_parts: auto` found nothing that helps."""
         self.undefined = ""
         """The metric that the last evaluation lacks, though an objective or a limit needs it."""
         self.train_loss: float | None = None
@@ -131,7 +133,7 @@ class TrialRun:
         requested = self.parts.config.fp32_parts
         if requested == AUTO:
             found = distributed.decide(lambda: find_parts(self.parts, self.cache))
-            self.parts = self.parts.with_float32_parts(found.parts)
+            self.parts, self.no_parts = self.parts.with_float32_parts(found.parts), found.reason
             self.recorder.note(fp32_parts=found.telemetry())
         elif requested:
             self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
@@ -142,7 +144,7 @@ class TrialRun:
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
         for end in (Incompatible, Invalid):
             if compatibility.verdict == end.outcome:
-                raise end(" ".join(compatibility.reasons))
+                raise end(" ".join((*compatibility.reasons, *filter(None, [self.no_parts]))))
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.

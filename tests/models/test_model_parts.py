@@ -130,7 +130,9 @@ def test_an_encoder_without_layers() -> None:
 
 def test_modules_inside_a_part(model: MultitaskModel) -> None:
     layer = "encoder.encoder.layer.0"
-    assert inner_parts(model, "layers.0") == [f"{layer}.{name}" for name in ("attention", "intermediate", "output")]
+    assert inner_parts(model, "layers.0") == [
+        f"{layer}.{name}" for name in ("attention", "intermediate", "output")
+    ]
     assert inner_parts(model, f"{layer}.output") == [f"{layer}.output.dense", f"{layer}.output.LayerNorm"]
     assert inner_parts(model, f"{layer}.output.dense") == []
     assert inner_parts(model, "heads.topic") == ["heads.0.1"]

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_executor, tiny_study
 from torch import Tensor, nn
 
-from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.errors import InputError, ModelError, StudyFileError
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
@@ -115,7 +115,11 @@ def test_a_searched_part_reaches_the_trial(tmp_path: Path) -> None:
         ({"fp32_parts": "heads"}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
         ({"fp32_parts": [3]}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
         ({"fp32_parts": {"heads": "fp32"}}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
-        ({}, {"fp32_parts": {"type": "categorical", "choices": ["heads"]}}, "must be `auto` or a list of parts"),
+        (
+            {},
+            {"fp32_parts": {"type": "categorical", "choices": ["heads"]}},
+            "must be `auto` or a list of parts",
+        ),
         (
             {"fp_precision": "bf16-true", "fp32_parts": ["heads"]},
             {},
@@ -175,9 +179,7 @@ def test_keys_contain_the_parts(tmp_path: Path) -> None:
     assert len({checkpoint_key("", parts) for parts in trials}) == 3
 
 
-def test_parameters_from_the_command_line(tmp_path: Path) -> None:
-    from hpo.config.trial_config import parse_params
-
+def test_parameters_from_the_command_line() -> None:
     assert parse_params(["fp32_parts=[heads, layers.0]"]) == {"fp32_parts": ("heads", "layers.0")}
     with pytest.raises(InputError, match="must be `auto` or a list of parts"):
         parse_params(["fp32_parts=heads"])
