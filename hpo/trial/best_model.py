@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,7 +129,9 @@ def export_checkpoint(
         return export_model(model, tokenizer, out_dir, settings)
     if merge:
         merge_adapter(model)
-        return export_model(model, tokenizer, out_dir, settings)
+        # The layers of the adapter are gone: what was inside one is the layer itself now.
+        parts = dict.fromkeys(re.split(r"\.(?:base_layer|lora_)", name)[0] for name in settings.fp32_parts)
+        return export_model(model, tokenizer, out_dir, replace(settings, fp32_parts=tuple(parts)))
     manual_seed(config.seed)  # as in `_best_model`
     has_name = hub_id(config.encoder) is not None
     encoder = None if has_name else executor.loader.build_encoder(config)
