@@ -73,19 +73,24 @@ class FoundParts:
         return {"requested": AUTO, "resolved": self.parts, "num_checks": self.num_checks} | facts
 
 
-def find_parts(parts: TrialParts, cache: CompatibilityCache | None) -> FoundParts:
+def find_parts(
+    parts: TrialParts, cache: CompatibilityCache | None, before_check: Callable[[], None] = lambda: None
+) -> FoundParts:
     """Find the parts that the trial's precision needs in fp32 on this device.
 
-    Raises Incompatible if the study makes no compatibility check.
+    `before_check` runs before each check; what it raises ends the search. Raises Incompatible if the study
+    makes no compatibility check.
     """
     precision = parts.resolution.precision
     if precision.autocast is None:
         return FoundParts((), "", "", reason=f"{precision.name} has no autocast, so no part needs fp32.")
-    check = check_of(parts, cache)
+    check = check_of(parts, cache, before_check)
     return search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
 
 
-def check_of(parts: TrialParts, cache: CompatibilityCache | None) -> Check:
+def check_of(
+    parts: TrialParts, cache: CompatibilityCache | None, before_check: Callable[[], None] = lambda: None
+) -> Check:
     """The check of a trial's uncompiled model with parts in fp32."""
     if not parts.study.compat.enabled:
         raise Incompatible(
@@ -95,6 +100,7 @@ def check_of(parts: TrialParts, cache: CompatibilityCache | None) -> Check:
     plain = replace(parts, compile=None, config=parts.config.model_copy(update={"compile": "none"}))
 
     def check(names: Sequence[str]) -> Compatibility:
+        before_check()
         _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(names) or "no part")
         return check_compatibility(plain.with_float32_parts(names), cache)
 

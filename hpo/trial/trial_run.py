@@ -132,7 +132,7 @@ class TrialRun:
         """Resolve `fp32_parts: auto`, and record it."""
         requested = self.parts.config.fp32_parts
         if requested == AUTO:
-            found = distributed.decide(lambda: find_parts(self.parts, self.cache))
+            found = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_told))
             self.parts, self.no_parts = self.parts.with_float32_parts(found.parts), found.reason
             self.recorder.note(fp32_parts=found.telemetry())
         elif requested:

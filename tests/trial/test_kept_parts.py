@@ -27,8 +27,12 @@ from hpo.trial.telemetry import Progress, TrialResult
 STUDY: dict[str, Any] = {
     "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
     "training": {
-        **{"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0},
-        **{"fp_precision": "fp16", "fp32_parts": "auto"},
+        "max_steps": 6,
+        "batch_size": 8,
+        "max_length": 64,
+        "dropout": 0.0,
+        "fp_precision": "fp16",
+        "fp32_parts": "auto",
     },
     "checkpoint": {"every_seconds": 0.001},
 }

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from torch import Tensor, nn
 
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
+from hpo.precision.parts import float32_modules
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility
+from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import FoundParts, check_of, find_parts, search
 from hpo.trial.trial_parts import build_trial
+from hpo.trial.verify import check_precision
 
 LETTERS = "abcdefgh"
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -225,3 +230,24 @@ def test_an_interrupted_search_goes_on_and_is_not_repeated(tmp_path: Path) -> No
     assert len(cache.results) == found.num_checks
     cache.killed_at = found.num_checks  # nothing may be written any more
     assert find().parts == (FIRST,)
+
+
+def test_a_trial_that_is_told_to_stop_leaves_the_search(tmp_path: Path) -> None:
+    told = itertools.count(1)
+    callbacks = Callbacks(should_stop=lambda: next(told) == 4)
+    executor = executor_of(tmp_path, enlarge(FIRST))
+    executor.cache = Cache()
+    result = executor.run({}, None, "", callbacks)
+    assert result.outcome == Outcome.PREEMPTED
+    assert len(executor.cache.results) == 3
+
+
+def test_verify_checks_with_the_parts_that_auto_finds(tmp_path: Path) -> None:
+    assert check_precision(executor_of(tmp_path, enlarge(FIRST)), "fp16", 1).verdict == "ok"
+
+
+def test_a_diagnosis_repeats_the_trial_with_the_parts_that_auto_found(tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, enlarge(FIRST))
+    telemetry = {"precision": {"effective": "fp16"}, "fp32_parts": {"resolved": [FIRST]}}
+    trial: Any = SimpleNamespace(params={}, telemetry=telemetry)
+    assert [*float32_modules(_parts(executor, trial).model)] == [FIRST]
