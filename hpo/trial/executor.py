@@ -302,7 +302,7 @@ class Executor:
         """Raise ModelError if a searched part is not in the model of an encoder with which it is searched."""
         searched = self.study.search_space.get("fp32_parts")
         if searched and encoder in searched.when.get("encoder", (encoder,)):
-            for names in searched.grid():
+            for names in getattr(searched, "choices", ()):
                 if names != AUTO:
                     set_float32_parts(model, names)
 

@@ -14,10 +14,12 @@ Steps 1 to 3 make at most 3 n + 1 checks; all four stop after `MAX_CHECKS`. Each
 needed: when it was taken back, the check got worse. A smaller set of other parts may exist.
 
 All checks are uncompiled. They are cached like those of trials, so a search that was interrupted goes on.
+Its result is cached too, for each kind of device.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +28,7 @@ from typing import Any
 from hpo.config.trial_settings import AUTO
 from hpo.errors import Incompatible
 from hpo.models.model_parts import inner_parts, smallest_named_parts
-from hpo.precision.effective import some
-from hpo.trial.compat import Compatibility, CompatibilityCache, check_compatibility
+from hpo.trial.compat import Compatibility, CompatibilityCache, cache_key, check_compatibility
 from hpo.trial.trial_parts import TrialParts
 
 MAX_CHECKS = 150
@@ -84,8 +85,20 @@ def find_parts(
     precision = parts.resolution.precision
     if precision.autocast is None:
         return FoundParts((), "", "", reason=f"{precision.name} has no autocast, so no part needs fp32.")
+    key = _key(parts)
+    if cache and (known := cache.get_compat(key)):
+        return FoundParts(**known | {"parts": tuple(known["parts"])})
     check = check_of(parts, cache, before_check)
-    return search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
+    found = search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
+    if cache and found.before in _RANKS:
+        cache.put_compat(key, {name: of for name, of in vars(found).items() if name != "own_errors"})
+    return found
+
+
+def _key(parts: TrialParts) -> str:
+    """A hash of all that the search depends on: that of its checks, and the study's bounds."""
+    text = f"{cache_key(parts)}/{parts.study.compat.model_dump_json()}/{MAX_CHECKS}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_of(
@@ -101,7 +114,6 @@ def check_of(
 
     def check(names: Sequence[str]) -> Compatibility:
         before_check()
-        _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(names) or "no part")
         return check_compatibility(plain.with_float32_parts(names), cache)
 
     return check
@@ -120,6 +132,7 @@ def search(
         return FoundParts(
             (), before, before, len(sets.checks), _no_help(sets.checks[frozenset(parts)], len(parts))
         )
+    _logger.info("searching the parts that need fp32 among %d, in at most %d checks", len(parts), max_checks)
     errors = own_errors(sets.check, parts)
     ordered = [one.part for one in sorted(errors, key=lambda one: one.error)]
     found = sets.without(ordered, ordered, _RANKS[best])

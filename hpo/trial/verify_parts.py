@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hpo.errors import TrialEnd
 from hpo.models.model_parts import inner_parts, smallest_named_parts
+from hpo.precision.effective import some
 from hpo.precision.table import PRECISION, PRECISIONS, Support, support
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs, costs_of_parts
@@ -78,6 +79,7 @@ def _verify(parts: TrialParts, supported: Support, repeats: int) -> PartsCheck:
 
     def check(of: Sequence[str]) -> Compatibility:
         if frozenset(of) not in known:
+            _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(of) or "no part")
             known[frozenset(of)] = measure(of)
         return known[frozenset(of)]
 

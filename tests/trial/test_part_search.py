@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,10 +156,12 @@ def multiply_outside_the_modules(model: MultitaskModel) -> None:
     model.register_forward_hook(enlarged)
 
 
-def executor_of(folder: Path, alter: Callable[[MultitaskModel], object], parts: Any = "auto") -> Executor:
+def executor_of(
+    folder: Path, alter: Callable[[MultitaskModel], object], parts: Any = "auto", **study: Any
+) -> Executor:
     training = TRAINING | {"fp_precision": "fp16", "fp32_parts": parts}
     encoder = ENCODER | {"num_hidden_layers": 1}
-    return altered_executor(folder, alter, model={"encoder": encoder}, training=training)
+    return altered_executor(folder, alter, model={"encoder": encoder}, training=training, **study)
 
 
 def test_one_module_that_overflows_in_fp16_is_the_only_one_in_fp32(tmp_path: Path) -> None:
@@ -227,9 +230,19 @@ def test_an_interrupted_search_goes_on_and_is_not_repeated(tmp_path: Path) -> No
     cache.killed_at = None
     found = find()
     assert found.parts == (FIRST,)
-    assert len(cache.results) == found.num_checks
-    cache.killed_at = found.num_checks  # nothing may be written any more
-    assert find().parts == (FIRST,)
+    assert len(cache.results) == found.num_checks + 1, "the result is kept too"
+    cache.killed_at = len(cache.results)  # nothing may be written any more
+    assert find() == replace(found, own_errors=())
+
+
+def test_the_result_of_a_search_depends_on_the_bounds(tmp_path: Path) -> None:
+    cache = Cache()
+    wide = {"incompatible_logits_relative_error": 1e9, "incompatible_gradient_cosine": -1}
+    for bounds in ({}, wide):
+        executor = executor_of(tmp_path, enlarge(FIRST), compat=bounds)
+        find_parts(build_trial(executor.resolved, {}, executor.loader), cache)
+    kept = [result for result in cache.results.values() if "num_checks" in result]
+    assert len(kept) == 2
 
 
 def test_a_trial_that_is_told_to_stop_leaves_the_search(tmp_path: Path) -> None:
