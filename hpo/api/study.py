@@ -190,7 +190,7 @@ class Study(NamedStudy):
             return measure(Executor(resolve_study(config, probe_device(config.device)), RUNS))
 
     def verify_parts(self, repeats: int = 3) -> list[PartsCheck]:
-        """Measure each part of the model in bf16, fp16 and fp8, and find the parts that need fp32.
+        """Measure each part of the model in bf16 and fp16, and find the parts that need fp32.
 
         `repeats` passes with each part in fp32 are timed, against as many with none.
         """

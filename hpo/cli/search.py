@@ -36,7 +36,7 @@ def check(study: hpo.Study) -> Any:
 @study_command(
     *TRUST,
     repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
-    parts=flag("--parts", "Measure each part of the model in bf16, fp16 and fp8: which of them need fp32?"),
+    parts=flag("--parts", "Measure each part of the model in bf16 and fp16: which of them need fp32?"),
 )
 def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""

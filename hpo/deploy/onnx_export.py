@@ -24,7 +24,6 @@ from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
 from hpo.models.export import EXPORT_FORMATS, export_metadata, new_folder, write_metadata
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.parts import run_as_before
 from hpo.versions import install_hint, installed_versions
 
 LARGEST_BYTES = 2**31 - 2**20
@@ -121,9 +120,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
             "an ONNX file holds at most 2 GB (protobuf's limit), but the model has "
             f"{num_bytes / 1e9:.1f} GB of weights in fp32. Use its PyTorch export."
         )
-    plain = copy.deepcopy(network).cpu().eval()
-    run_as_before(plain)
-    return plain
+    return copy.deepcopy(network).cpu().eval()
 
 
 def _batches(network: MultitaskModel, longest: int) -> list[tuple[Tensor, ...]]:

@@ -142,7 +142,7 @@ class TrainedModel(nn.Module):
         if self._precision != wanted:
             if self._precision.float8:
                 raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
-            set_float32_parts(self.network, self.settings.fp32_parts)
+            set_float32_parts(self.network, self.settings.fp32_parts if wanted.autocast else ())
             self.network = cast(MultitaskModel, prepare_model(self.network, wanted))
         self._precision, self._device_info = wanted, info
         return self.to(info.torch_device)

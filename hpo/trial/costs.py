@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -97,12 +98,11 @@ def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:
 def costs_of_parts(
     parts: TrialParts, sets: Sequence[Sequence[str]], repeats: int
 ) -> dict[Sequence[str], Costs] | None:
-    """The costs of a micro-batch with sets of parts in fp32, against none, uncompiled.
+    """The costs of a micro-batch with each of the sets of parts in fp32, against none, uncompiled.
 
-    All sets take turns. None: fp8, whose model is another for each set, or not one example fits.
+    Each pass of a set has one without parts beside it. None: not one example fits into memory.
     """
     amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
-    all_sets = [(), *sets]
 
     def measure(work: Work) -> dict[Sequence[str], Costs]:
         side = Side(parts.model, amp, work)
@@ -111,19 +111,18 @@ def costs_of_parts(
             set_float32_parts(parts.model, names)
             return side.time()
 
-        for names in all_sets:
-            run(names)
-        peaks = [_peak_bytes(parts.device, lambda names=names: run(names)) for names in all_sets]  # type: ignore[misc]
-        rounds = []
+        peaks = {}
+        for names in ((), *sets):
+            run(names)  # to warm up
+            peaks[names] = _peak_bytes(parts.device, partial(run, names))
+        passes: dict[Sequence[str], list[tuple[float, float]]] = {names: [] for names in sets}
         for repeat in range(repeats):  # in alternating order
-            order = all_sets[:: -1 if repeat % 2 else 1]
-            rounds.append([run(names) for names in order][:: -1 if repeat % 2 else 1])
-        return {
-            names: _costs([(seconds[0], seconds[number]) for seconds in rounds], (peaks[0], peaks[number]))
-            for number, names in enumerate(all_sets)
-        }
+            for names in sets:
+                first, second = (run(each) for each in ((names, ()) if repeat % 2 else ((), names)))
+                passes[names].append((second, first) if repeat % 2 else (first, second))
+        return {names: _costs(pairs, (peaks[()], peaks[names])) for names, pairs in passes.items()}
 
-    return None if amp.precision.changes_weights else _on_micro_batch(parts, measure)
+    return _on_micro_batch(parts, measure)
 
 
 def _on_micro_batch(parts: TrialParts, measure: Callable[[Work], _T]) -> _T | None:

@@ -85,6 +85,8 @@ def find_parts(
     precision = parts.resolution.precision
     if precision.autocast is None:
         return FoundParts((), "", "", reason=f"{precision.name} has no autocast, so no part needs fp32.")
+    if precision.float8:
+        return FoundParts((), "", "", reason="fp8 needs `compile`, and parts are checked uncompiled.")
     key = _key(parts)
     if cache and (known := cache.get_compat(key)):
         return FoundParts(**known | {"parts": tuple(known["parts"])})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.parts import float32_modules
+from hpo.precision.table import Resolution
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility
 from hpo.trial.diagnosis import _parts
@@ -264,3 +265,13 @@ def test_a_diagnosis_repeats_the_trial_with_the_parts_that_auto_found(tmp_path: 
     telemetry = {"precision": {"effective": "fp16"}, "fp32_parts": {"resolved": [FIRST]}}
     trial: Any = SimpleNamespace(params={}, telemetry=telemetry)
     assert [*float32_modules(_parts(executor, trial).model)] == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"), [("fp32", "fp32 has no autocast"), ("fp8", "fp8 needs `compile`, and parts")]
+)
+def test_auto_is_not_searched_in_other_precisions(tmp_path: Path, precision: str, reason: str) -> None:
+    parts = build_trial((executor := executor_of(tmp_path, gate)).resolved, {}, executor.loader)
+    found = find_parts(replace(parts, resolution=Resolution(precision, precision, "native")), None)
+    assert (found.parts, found.num_checks) == ((), 0)
+    assert found.reason.startswith(reason)

@@ -28,9 +28,8 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PartsCheck]:
 
 
 def test_precisions_with_autocast_are_measured(checks: dict[str, PartsCheck]) -> None:
-    assert [*checks] == ["bf16", "fp16", "fp8"]
-    assert checks["fp8"].found is None
-    assert "`fp8` needs" in checks["fp8"].note
+    assert [*checks] == ["bf16", "fp16"]
+    assert all("this test CPU lacks" in check.note for check in checks.values()), "they are emulated"
 
 
 def test_each_part_is_measured_alone(checks: dict[str, PartsCheck]) -> None:
@@ -60,13 +59,13 @@ def test_the_screen_names_them(checks: dict[str, PartsCheck], capsys: pytest.Cap
     text = " ".join(capsys.readouterr().out.split())
     assert f"fp16: fp32_parts: auto is {SECOND} (incompatible without, ok with;" in text
     assert "bf16: fp32_parts: auto is no part (ok; 1 checks)." in text
-    assert "`fp8` needs" in text
+    assert "which this test CPU lacks" in text
 
 
 def test_costs_are_against_no_part(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, model=MODEL, training=TRAINING | {"fp_precision": "bf16"})
     parts = build_trial(executor.resolved, {}, executor.loader)
-    costs = costs_of_parts(parts, [("heads",)], repeats=2)
+    costs = costs_of_parts(parts, [("heads",), ()], repeats=2)
     assert costs is not None
-    assert [*costs] == [(), ("heads",)]
-    assert costs[()].speed_ratio == costs[()].least_speed_ratio == 1
+    assert [*costs] == [("heads",), ()]
+    assert costs[("heads",)].seconds > 0
