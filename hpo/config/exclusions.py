@@ -7,8 +7,8 @@ from typing import Any
 
 from hpo.config.search_space import SearchSpace
 from hpo.config.study_file import Problem
-from hpo.config.trial_settings import TrialSettings
-from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE
+from hpo.config.trial_settings import AUTO, TrialSettings
+from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE, PRECISION
 
 ADAPTER = "adapter"
 OF_ADAPTERS = (
@@ -23,6 +23,8 @@ NEEDS_ADAPTER = (
     "says how the frozen weights under an adapter are stored, and with `adapter: none` nothing is frozen."
 )
 NEEDS_NONE = "must be 0 with an adapter, under which all of the encoder is frozen."
+PARTS = "fp32_parts"
+NEEDS_FLOAT32 = "must be [] with `fp_precision: bf16-true`, whose weights are bf16."
 OPTIMIZER = "optimizer"
 SHORT_STATE = ("adamw", "adam", "lion")
 """Those whose moments `hpo.training.optimizer_states` knows."""
@@ -49,10 +51,20 @@ def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Prob
         is_said = name == BASE_PRECISION and not allowed
         if not is_said and set(_drawn_with(name, neutral, ADAPTER, training, space)) - {*allowed}:
             yield Problem(_where(name, space), why + _hint(ADAPTER, allowed))
+    with_parts = set(_drawn_with(PARTS, (), PRECISION, training, space))
+    if "bf16-true" in with_parts:
+        yield Problem(
+            _where(PARTS, space), NEEDS_FLOAT32 + _hint(PRECISION, sorted(with_parts - {"bf16-true"}))
+        )
     for optimizer in _drawn_with(OPTIMIZER_STATE, "fp32", OPTIMIZER, training, space):
         if optimizer not in SHORT_STATE:
             hint = _hint(OPTIMIZER, SHORT_STATE) if OPTIMIZER in space else ""
             yield Problem(_where(OPTIMIZER_STATE, space), _needs_moments(optimizer) + hint)
+
+
+def measures_parts(training: TrialSettings, space: SearchSpace) -> bool:
+    """Whether a trial may have `fp32_parts: auto`."""
+    return AUTO in _values(PARTS, training, space)
 
 
 def _drawn_with(

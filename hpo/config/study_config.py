@@ -31,7 +31,7 @@ from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
 from hpo.config.evaluation_config import EvaluationConfig
-from hpo.config.exclusions import study_problems
+from hpo.config.exclusions import measures_parts, study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
@@ -294,6 +294,8 @@ class StudyConfig(CheckedSection):
     def problems(self) -> Iterator[Problem]:
         if self.comparison is None:  # whose points are those of trials that ran
             yield from study_problems(self.training, self.search_space)
+        if not self.compat.enabled and measures_parts(self.training, self.search_space):
+            yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

@@ -70,10 +70,10 @@ def build_trial_config(
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
         raise InputError("\n".join(map(str, problems_of(error)))) from None
-    if checked.init_scale is None:
-        return checked
-    scaled = checked.amp.model_copy(update={"init_scale": checked.init_scale})
-    return checked.model_copy(update={"amp": scaled})
+    changes: dict[str, Any] = {} if checked.init_scale is None else {"init_scale": checked.init_scale}
+    if checked.fp32_parts:  # else these parts would compute in TF32
+        changes["tf32"] = False
+    return checked.model_copy(update={"amp": checked.amp.model_copy(update=changes)})
 
 
 def encoders_of(study: StudyConfig) -> list[str | dict[str, Any]]:

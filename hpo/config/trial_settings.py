@@ -50,6 +50,19 @@ def _targets(value: Any) -> Any:
     raise ValueError(f"must be `all-linear` or a list of names of layers, but got {show(value)}.")
 
 
+def _parts(value: Any) -> Any:
+    if value == AUTO:
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.strip() for one in value):
+        return tuple(dict.fromkeys(value))
+    raise ValueError(
+        f"must be `auto` or a list of parts, such as [embeddings, heads], but got {show(value)}."
+    )
+
+
+AUTO = "auto"
+"""The `fp32_parts` that each kind of device finds by measuring."""
+
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -57,6 +70,7 @@ Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
 BatchSize = Annotated[Count, Field(le=100_000)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
+Parts = Annotated[str | tuple[str, ...], BeforeValidator(_parts)]
 
 
 HeadType = Annotated[Head, or_own(HEADS.takes)]
@@ -89,6 +103,7 @@ MODEL_SETTINGS = (
     "layerwise_lr_decay",
     "compile",
     "compile_scope",
+    "fp32_parts",
 )
 """Settings of which some combinations cannot be built."""
 
@@ -102,6 +117,11 @@ class TrialSettings(CheckedSection):
     """Numeric precision: `fp32` (or `none`, `32-true`), `tf32`, `bf16` (or `bf16-mixed`), `fp16` (or
     `16-mixed`), `bf16-true` (bf16 weights, which lose updates of less than 1/512 of a weight, and whose
     gradients are also accumulated and clipped in bf16), `fp8`. Left out, `amp.preset` decides."""
+    fp32_parts: Parts = ()
+    """Parts of the model that compute in fp32 under `bf16` and `fp16`, and in bf16 under `fp8`: `embeddings`,
+    `layers.3`, `layers.8-11`, `attention`, `norms`, `heads`, `heads.<task>`, or a module by its name. `auto`
+    measures which parts this kind of device needs. `fp32` and `tf32` ignore it; `bf16-true` has no fp32
+    weights and refuses it. With it, other fp32 products do not use TF32, whatever `amp.tf32` says."""
     encoder: Encoder | None = None
     """Encoder, as in `model.encoder`, which it takes when left out."""
     max_length: Whole = Field(256, ge=8)

@@ -34,6 +34,7 @@ from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
 from hpo.inference.onnx_network import OnnxNetwork, has_cuda_provider, load_onnx
 from hpo.inference.packed_linear import PackedLinears
 from hpo.models.export import ExportSettings, load_exported, read_metadata
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision, base_lacks, canonical_precision, support
@@ -141,6 +142,7 @@ class TrainedModel(nn.Module):
         if self._precision != wanted:
             if self._precision.float8:
                 raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
+            set_float32_parts(self.network, self.settings.fp32_parts if wanted.autocast else ())
             self.network = cast(MultitaskModel, prepare_model(self.network, wanted))
         self._precision, self._device_info = wanted, info
         return self.to(info.torch_device)

@@ -65,6 +65,8 @@ class ExportSettings:
     attention: str
     precision: str
     """That in which the trial ran."""
+    fp32_parts: tuple[str, ...] = ()
+    """Parts of the model that compute in fp32 inside autocast, see `hpo.models.model_parts`."""
     tf32: bool = False
     """Whether fp32 products beside autocast may use TF32."""
     batch_tokens: int = 8192

@@ -24,6 +24,7 @@ from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
 from hpo.precision.float8 import convert_to_float8
 from hpo.precision.frozen import store_frozen
+from hpo.precision.parts import float32_modules, run_as_before
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
@@ -125,9 +126,15 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     Buffers stay as they are: rotary frequencies in bf16 are off by radians at long distances. So do weights
     of batch norms, which must have the dtype of their running statistics. `float8_linears` among the observed
     facts says how many layers were converted.
+
+    Parts in fp32 (`hpo.precision.parts`) keep their linear layers under fp8, and compute in bf16. Weights in
+    bf16 have no parts in fp32.
     """
+    in_float32 = float32_modules(model)
+    if precision.changes_weights:
+        run_as_before(model)
     if precision.float8:
-        model = convert_to_float8(model)
+        model = convert_to_float8(model, kept=in_float32)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept: set[Tensor] = {parameter for norm in norms for parameter in norm.parameters()}
     kept |= store_frozen(model, precision.frozen, getattr(torch, precision.weights))

@@ -50,6 +50,7 @@ from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, reduced_precision_reduction, tf32_is_on
 from hpo.precision.float8 import float8_facts, float8_weights, no_float8
 from hpo.precision.origins import UNMEASURED, Origins, narrower, storage, strided
+from hpo.precision.parts import float32_weights
 from hpo.precision.table import Precision
 from hpo.random_numbers import manual_seed
 
@@ -83,6 +84,8 @@ class Observation:
     float8: dict[str, Any] = field(default_factory=dict)
     """The `float8_facts` of the model."""
     float8_weights: frozenset[str] = frozenset()
+    float32_weights: frozenset[str] = frozenset()
+    """The weights of parts that compute in fp32 inside autocast."""
     compiled: Agreement | None = None
     """The agreement of the compiled model; None: the model is eager."""
 
@@ -97,6 +100,8 @@ class Observation:
 
     def expected(self, name: str, precision: Precision) -> str:
         """The format of a weight's products under `precision`. Under fp8, most layers may be bf16."""
+        if precision.autocast and name in self.float32_weights:
+            return "float32"
         is_wider = precision.float8 and name not in self.float8_weights
         return precision.linear_dtype if is_wider else precision.products
 
@@ -111,7 +116,8 @@ class Observation:
         if others:
             return Agreement(
                 False,
-                f"{len(others)} of {num_weights} weights were not multiplied in {precision.products}: "
+                f"{len(others)} of {num_weights} weights were not multiplied in {precision.products}"
+                f"{', or in float32 inside fp32_parts' if self.float32_weights else ''}: "
                 f"{some(others.values())}.",
             )
         if precision.float8 and (why := no_float8(self.float8)):
@@ -156,7 +162,11 @@ def observe_model(
 @contextlib.contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
     """Measure every product with a weight of `model` inside the block."""
-    seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
+    seen = Observation(
+        float8=float8_facts(model),
+        float8_weights=frozenset(float8_weights(model)),
+        float32_weights=float32_weights(model),
+    )
     # Parts that a model compiles itself run eagerly, or their operators would not come here.
     with torch.compiler.set_stance("force_eager"), _Products(model, seen):
         yield seen

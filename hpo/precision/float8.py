@@ -9,7 +9,7 @@ compiler fuses them, so without `compile` fp8 is slower than bf16. On an H100, B
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,8 +21,8 @@ NEEDS_COMPILE = (
 )
 
 
-def convert_to_float8(model: nn.Module) -> nn.Module:
-    """Replace the linear layers that float8 pays for; the model may be on the meta device.
+def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module:
+    """Replace the linear layers that float8 pays for, other than `kept`; the model may be on the meta device.
 
     The number of tokens, which gradient products need in multiples of 16, is padded by torchao.
     """
@@ -34,7 +34,9 @@ def convert_to_float8(model: nn.Module) -> nn.Module:
 
     pays = _auto_filter_for_recipe(RECIPE, filter_fqns=[])  # by name and size
     config = Float8LinearConfig(pad_inner_dim=True)
-    converted: nn.Module = convert_to_float8_training(model, module_filter_fn=pays, config=config)
+    converted: nn.Module = convert_to_float8_training(
+        model, module_filter_fn=lambda module, name: name not in kept and pays(module, name), config=config
+    )
     return converted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
 from hpo.models.encoder import attention_on, hub_id
 from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
@@ -113,6 +115,7 @@ def export_checkpoint(
         windowing=executor.loader.windowing(config),
         attention=config.attention,
         precision=precision.name,
+        fp32_parts=tuple(config.fp32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
         columns=data.columns.model_dump(include={"id", "text"}),
@@ -126,7 +129,9 @@ def export_checkpoint(
         return export_model(model, tokenizer, out_dir, settings)
     if merge:
         merge_adapter(model)
-        return export_model(model, tokenizer, out_dir, settings)
+        # The layers of the adapter are gone: what was inside one is the layer itself now.
+        parts = dict.fromkeys(re.split(r"\.(?:base_layer|lora_)", name)[0] for name in settings.fp32_parts)
+        return export_model(model, tokenizer, out_dir, replace(settings, fp32_parts=tuple(parts)))
     manual_seed(config.seed)  # as in `_best_model`
     has_name = hub_id(config.encoder) is not None
     encoder = None if has_name else executor.loader.build_encoder(config)
@@ -144,6 +149,8 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
         )
     precision = PRECISIONS[best.state["precision"]]
     config = build_trial_config(executor.study, params, precision.name, executor.amp)
+    # Those that `auto` found; a checkpoint of an earlier version has none.
+    config = config.model_copy(update={"fp32_parts": tuple(best.state.get("fp32_parts", ()))})
     precision = replace(precision, frozen=config.base_precision)
     runnable = attention_on(executor.device.type, config.attention)
     manual_seed(config.seed)  # frozen weights that are random are those of the trial
@@ -154,6 +161,7 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
             f"the encoder must have the weights that the trial's adapter in {folder} was trained on, but has "
             "others now. Give it the earlier ones again, or name their `model.revision`."
         )
+    set_float32_parts(model, config.fp32_parts)
     prepare_model(model, precision)
     load_trained(model, best.weights)
     evaluation = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation

@@ -212,7 +212,7 @@ def cache_key(parts: TrialParts) -> str:
         # Attention with dropout has another kernel than without, whatever the rate.
         "attention": [config.attention, config.attention_dropout and "dropout"],
         "gradient_checkpointing": config.gradient_checkpointing,
-        "precision": parts.resolution.effective,
+        "precision": [parts.resolution.effective, config.fp32_parts],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "reduced_precision_reduction": reduced_precision_reduction(),
         "compile": [config.compile, config.compile_scope],

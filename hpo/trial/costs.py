@@ -7,14 +7,17 @@ load on the machine slows both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from hpo.data.batches import collate, training_batches
+from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.models.model_parts import set_float32_parts
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import drop_compiled
@@ -24,6 +27,7 @@ from hpo.trial.measure import Side, Work, work_of
 from hpo.trial.trial_parts import TrialParts, training_args
 
 _MEANINGFUL_BYTES = 2**20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -68,43 +72,88 @@ def measure_costs(
             compile_model(each.model)
     for each in sides:
         each.time()
-    peak_bytes = []
-    for each in sides:
-        release_free_memory(device)
-        reset_peak_memory(device)
-        held = peak_memory_bytes(device)
-        each.time()
-        peak_bytes.append(peak_memory_bytes(device) - held)
+    peak_bytes = _peak_bytes(device, fp32.time), _peak_bytes(device, side.time)
     passes = []
     for repeat in range(repeats):  # in alternating order
-        first, second = (side.time() for side in sides[:: -1 if repeat % 2 else 1])
+        first, second = (each.time() for each in sides[:: -1 if repeat % 2 else 1])
         passes.append((second, first) if repeat % 2 else (first, second))
-    ratios = [reference / own for reference, own in passes]
-    memory = peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None
-    return Costs(min(own for _, own in passes), median(ratios), memory, min(ratios))
+    return _costs(passes, peak_bytes)
 
 
 def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:
-    """The costs of a micro-batch as the trial trains it. None: not one example fits on both sides together.
+    """The costs of a micro-batch as the trial trains it, halved as in training if memory runs out.
 
-    The micro-batch comes from a batch of median size, and is halved as in training if memory runs out.
+    None: not one example fits on both sides together.
     """
-    split, device = parts.data.train, parts.device
+    amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
+    try:
+        return _on_micro_batch(
+            parts, lambda work: measure_costs(parts.model, amp, work, repeats, parts.compile)
+        )
+    finally:
+        if parts.compile:
+            drop_compiled(parts.device)
+
+
+def costs_of_parts(
+    parts: TrialParts, sets: Sequence[Sequence[str]], repeats: int
+) -> dict[Sequence[str], Costs] | None:
+    """The costs of a micro-batch with each of the sets of parts in fp32, against none, uncompiled.
+
+    Each pass of a set has one without parts beside it. None: not one example fits into memory.
+    """
+    amp = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device)
+
+    def measure(work: Work) -> dict[Sequence[str], Costs]:
+        side = Side(parts.model, amp, work)
+
+        def run(names: Sequence[str]) -> float:
+            set_float32_parts(parts.model, names)
+            return side.time()
+
+        peaks = {}
+        for names in ((), *sets):
+            run(names)  # to warm up
+            peaks[names] = _peak_bytes(parts.device, partial(run, names))
+        passes: dict[Sequence[str], list[tuple[float, float]]] = {names: [] for names in sets}
+        for repeat in range(repeats):  # in alternating order
+            for names in sets:
+                first, second = (run(each) for each in ((names, ()) if repeat % 2 else ((), names)))
+                passes[names].append((second, first) if repeat % 2 else (first, second))
+        return {names: _costs(pairs, (peaks[()], peaks[names])) for names, pairs in passes.items()}
+
+    return _on_micro_batch(parts, measure)
+
+
+def _on_micro_batch(parts: TrialParts, measure: Callable[[Work], _T]) -> _T | None:
+    """`measure` on a micro-batch of a batch of median size. None: not one example fits into memory."""
+    split = parts.data.train
     args = training_args(parts.study, parts.config, split.num_windows)
     batches = training_batches(split.lengths_W, args.batch_size, args.seed, epoch=0)
     batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
     batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
     state = TrainState(micro_batch_size=args.micro_batch_size)
 
-    def measure() -> Costs:
-        work = work_of(parts, batch.split(state.micro_batch_size)[0])
-        amp = MixedPrecision(parts.resolution.precision, parts.config.amp, device)
-        return measure_costs(parts.model, amp, work, repeats, parts.compile)
+    def attempt() -> _T:
+        return measure(work_of(parts, batch.split(state.micro_batch_size)[0]))
 
     try:
-        return within_memory(measure, state, batch)
+        return within_memory(attempt, state, batch)
     except OutOfMemory:
         return None
-    finally:
-        if parts.compile:
-            drop_compiled(device)
+
+
+def _peak_bytes(device: DeviceInfo, run: Callable[[], object]) -> int:
+    """The memory that `run` needs at most, beside what was held before."""
+    release_free_memory(device)
+    reset_peak_memory(device)
+    held = peak_memory_bytes(device)
+    run()
+    return peak_memory_bytes(device) - held
+
+
+def _costs(passes: Sequence[tuple[float, float]], peak_bytes: tuple[int, int]) -> Costs:
+    """The costs of pairs of passes (seconds of the reference, own seconds)."""
+    ratios = [reference / own for reference, own in passes]
+    memory = peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None
+    return Costs(min(own for _, own in passes), median(ratios), memory, min(ratios))

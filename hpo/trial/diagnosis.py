@@ -193,6 +193,8 @@ def _parts(executor: Executor, trial: StoredTrial, **settings: Any) -> TrialPart
     params = {**trial.params, PRECISION: trial.telemetry["precision"]["effective"], **settings}
     if rows := trial.telemetry.get("micro_batch_size"):  # halved if memory ran out
         params["micro_batch_size"] = rows
+    if parts := trial.telemetry.get("fp32_parts"):  # those that `auto` found
+        params["fp32_parts"] = parts["resolved"]
     floor = params.pop(MIN_SCALE, executor.amp.min_scale)
     study = executor.resolved.with_amp(min_scale=floor, on_unsupported="prune")
     return build_trial(study, params, executor.loader)

@@ -26,7 +26,7 @@ from hpo.config.limits import MEASURED_METRICS, broken_limits, check_energy, vio
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import MODEL_SETTINGS, OF_TASKS
+from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     BrokenEncoderError,
@@ -40,6 +40,7 @@ from hpo.extensions import is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
@@ -273,6 +274,7 @@ class Executor:
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
             parts = build_trial(self.resolved, params, self.loader)
+            self._check_float32_parts(parts.model, params.get("encoder"))
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         encoder = parts.config.encoder
         shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
@@ -295,6 +297,14 @@ class Executor:
             raise ModelError(
                 f"{shown} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
+
+    def _check_float32_parts(self, model: MultitaskModel, encoder: Any) -> None:
+        """Raise ModelError if a searched part is not in the model of an encoder with which it is searched."""
+        searched = self.study.search_space.get("fp32_parts")
+        if searched and encoder in searched.when.get("encoder", (encoder,)):
+            for names in getattr(searched, "choices", ()):
+                if names != AUTO:
+                    set_float32_parts(model, names)
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ once for all trials of a study.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from hpo.code import errors_of_code
 from hpo.config.resolved_study import ResolvedStudy
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS
+from hpo.config.trial_settings import AUTO, BUDGETS, DEFAULT_EPOCHS
 from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
@@ -34,6 +34,7 @@ from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
@@ -198,6 +199,11 @@ class TrialParts:
         windows = np.concatenate([order[:first], order[::-1][:last]])
         return collate(self.data.train, windows, self.loss_fn.tasks, self.data.pad_id)
 
+    def with_float32_parts(self, names: Sequence[str]) -> TrialParts:
+        """Let these parts of the model and no others compute in fp32, in place."""
+        set_float32_parts(self.model, names)
+        return replace(self, config=self.config.model_copy(update={"fp32_parts": tuple(names)}))
+
     def prepare(self) -> torch.optim.Optimizer:
         """Give the model the weights that are trained, and return their optimizer."""
         config = self.config
@@ -247,6 +253,11 @@ def build_trial(
         raise Unsupported(lacking)
     if resolution.precision.float8 and base != "fp32":
         raise Incompatible(f"fp8 has linear layers of its own, so the base cannot be {base}. Use bf16.")
+    if config.fp32_parts and resolution.precision.weights != "float32":
+        raise Incompatible(
+            f"fp32_parts: `{resolution.effective}` has no weights in fp32, so no part can compute in it. "
+            "Search `fp32_parts` with `when: {fp_precision: [bf16, fp16]}`."
+        )
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)
     split = parts.data.train
@@ -273,6 +284,8 @@ def assemble(
         return loader.build_model(config)
 
     model = build(config)
+    if config.fp32_parts != AUTO:
+        set_float32_parts(model, config.fp32_parts)
     in_fp32 = config.model_copy(update={"base_precision": "fp32"})
     loss_fn = _loss_fn(config, model, train)
     return TrialParts(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
-from hpo.config.trial_settings import BUDGETS
+from hpo.config.trial_settings import AUTO, BUDGETS
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Nonfinite, Paused, Preempted, Pruned
 from hpo.memory import (
@@ -25,6 +25,7 @@ from hpo.memory import (
     reset_peak_memory,
 )
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
+from hpo.models.model_parts import part_facts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
@@ -45,6 +46,7 @@ from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, 
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
+from hpo.trial.part_search import find_parts
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
@@ -64,6 +66,8 @@ def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
     precision = parts.resolution.effective
     code = "".join(f"/{sha}" for sha in parts.study.code.values())
+    # All that decides which modules are in fp32; each trial without has the key that it always had.
+    code += "".join(f"/{part}" for part in parts.config.fp32_parts)
     base = f"/{parts.resolution.base}/{base_digest(parts.model)}" if has_adapter(parts.model) else ""
     return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}{base}"
 
@@ -90,6 +94,8 @@ class TrialRun:
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
+        self.no_parts = ""
+        """The reason if `fp32_parts: auto` found nothing that helps."""
         self.undefined = ""
         """The metric that the last evaluation lacks, though an objective or a limit needs it."""
         self.train_loss: float | None = None
@@ -99,6 +105,7 @@ class TrialRun:
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
     ) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
+        self._find_float32_parts()
         parts, recorder, device = self.parts, self.recorder, self.parts.device
         # What is followed must not be of `self`, which would hold the model until garbage is collected.
         recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
@@ -121,13 +128,23 @@ class TrialRun:
             self._train()
             return distributed.decide(self._finish)
 
+    def _find_float32_parts(self) -> None:
+        """Resolve `fp32_parts: auto`, and record it."""
+        requested = self.parts.config.fp32_parts
+        if requested == AUTO:
+            found = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_told))
+            self.parts, self.no_parts = self.parts.with_float32_parts(found.parts), found.reason
+            self.recorder.note(fp32_parts=found.telemetry())
+        elif requested:
+            self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
+
     def _check(self) -> None:
         device = self.parts.device
         compatibility = check_compatibility(self.parts, self.cache)
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
         for end in (Incompatible, Invalid):
             if compatibility.verdict == end.outcome:
-                raise end(" ".join(compatibility.reasons))
+                raise end(" ".join((*compatibility.reasons, *filter(None, [self.no_parts]))))
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.
@@ -170,6 +187,10 @@ class TrialRun:
             "observed_reason": reason,  # without that of a fallback
         }
         self.recorder.note(precision=asdict(resolution) | observed)
+        if parts_noted := self.recorder.telemetry().get("fp32_parts"):
+            names = parts.config.fp32_parts
+            by_part = part_facts(parts.model, names, seen, resolution.precision)
+            self.recorder.note(fp32_parts=parts_noted | {"by_part": by_part})
         if has_adapter(parts.model):
             self.recorder.note(base_precision=base_facts(parts.model, resolution.precision))
 
@@ -277,6 +298,7 @@ class TrialRun:
             best = {
                 "precision": self.parts.resolution.effective,
                 "base_digest": self.base_digest,
+                "fp32_parts": self.parts.config.fp32_parts,
                 "best": asdict(scored),
             }
             self._save(best, at_end=evaluation.budget_used >= 1)

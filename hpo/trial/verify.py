@@ -11,12 +11,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hpo.config.trial_settings import AUTO
 from hpo.device import DeviceInfo
 from hpo.errors import TrialEnd
 from hpo.precision.table import PRECISION, PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.costs import costs_of_trial
 from hpo.trial.executor import Executor
+from hpo.trial.part_search import find_parts
 from hpo.trial.trial_parts import build_trial
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ def check_precision(executor: Executor, name: str, repeats: int) -> Compatibilit
     _logger.info("checking %s ...%s%s", name, slow, passes)
     emulating = executor.resolved.with_amp(allow_emulated=True)
     parts = build_trial(emulating, {PRECISION: name}, executor.loader)
+    if parts.config.fp32_parts == AUTO:
+        parts = parts.with_float32_parts(find_parts(parts, None).parts)
     check = judge(measure_parts(parts), executor.study.compat)
     measured = check.measurement
     runs = name != "fp32" and measured.finite and measured.reference_fits

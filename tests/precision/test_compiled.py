@@ -35,6 +35,7 @@ from hpo.precision.compiled import Step, observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.precision.float8 import float8_facts, float8_weights
 from hpo.precision.frozen import FrozenLinear, store_frozen
+from hpo.precision.parts import run_in_float32
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import run_both_modes
 
@@ -277,3 +278,22 @@ def test_stored_weights_are_judged_by_their_products(kind: str, name: str, lies:
 def wide(stored: FrozenLinear, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return FrozenLinear.forward(stored, x.float()).bfloat16()
+
+
+@pytest.mark.parametrize("part", ["heads", "encoder.dense"])
+def test_a_part_in_fp32_is_seen_in_the_compiled_model(part: str) -> None:
+    model, step = prepared("bf16", plain)
+    run_in_float32(model.get_submodule("encoder.dense") if part != "heads" else model.heads[0])
+    assert judged(model, partial(step, model), "bf16") == (True, "")
+
+
+def test_a_part_whose_output_is_rounded_later_is_unverified() -> None:
+    """The next product casts it to bf16: a change that is lost there tells nothing about the part."""
+    model, step = prepared("bf16", plain)
+    dense = model.get_submodule("encoder.dense")
+    run_in_float32(dense)
+    dense.register_forward_hook(lambda _, __, output: output + (output.round(decimals=1) - output).detach())
+    agrees, reason = judged(model, partial(step, model), "bf16")
+    assert agrees is None
+    assert reason.startswith("compiled, nothing shows the products of 1 of ")
+    assert reason.endswith("kinds of weights: encoder.dense.weight in evaluation.")

@@ -1,0 +1,75 @@
+"""Modules that compute in fp32 inside a model under bf16 or fp16 autocast.
+
+Such a module runs without autocast. Its floating-point inputs are cast to fp32, and its weights are fp32. Its
+output stays fp32: autocast casts the inputs of the next product, and a value beyond the range of fp16 reaches
+a residual sum or a norm unchanged.
+
+The module gets a subclass of its class, with another `forward` and nothing else. Names, weights, hooks and
+copies of the model stay as they are. `torch.compile` traces the new `forward`, and activation checkpointing
+repeats it. An `nn.Embedding` keeps its class, because a lookup multiplies nothing.
+
+fp8 converts linear layers. It leaves out those inside the marked modules, and they compute in bf16.
+
+Related work chooses such parts by a rule or by an estimate. NVFP4 pretraining (arXiv 2509.25149) keeps the
+first and last blocks in bf16 by a fixed recipe. HAWQ (arXiv 1905.03696) ranks layers by the largest
+eigenvalue of the Hessian, and adds the ranks up. PEPPP (arXiv 2106.09686) predicts the error and memory of a
+whole precision configuration from other models. `hpo.trial.part_search` measures sets of parts of this model,
+on this data and device, because errors of parts do not add.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+_REDUCED = (torch.float16, torch.bfloat16)
+
+
+class InFloat32(nn.Module):
+    """The class that `run_in_float32` puts before the class of a module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        device_type = next((tensor.device.type for tensor in tensors), "cpu")
+        args, kwargs = tree_map(_to_float32, (args, kwargs))
+        with torch.autocast(device_type, enabled=False):
+            return super().forward(*args, **kwargs)
+
+
+def run_in_float32(module: nn.Module) -> None:
+    """Let `module` compute in fp32 under any autocast. Its weights must be fp32."""
+    if not isinstance(module, InFloat32 | nn.Embedding):
+        module.__class__ = _subclass(cast(Any, type(module)))
+
+
+def run_as_before(model: nn.Module) -> None:
+    """Undo `run_in_float32` in all modules of `model`."""
+    for module in model.modules():
+        if isinstance(module, InFloat32):
+            module.__class__ = type(module).__mro__[2]
+
+
+def float32_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that `run_in_float32` marked and all modules inside them, by name."""
+    roots = [f"{name}." for name, module in model.named_modules() if isinstance(module, InFloat32)]
+    named = model.named_modules()
+    return {name: module for name, module in named if any(f"{name}.".startswith(root) for root in roots)}
+
+
+def float32_weights(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of `float32_modules`, by their first name if they are shared."""
+    inside = {id(weight) for module in float32_modules(model).values() for weight in module.parameters()}
+    return frozenset(name for name, weight in model.named_parameters() if id(weight) in inside)
+
+
+@cache
+def _subclass(plain: Any) -> Any:
+    return type(plain.__name__, (InFloat32, plain), {"__module__": plain.__module__})
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _REDUCED else value

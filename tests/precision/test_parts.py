@@ -1,0 +1,150 @@
+"""Modules that compute in fp32 inside autocast."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny import CPU, EMULATED
+from torch import Tensor, nn
+
+from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.effective import observe_model
+from hpo.precision.parts import float32_modules, float32_weights, run_as_before, run_in_float32
+from hpo.precision.table import PRECISIONS, Precision
+
+X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Stubborn(nn.Linear):
+    """A layer that turns autocast on by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Model(nn.Module):
+    def __init__(self, second: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Sequential(second(16, 16), nn.GELU(), nn.Linear(16, 16))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.second(self.first(x)))
+        return result
+
+
+def amp(precision: Precision) -> MixedPrecision:
+    return MixedPrecision(precision, EMULATED, CPU)
+
+
+def call(model: nn.Module) -> Any:
+    return model(X)
+
+
+@pytest.mark.parametrize(("name", "reduced"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_part_computes_as_without_autocast(name: str, reduced: torch.dtype) -> None:
+    model, seen = Model(), dict[str, tuple[Tensor, Tensor]]()
+    run_in_float32(model.second)
+    for name_of, module in model.named_children():
+        module.register_forward_hook(
+            lambda _, inputs, output, name_of=name_of: seen.update({name_of: (inputs[0], output)})
+        )
+    with amp(PRECISIONS[name]).autocast():
+        model(X)
+    (given, made) = seen["second"]
+    assert (given.dtype, made.dtype, seen["last"][1].dtype) == (reduced, torch.float32, reduced)
+    torch.testing.assert_close(made, Model().second(given.float()), rtol=0, atol=0)
+
+
+def test_a_value_beyond_the_range_of_fp16_leaves_a_part_finite() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.second[2].weight.fill_(1e4)
+        model.second[2].bias.fill_(1e6)
+    with amp(PRECISIONS["fp16"]).autocast():
+        assert not model.second(X).isfinite().all()
+        run_in_float32(model.second)
+        assert model.second(X).isfinite().all()
+
+
+def test_names_weights_and_copies_stay() -> None:
+    plain, model = Model(), Model()
+    run_in_float32(model.second)
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    assert isinstance(model.second, nn.Sequential)
+    assert [*float32_modules(copy.deepcopy(model))] == ["second", "second.0", "second.1", "second.2"]
+    run_as_before(model)
+    assert type(model.second) is nn.Sequential
+    assert not float32_modules(model)
+
+
+def test_a_lookup_keeps_its_class() -> None:
+    table = nn.Embedding(3, 4)
+    run_in_float32(table)
+    assert type(table) is nn.Embedding
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_products_of_parts_are_seen_in_float32(name: str) -> None:
+    model, precision = Model(), PRECISIONS[name]
+    run_in_float32(model.second)
+    seen = observe_model(model, amp(precision), call)
+    assert seen.products == {
+        "first.weight": {precision.products},
+        "second.0.weight": {"float32"},
+        "second.2.weight": {"float32"},
+        "last.weight": {precision.products},
+    }
+    assert seen.agreement(precision).agrees
+
+
+def test_a_part_in_the_low_precision_does_not_agree() -> None:
+    model = Model(Stubborn)
+    run_in_float32(model.second)
+    agrees, reason = observe_model(model, amp(PRECISIONS["bf16"]), call).agreement(PRECISIONS["bf16"])
+    assert agrees is False
+    assert reason == (
+        "1 of 4 weights were not multiplied in bfloat16, or in float32 inside fp32_parts: "
+        "second.0.weight (bfloat16)."
+    )
+
+
+def test_a_layer_in_fp32_outside_the_parts_does_not_agree() -> None:
+    model = Model()
+    run_in_float32(model.second)
+    seen = observe_model(model, amp(PRECISIONS["bf16"]), call)
+    seen.float32_weights = frozenset({"second.0.weight"})
+    assert "second.2.weight (float32)" in seen.agreement(PRECISIONS["bf16"]).reason
+
+
+def test_a_shared_weight_has_the_name_of_the_model() -> None:
+    model = Model()
+    model.second[2].weight = model.first.weight
+    run_in_float32(model.second)
+    assert "first.weight" in float32_weights(model)
+
+
+def test_weights_in_bf16_have_no_parts() -> None:
+    model = Model()
+    run_in_float32(model.second)
+    prepare_model(model, PRECISIONS["bf16-true"])
+    assert not float32_modules(model)
+    assert model(X.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fp8_leaves_the_linear_layers_of_parts_alone() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(4096, 8192), "b": nn.Sequential(nn.Linear(4096, 8192))})
+    run_in_float32(model["b"])
+    prepare_model(model, PRECISIONS["fp8"])
+    assert type(model["a"]).__name__ == "Float8Linear"
+    assert type(model["b"][0]) is nn.Linear
+    assert not float32_modules(model), "it computes in bf16"
