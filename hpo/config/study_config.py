@@ -292,6 +292,10 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
+        first = self.objective[0].metric
+        if self.evaluation.patience is not None and first in MEASURED_METRICS:
+            message = f"needs a first objective that is a metric of the model, but it is {first}."
+            yield Problem(("evaluation", "patience"), message)
         if self.comparison is None:  # whose points are those of trials that ran
             yield from study_problems(self.training, self.search_space)
         searched = self.search_space.get("max_length")

@@ -212,7 +212,7 @@ class Executor:
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
         if outcome == Outcome.COMPLETE:
-            reason = broken_limits(limits, limited)
+            reason = " ".join(filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"))))
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
             limited |= {name: None for name in limited if name.startswith("train_")}
         result = recorder.result(outcome, reason, values, trace)

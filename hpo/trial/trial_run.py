@@ -45,10 +45,11 @@ from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, 
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
+from hpo.trial.patience import evaluations_without_improvement
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 10
+CHECKPOINT_FORMAT = 11
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -89,6 +90,10 @@ class TrialRun:
         self.compile_clock = CompileClock()
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
+        self.first_values: list[float] = []
+        """The first objective at each evaluation."""
+        self.stopped_early = ""
+        """Why the training ends before its budget is used up; empty: it does not."""
         self.best: ScoredEvaluation | None = None
         self.undefined = ""
         """The metric that the last evaluation lacks, though an objective or a limit needs it."""
@@ -151,6 +156,7 @@ class TrialRun:
         self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
         self.state.load_state_dict(state["progress"])
         self.evaluation_rates = list(state["evaluation_rates"])
+        self.first_values = list(state["first_values"])
         self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
@@ -218,7 +224,8 @@ class TrialRun:
         )
         try:
             for evaluation in evaluations:
-                distributed.decide(partial(self._on_evaluation, evaluation))
+                if distributed.decide(partial(self._on_evaluation, evaluation)):
+                    break
         except Nonfinite as end:
             self.recorder.note(finite_in_fp32=end.finite_in_fp32)
             raise
@@ -254,14 +261,20 @@ class TrialRun:
         used = self.args.budget.used(state)
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
 
-    def _on_evaluation(self, evaluation: Evaluation) -> None:
+    def _on_evaluation(self, evaluation: Evaluation) -> bool:
+        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
         self.evaluation_rates.append(evaluation.examples_per_second)
         kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
         weights = sum(weight.nbytes for weight in trained_state(self.parts.model).values())
         # Those to continue from and the best ones.
         self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
-        scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
+        values = self._values(evaluation)
+        self.first_values.append(values[0])
+        self._end_early(evaluation)
+        scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
+        if scored.is_last and not broken:
+            self._check_measured(evaluation)
         best_values = self.best.values if self.best else None
         objective = self.parts.study.objective[0]
         better = not self.undefined and is_better(objective, scored.values, best_values)
@@ -279,11 +292,25 @@ class TrialRun:
                 "base_digest": self.base_digest,
                 "best": asdict(scored),
             }
-            self._save(best, at_end=evaluation.budget_used >= 1)
+            self._save(best, at_end=evaluation.budget_used >= 1 or bool(self.stopped_early))
         if broken:
             raise Pruned(broken)
         if paused:
             raise paused
+        return bool(self.stopped_early)
+
+    def _end_early(self, evaluation: Evaluation) -> None:
+        """Decide whether the training ends with this evaluation, before its budget is used up."""
+        objective, settings = self.parts.study.objective[0], self.parts.study.evaluation
+        count = evaluations_without_improvement(self.first_values, objective, settings.min_delta)
+        if settings.patience is None or count < settings.patience or evaluation.budget_used >= 1:
+            return
+        by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        self.stopped_early = (
+            f"Training ended early at step {evaluation.step}, at {evaluation.budget_used:.0%} of its budget: "
+            f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)."
+        )
+        self.recorder.note(stopped_early=self.stopped_early)
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
         """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
@@ -300,34 +327,42 @@ class TrialRun:
             known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
         return broken_limits(limits, known)
 
-    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
-        measured = {
+    def _measured(self, evaluation: Evaluation) -> dict[str, float | None]:
+        return {
             **evaluation.rates,
             "peak_memory_bytes": peak_memory_bytes(self.parts.device),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
-        study, config = self.parts.study, self.parts.config
-        metrics = [objective.metric for objective in study.objective]
-        named = [*metrics, *study.constraints]
-        unmeasured = [name for name in named if name in MEASURED_METRICS and measured.get(name) is None]
-        if unmeasured and evaluation.budget_used >= 1:
-            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-            why = (
-                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
-                f"tells the speed. Raise `{budget}`, or use `compile: none`."
+
+    def _check_measured(self, evaluation: Evaluation) -> None:
+        """Raise Incompatible if, at the end of the training, a measured metric of the study has no value."""
+        measured, study = self._measured(evaluation), self.parts.study
+        unmeasured = [
+            name for name in study.named_metrics if name in MEASURED_METRICS and measured[name] is None
+        ]
+        if not unmeasured:
+            return
+        budget = next(name for name in BUDGETS if getattr(self.parts.config, name) is not None)
+        why = (
+            f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
+            f"tells the speed. Raise `{budget}`, or use `compile: none`."
+        )
+        if unmeasured[0] == ENERGY:
+            missing = self.energy_counter and self.energy_counter.missing
+            why = missing or (
+                f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
+                f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
             )
-            if unmeasured[0] == ENERGY:
-                missing = self.energy_counter and self.energy_counter.missing
-                why = missing or (
-                    f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
-                    f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
-                )
-            raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
+        raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
+
+    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
+        study, measured = self.parts.study, self._measured(evaluation)
         tasks, found = self.parts.loss_fn.tasks, evaluation.metrics
-        undefined = {name: undefined_metric(name, found, tasks) for name in named}
+        undefined = {name: undefined_metric(name, found, tasks) for name in study.named_metrics}
         self.undefined = next(filter(None, undefined.values()), "")
         return tuple(
-            math.nan if undefined[name] else objective_value(name, found, tasks, measured) for name in metrics
+            math.nan if undefined[one.metric] else objective_value(one.metric, found, tasks, measured)
+            for one in study.objective
         )
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
@@ -346,6 +381,7 @@ class TrialRun:
             "mixed_precision": self.mixed_precision.state_dict(),
             "best": self.best and asdict(self.best),
             "evaluation_rates": self.evaluation_rates,
+            "first_values": self.first_values,
             "meter": self.meter.state_dict(),
         }
         self.store.save(
