@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hpo.extensions import metric as metric
     from hpo.extensions import optimizer as optimizer
     from hpo.extensions import pooling as pooling
+    from hpo.extensions import pruner as pruner
+    from hpo.extensions import sampler as sampler
     from hpo.extensions import schedule as schedule
     from hpo.extensions import source as source
     from hpo.inference.model import load as load
@@ -35,7 +37,10 @@ _PLACES = {
     "StudyPath": "hpo.config.data_config.StudyPath",
 } | {
     name: f"hpo.extensions.{name}"
-    for name in ("encoder", "head", "loss", "metric", "optimizer", "pooling", "schedule", "source")
+    for name in (
+        *("encoder", "head", "loss", "metric", "optimizer", "pooling", "pruner", "sampler", "schedule"),
+        "source",
+    )
 }
 
 

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.code import names_of
+from hpo.code import is_class_name, names_of
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
@@ -160,6 +160,11 @@ class StudyConfig(CheckedSection):
     @property
     def named_metrics(self) -> tuple[str, ...]:
         return (*(objective.metric for objective in self.objective), *self.constraints)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names by which the sampler and the pruner import a class."""
+        return tuple(one.name for one in (self.sampler, self.pruner) if is_class_name(one.name))
 
     @property
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
