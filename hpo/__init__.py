@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from hpo.api.study import Study as Study
     from hpo.config.data_config import StudyPath as StudyPath
     from hpo.evaluation.predictions import compare_predictions as compare_predictions
+    from hpo.extensions import callback as callback
     from hpo.extensions import encoder as encoder
     from hpo.extensions import head as head
     from hpo.extensions import loss as loss
@@ -38,8 +39,8 @@ _PLACES = {
 } | {
     name: f"hpo.extensions.{name}"
     for name in (
-        *("encoder", "head", "loss", "metric", "optimizer", "pooling", "pruner", "sampler", "schedule"),
-        "source",
+        *("callback", "encoder", "head", "loss", "metric", "optimizer", "pooling", "pruner", "sampler"),
+        *("schedule", "source"),
     )
 }
 

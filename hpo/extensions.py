@@ -50,6 +50,8 @@ SCHEDULES = Registry[Extension]("schedule", get_args(Schedule))
 SOURCES = Registry[Extension]("source of data", get_args(Source))
 SAMPLERS = Registry[Extension]("sampler", get_args(Sampler))
 PRUNERS = Registry[Extension]("pruner", get_args(Pruner))
+CALLBACKS = Registry[Extension]("callback")
+CALLBACK_METHODS = ("on_step", "on_evaluation", "on_end")
 OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type"))
 
 _NAMED_BY = {
@@ -136,6 +138,22 @@ def sampler(name: str, options: type[Section] = Section) -> Callable[[Thing], Th
 def pruner(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
     """Add a pruner, a decorator. It is called with (options) and returns an Optuna `BasePruner`."""
     return _adds(PRUNERS, name, options)
+
+
+def callback(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Add a callback, which every trial of the study has, a decorator. It is called with (options) when a
+    trial starts or resumes in a process, and returns an object with any of these methods. Each gets one
+    argument, a `hpo.trial.user_callbacks.CallbackState`.
+
+    - `on_step`: after each step but the last.
+    - `on_evaluation`: after each evaluation, before it is stored. A killed trial may repeat it.
+    - `on_end`: when the training ends, however it ends.
+
+    `on_step` and `on_evaluation` end the training if they return a text, the reason. The trial is then
+    evaluated and ends as `complete` with its best weights. A callback may read and log. It must not change
+    the model, the optimizer or the data. An exception ends the trial as `failed`.
+    """
+    return _adds(CALLBACKS, name, options)
 
 
 def _adds(

@@ -58,6 +58,7 @@ from hpo.trial.objectives import check_metrics, limited_values, objective_value,
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
+from hpo.trial.user_callbacks import make_callbacks
 
 _logger = logging.getLogger(__name__)
 
@@ -273,6 +274,7 @@ class Executor:
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
             parts = build_trial(self.resolved, params, self.loader)
+            make_callbacks(parts.config)
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         encoder = parts.config.encoder
         shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"

@@ -7,9 +7,19 @@ trial that ends early has trained at higher rates than one that comes to its end
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.objective import ObjectiveConfig
+
+
+def patience_over(values: Sequence[float], objective: ObjectiveConfig, settings: EvaluationConfig) -> str:
+    """Return why the patience of a study is over after these evaluations; empty: it is not."""
+    count = evaluations_without_improvement(values, objective, settings.min_delta)
+    if settings.patience is None or count < settings.patience:
+        return ""
+    by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+    return f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)"
 
 
 def evaluations_without_improvement(

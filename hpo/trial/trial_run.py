@@ -39,15 +39,16 @@ from hpo.training.compilation import (
 )
 from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
+from hpo.training.loop import CHECK_EVERY, AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
-from hpo.trial.patience import evaluations_without_improvement
+from hpo.trial.patience import patience_over
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
+from hpo.trial.user_callbacks import UserCallbacks
 
 CHECKPOINT_FORMAT = 11
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
@@ -122,8 +123,11 @@ class TrialRun:
             self.mixed_precision = MixedPrecision(precision, amp, device)
             self._resume()
             self._observe_and_compile()
+            self.user_callbacks = UserCallbacks(parts.config, parts.model, self.state)
+            distributed.decide(self.user_callbacks.make)
             recorder.note(setup_seconds=time.perf_counter() - recorder.started)
             self._train()
+            distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
             return distributed.decide(self._finish)
 
     def _check(self) -> None:
@@ -211,6 +215,9 @@ class TrialRun:
         self.utilization = Utilization(parts.device, torch.get_num_threads())
         measured = (parts.model, mixed_precision, clock, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured, num_ranks))
+        if self.user_callbacks:
+            state = self.state
+            self.recorder.follow(lambda: {"callback_seconds": state.callback_seconds})
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
         hooks = TrainingHooks(self._on_step, self._stop_if_told if num_ranks == 1 else lambda: None)
@@ -222,35 +229,55 @@ class TrialRun:
             clock,
             hooks,
         )
-        try:
-            for evaluation in evaluations:
-                if distributed.decide(partial(self._on_evaluation, evaluation)):
-                    break
-        except Nonfinite as end:
-            self.recorder.note(finite_in_fp32=end.finite_in_fp32)
-            raise
-        except (Preempted, Paused) as end:
-            self._save()
-            if isinstance(end, Paused):
-                self.store.share()
-            raise
+        with self.user_callbacks.told_of_error():
+            try:
+                for evaluation in evaluations:
+                    if distributed.decide(partial(self._on_evaluation, evaluation)):
+                        break
+            except Nonfinite as end:
+                self.recorder.note(finite_in_fp32=end.finite_in_fp32)
+                raise
+            except (Preempted, Paused) as end:
+                self._save()
+                if isinstance(end, Paused):
+                    self.store.share()
+                raise
 
     def _stop_if_told(self) -> None:
         if self.callbacks.should_stop():
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
-    def _on_step(self) -> bool:
-        self.callbacks.on_progress(self._progress())
+    def _on_step(self) -> AfterStep:
+        progress = self._progress()
+        self.callbacks.on_progress(progress)
         self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
             raise Pruned(told)
+        watched = self.user_callbacks.watch_steps
+        if watched and self._call("on_step", progress):
+            return "ended"
         due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
         if due:
             self.meter.stop()
             self._save()
-        return due
+        return "interrupted" if due or watched else ""
+
+    def _call(self, method: str, progress: Progress, **changes: Any) -> bool:
+        """Call the study's own callbacks. Returns whether one of them ends the training."""
+        self.meter.stop()
+        told = self.user_callbacks.call(
+            method,
+            step=progress.step,
+            budget_used=progress.budget_used,
+            train_loss=progress.train_loss,
+            examples_per_second=progress.examples_per_second,
+            **changes,
+        )
+        if told:
+            self._end_early(progress.step, progress.budget_used, told)
+        return bool(told)
 
     def _progress(self) -> Progress:
         state = self.state
@@ -271,13 +298,19 @@ class TrialRun:
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
         values = self._values(evaluation)
         self.first_values.append(values[0])
-        self._end_early(evaluation)
+        study = self.parts.study
+        if told := patience_over(self.first_values, study.objective[0], study.evaluation):
+            self._end_early(evaluation.step, evaluation.budget_used, told)
+        if self.user_callbacks:
+            rate = evaluation.rates.get("train_examples_per_second")
+            progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
+            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
+        self.last_evaluation = evaluation
         scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
         if scored.is_last and not broken:
             self._check_measured(evaluation)
         best_values = self.best.values if self.best else None
-        objective = self.parts.study.objective[0]
-        better = not self.undefined and is_better(objective, scored.values, best_values)
+        better = not self.undefined and is_better(study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
         paused = None
@@ -299,18 +332,12 @@ class TrialRun:
             raise paused
         return bool(self.stopped_early)
 
-    def _end_early(self, evaluation: Evaluation) -> None:
-        """Decide whether the training ends with this evaluation, before its budget is used up."""
-        objective, settings = self.parts.study.objective[0], self.parts.study.evaluation
-        count = evaluations_without_improvement(self.first_values, objective, settings.min_delta)
-        if settings.patience is None or count < settings.patience or evaluation.budget_used >= 1:
-            return
-        by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
-        self.stopped_early = (
-            f"Training ended early at step {evaluation.step}, at {evaluation.budget_used:.0%} of its budget: "
-            f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)."
-        )
-        self.recorder.note(stopped_early=self.stopped_early)
+    def _end_early(self, step: int, budget_used: float, reason: str) -> None:
+        """End the training before its budget is used up. The first reason stays."""
+        if budget_used < 1 and not self.stopped_early:
+            at = f"at step {step}, at {budget_used:.0%} of its budget"
+            self.stopped_early = f"Training ended early {at}: {reason}."
+            self.recorder.note(stopped_early=self.stopped_early)
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
         """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
@@ -398,6 +425,8 @@ class TrialRun:
                 f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
                 "objective or a limit needs it. Use another metric, or return a number there."
             )
+        if self.stopped_early:  # in a step that was evaluated before
+            self._check_measured(self.last_evaluation)
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
