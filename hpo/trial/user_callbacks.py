@@ -70,6 +70,11 @@ def make_callbacks(config: TrialConfig) -> dict[str, Any]:
     return made
 
 
+def watcher_of_steps(callbacks: Mapping[str, Any]) -> str:
+    """Return the name of a callback that is called after each step; empty: there is none."""
+    return next((name for name, callback in callbacks.items() if hasattr(callback, "on_step")), "")
+
+
 class UserCallbacks:
     """The callbacks of one trial in this process."""
 
@@ -89,7 +94,7 @@ class UserCallbacks:
     @property
     def watch_steps(self) -> bool:
         """Whether a callback is called after each step."""
-        return any(hasattr(callback, "on_step") for callback in self._callbacks.values())
+        return bool(watcher_of_steps(self._callbacks))
 
     def call(self, method: str, **changes: Any) -> str:
         """Call the method of all callbacks with the state after `changes`.

@@ -311,3 +311,9 @@ def test_of_several_ranks_the_first_alone_has_callbacks(tmp_path: Path) -> None:
     assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 3)
     seen = [one[:2] for one in notes_of(tmp_path / "notes")]
     assert seen == [["step", 1], ["step", 2], ["step", 3], ["evaluation", 3], ["end", 3]]
+
+
+def test_energy_and_on_step_exclude_each_other(tmp_path: Path) -> None:
+    limits = {"train_joules_per_example": {"max": 1.0}}
+    with pytest.raises(InputError, match=r"`notes` has `on_step`, so train_joules_per_example"):
+        executor_of(tmp_path, NOTES, constraints=limits).check_study()

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -39,8 +39,6 @@ from hpo.study.store.optuna_internals import is_in
 REGISTRY = "HPO_OPTUNAHUB_REGISTRY"
 """Environment variable: the folder `package` of a copy of OptunaHub's registry, which is used in place of the
 network."""
-
-T = TypeVar("T", BaseSampler, BasePruner)
 
 
 def trust_classes(config: StudyConfig, of_file: StudyConfig | None) -> None:
@@ -130,7 +128,7 @@ def _errors_of(what: str, name: str) -> Iterator[None]:
         raise RunError(f"The {what} `{name}` failed: {_told(error)}") from error
 
 
-def _build(config: SamplerConfig | PrunerConfig, base: type[T], seed: int | None = None) -> T:
+def _build(config: SamplerConfig | PrunerConfig, base: type[Any], seed: int | None = None) -> Any:
     what, name = config.WHAT, config.name
     own = config.OWN.get(name)
     try:
@@ -151,12 +149,12 @@ def _build(config: SamplerConfig | PrunerConfig, base: type[T], seed: int | None
     return made
 
 
-def _instance(found: type[T], options: dict[str, Any], seed: int | None) -> T:
+def _instance(found: type[Any], options: dict[str, Any], seed: int | None) -> Any:
     takes_seed = seed is not None and "seed" in inspect.signature(found).parameters
     return found(**options, **({"seed": seed} if takes_seed else {}))
 
 
-def load_class(name: str, base: type[T], what: str) -> type[T]:
+def load_class(name: str, base: type[Any], what: str) -> type[Any]:
     """Import the class that `name` names. Raises InputError unless it is a subclass of `base`.
 
     Args:
@@ -180,7 +178,7 @@ def load_class(name: str, base: type[T], what: str) -> type[T]:
     return found
 
 
-def _class_of_hub(name: str, base: type[T], what: str) -> Any:
+def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
     match = re.fullmatch(rf"{HUB}([\w./-]+?)(?:@([\w./-]+))?(?::(\w+))?", name)
     assert match is not None, name  # `is_class_name`
     package, ref, attribute = match.groups()
