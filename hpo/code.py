@@ -28,7 +28,7 @@ from hpo.memory import is_out_of_memory
 ENTRY_POINTS = "hpo.plugins"
 HUB = "optunahub:"
 """A class of a sampler or a pruner that begins with this is one of OptunaHub."""
-_CLASS = re.compile(rf"{HUB}\w+(/[\w.-]+)+(@[\w./-]+)?(:\w+)?|([A-Za-z_]\w*\.)+[A-Z]\w*")
+_CLASS = re.compile(rf"{HUB}\w+(/\w[\w-]*)+(@\w[\w./-]*)?(:\w+)?|([A-Za-z_]\w*\.)+[A-Z]\w*")
 
 T = TypeVar("T")
 _takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)

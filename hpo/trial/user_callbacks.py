@@ -125,7 +125,7 @@ class UserCallbacks:
                 f"The callback `{name}` must return None, or a text to end the training, but {method} "
                 f"returned {shorten(repr(reason), 60)}."
             )
-        return reason or ""
+        return shorten(reason or "", 200)
 
     @contextmanager
     def told_of_error(self) -> Iterator[None]:

@@ -179,17 +179,17 @@ def load_class(name: str, base: type[Any], what: str) -> type[Any]:
 
 
 def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
-    match = re.fullmatch(rf"{HUB}([\w./-]+?)(?:@([\w./-]+))?(?::(\w+))?", name)
+    match = re.fullmatch(rf"{HUB}([\w/-]+)(?:@([\w./-]+))?(?::(\w+))?", name)
     assert match is not None, name  # `is_class_name`
     package, ref, attribute = match.groups()
     module = _hub_module(name, package, ref, what)
     if attribute is not None:
         return getattr(module, attribute, None)
-    exported = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
-    values = [getattr(module, key, None) for key in exported]
+    exported = getattr(module, "__all__", None)
+    values = [getattr(module, key, None) for key in exported or vars(module)]
     classes = [value for value in values if isinstance(value, type) and issubclass(value, base)]
-    # Without `__all__` a module also shows the classes that it imports.
-    own = [value for value in classes if value.__module__.startswith(module.__name__)]
+    # Without `__all__` a module also shows the classes that it imports from Optuna.
+    own = [value for value in classes if exported or value.__module__.startswith(module.__name__)]
     if len(own) != 1:
         named = ", ".join(value.__name__ for value in own) or "none"
         raise InputError(
@@ -213,7 +213,7 @@ def _hub_module(name: str, package: str, ref: str | None, what: str) -> ModuleTy
             if registry:
                 module = optunahub.load_local_module(package, registry_root=str(Path(registry).absolute()))
             else:
-                module = optunahub.load_module(package, **({} if ref is None else {"ref": ref}))
+                module = optunahub.load_module(package, ref=ref or "main")
     except Exception as error:
         where = f"from the folder {registry} ({REGISTRY})" if registry else "from OptunaHub"
         raise InputError(

@@ -180,6 +180,7 @@ def test_a_class_that_cannot_sample_is_refused_before_the_study_is_made(
     [
         ({"sampler": {"name": "bayes"}}, r"sampler\.name: must be one of tpe, gp, .*, but got `bayes`"),
         ({"sampler": {"name": "my_package.sampler"}}, r"sampler\.name: must be one of tpe"),
+        ({"sampler": {"name": "optunahub:samplers/../../x"}}, r"sampler\.name: must be one of tpe"),
         ({"sampler": {"name": "tpe", "shift": 1}}, r"sampler\.shift: there is no such key"),
         (
             {
@@ -257,6 +258,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, source in {
         "auto_sampler": HUB_SAMPLER,
         "two": HUB_SAMPLER + "\n\nclass Second(AutoSampler):\n    pass\n\n\n__all__ += ['Second']\n",
+        "shown": "from optuna.samplers import RandomSampler\n\n__all__ = ['RandomSampler']\n",
         "broken": "import no_such_dependency\n",
     }.items():
         folder = tmp_path / "registry" / "samplers" / name
@@ -267,7 +269,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("name", ["auto_sampler", "two:Second", "two@v1:AutoSampler"])
+@pytest.mark.parametrize("name", ["auto_sampler", "two:Second", "two@v1:AutoSampler", "shown"])
 def test_a_sampler_of_optunahub(name: str) -> None:
     config = study(4, sampler={"name": f"optunahub:samplers/{name}"}, search_space=SPACE)
     check_study(config)
@@ -297,8 +299,8 @@ def test_without_the_package_optunahub_the_remedy_is_named(monkeypatch: pytest.M
 
 def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Offline:
-        def load_module(self, package: str) -> None:
-            raise OSError(f"no route to host for {package}")
+        def load_module(self, package: str, ref: str) -> None:
+            raise OSError(f"no route to host for {package} at {ref}")
 
     monkeypatch.setitem(sys.modules, "optunahub", Offline())
     monkeypatch.delenv(REGISTRY, raising=False)
