@@ -79,16 +79,22 @@ def test_a_resumed_trial_counts_the_evaluations_before_it(tmp_path: Path) -> Non
     assert result.telemetry["num_steps"] == 20
 
 
-@pytest.mark.parametrize("name", ["promote", "median"])
-def test_a_trial_that_ends_early_is_neither_pruned_nor_paused(tmp_path: Path, name: str) -> None:
-    """Its last evaluation is at a rung of `promote`, and each of them is worse than the median."""
-    options = {"starts": 0.4, "keep": 1} if name == "promote" else {"n_startup_trials": 0}
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        {"name": "promote", "starts": 0.4, "keep": 1},
+        {"name": "optuna.pruners.ThresholdPruner", "upper": -1.0, "n_warmup_steps": 4},
+    ],
+    ids=lambda pruner: str(pruner["name"]),
+)
+def test_a_trial_that_ends_early_is_neither_pruned_nor_paused(tmp_path: Path, pruner: dict[str, Any]) -> None:
+    """Its last evaluation, the fourth, is at a rung of `promote`, and is the first that the other stops."""
     write_study(
         tmp_path,
         training=STEPS | {"learning_rate": 1e-30},
         search_space={"weight_decay": {"type": "float", "low": 0.0, "high": 0.1}},
         evaluation={"per_trial": 10, "patience": 3},
-        pruner={"name": name, **options},
+        pruner=pruner,
         n_trials=3,
     )
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
