@@ -7,12 +7,15 @@ if TYPE_CHECKING:
     from hpo.api.study import Study as Study
     from hpo.config.data_config import StudyPath as StudyPath
     from hpo.evaluation.predictions import compare_predictions as compare_predictions
+    from hpo.extensions import callback as callback
     from hpo.extensions import encoder as encoder
     from hpo.extensions import head as head
     from hpo.extensions import loss as loss
     from hpo.extensions import metric as metric
     from hpo.extensions import optimizer as optimizer
     from hpo.extensions import pooling as pooling
+    from hpo.extensions import pruner as pruner
+    from hpo.extensions import sampler as sampler
     from hpo.extensions import schedule as schedule
     from hpo.extensions import source as source
     from hpo.inference.model import load as load
@@ -35,7 +38,10 @@ _PLACES = {
     "StudyPath": "hpo.config.data_config.StudyPath",
 } | {
     name: f"hpo.extensions.{name}"
-    for name in ("encoder", "head", "loss", "metric", "optimizer", "pooling", "schedule", "source")
+    for name in (
+        *("callback", "encoder", "head", "loss", "metric", "optimizer", "pooling", "pruner", "sampler"),
+        *("schedule", "source"),
+    )
 }
 
 

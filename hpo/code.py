@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,6 +26,9 @@ from hpo.errors import HpoError, InputError
 from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
+HUB = "optunahub:"
+"""A class of a sampler or a pruner that begins with this is one of OptunaHub."""
+_CLASS = re.compile(rf"{HUB}\w+(/\w[\w-]*)+(@\w[\w./-]*)?(:\w+)?|([A-Za-z_]\w*\.)+[A-Z]\w*")
 
 T = TypeVar("T")
 _takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
@@ -91,6 +95,8 @@ class Code:
 _registries: list[Registry[Any]] = []
 _codes: dict[str, Code] = {}
 """By hash."""
+_classes: dict[str, Code] = {}
+"""By name, the classes of samplers and pruners that the user of this machine has named."""
 
 
 def name_code(given: str, folder: Path = Path()) -> Code:
@@ -115,6 +121,29 @@ def name_code(given: str, folder: Path = Path()) -> Code:
     known = _codes.setdefault(code.sha256, code)
     known.name, known.place, known.files = code.name, code.place, code.files
     return known
+
+
+def trust(given: str) -> Code:
+    """Let studies use the code, or the class of a sampler or a pruner, that a user of this machine names.
+
+    Raises ValueError if there is none.
+    """
+    try:
+        return name_code(given)
+    except ValueError:
+        if not is_class_name(given):
+            raise
+    return _classes.setdefault(given, Code(given, given, {}))
+
+
+def is_class_name(name: object) -> bool:
+    """Whether the name of a sampler or a pruner is that of a class: `package.Class` or one of OptunaHub."""
+    return isinstance(name, str) and _CLASS.fullmatch(name) is not None
+
+
+def is_trusted_class(name: str) -> bool:
+    """Whether the user of this machine has named the class."""
+    return name in _classes
 
 
 def _files_of(module: str) -> list[Path]:
@@ -187,14 +216,15 @@ def names_of(code: object) -> Iterator[None]:
         _takes_unknown.reset(token)
 
 
-def code_in_use(code: Mapping[str, str]) -> list[Code]:
-    """Where the code of a study lies on this machine, and what it holds."""
-    return [_codes[sha] for sha in code.values() if sha in _codes]
+def code_in_use(code: Mapping[str, str], classes: Iterable[str] = ()) -> list[Code]:
+    """Where the code of a study lies on this machine, and what it holds; then its `classes` by name."""
+    files = [_codes[sha] for sha in code.values() if sha in _codes]
+    return files + [Code(name, name, {}) for name in classes]
 
 
-def trusting(code: Mapping[str, str]) -> list[str]:
-    """The options with which another process of this machine may run the code too."""
-    return [word for each in code_in_use(code) for word in ("--trust-code", each.place)]
+def trusting(code: Mapping[str, str], classes: Iterable[str] = ()) -> list[str]:
+    """The options with which another process of this machine may run the code and the classes too."""
+    return [word for each in code_in_use(code, classes) for word in ("--trust-code", each.place)]
 
 
 def _run(code: Code) -> list[_Thing]:

@@ -1,8 +1,8 @@
 """What a study's own code may bring beside kinds of tasks: heads, poolings, losses, metrics, encoders,
-optimisers, schedules and sources of data.
+optimisers, schedules, sources of data, samplers, pruners and callbacks.
 
 All but metrics have typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as
-any other; those of a source are `data.options`.
+any other. The options of a source are `data.options`; those of a sampler or a pruner are beside its name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Loss = Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "sgd"]
 Schedule = Literal["linear", "cosine", "constant"]
 Source = Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
+Sampler = Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"]
+Pruner = Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ ENCODERS = Registry[Extension]("encoder", ("minilm",))
 OPTIMIZERS = Registry[Extension]("optimizer", get_args(Optimizer))
 SCHEDULES = Registry[Extension]("schedule", get_args(Schedule))
 SOURCES = Registry[Extension]("source of data", get_args(Source))
+SAMPLERS = Registry[Extension]("sampler", get_args(Sampler))
+PRUNERS = Registry[Extension]("pruner", get_args(Pruner))
+CALLBACKS = Registry[Extension]("callback")
+CALLBACK_METHODS = ("on_step", "on_evaluation", "on_end")
 OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type"))
 
 _NAMED_BY = {
@@ -123,13 +129,40 @@ def schedule(name: str, options: type[Section] = Section) -> Callable[[Thing], T
     return _adds(SCHEDULES, name, options)
 
 
+def sampler(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Add a sampler, a decorator. It is called with (options, seed) and returns an Optuna `BaseSampler`. The
+    seed differs between the workers of a study."""
+    return _adds(SAMPLERS, name, options)
+
+
+def pruner(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Add a pruner, a decorator. It is called with (options) and returns an Optuna `BasePruner`."""
+    return _adds(PRUNERS, name, options)
+
+
+def callback(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
+    """Add a callback, which every trial of the study has, a decorator. It is called with (options) when a
+    trial starts or resumes in a process, and returns an object with any of these methods. Each gets one
+    argument, a `hpo.trial.user_callbacks.CallbackState`.
+
+    - `on_step`: after each step but the last.
+    - `on_evaluation`: after each evaluation, before it is stored. A killed trial may repeat it.
+    - `on_end`: when the training ends, however it ends.
+
+    `on_step` and `on_evaluation` end the training if they return a text, the reason. The trial is then
+    evaluated and ends as `complete` with its best weights. A callback may read and log. It must not change
+    the model, the optimizer or the data. An exception ends the trial as `failed`.
+    """
+    return _adds(CALLBACKS, name, options)
+
+
 def _adds(
     registry: Registry[Extension], name: str, options: type[Section] = Section, **facts: Any
 ) -> Callable[[Thing], Thing]:
     def add(thing: Thing) -> Thing:
         if not name.isidentifier():
             raise ValueError(f"the name of a {registry.what} must be one of Python, but got {name!r}.")
-        if registry is not SOURCES:
+        if not any(registry is other for other in (SOURCES, SAMPLERS, PRUNERS)):
             add_options(name, options)
         registry.add(name, Extension(thing, options, **facts))
         return thing
@@ -165,6 +198,11 @@ def option_section(name: str) -> type[Section] | None:
 def known_options() -> list[str]:
     """The names of all options."""
     return [f"{owner}.{key}" for owner, section in OPTIONS.items() for key in section.model_fields]
+
+
+def options_in(extension: Extension, given: Mapping[str, Any]) -> Section:
+    """The options of an extension, with defaults, from keys without its name. Raises ValidationError."""
+    return extension.options.model_validate(dict(given))
 
 
 def options_of(name: str, given: Mapping[str, Any]) -> Section:

@@ -186,6 +186,7 @@ def chromium() -> Iterator[Any]:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the user has named in this process, as each process begins: nothing."""
     monkeypatch.setattr(own_code, "_codes", {})
+    monkeypatch.setattr(own_code, "_classes", {})
     before = {id(registry): dict(registry) for registry in own_code._registries}
     yield
     for registry in own_code._registries:

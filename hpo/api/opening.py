@@ -33,10 +33,10 @@ def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None
 
 def trust(code: str) -> None:
     """Let studies and models use this code. Raises InputError where there is none."""
-    from hpo.code import name_code
+    from hpo import code as codes
 
     try:
-        name_code(code)
+        codes.trust(code)
     except ValueError as error:
         raise InputError(f"The code `{code}` {error}") from None
 

@@ -65,7 +65,7 @@ def submit(
     """
     from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
-    from hpo.code import code_in_use, name_code
+    from hpo.code import code_in_use, trust
     from hpo.config.allowed import allowing
     from hpo.config.study_name import check_study_name
     from hpo.study.store.database import storage_url
@@ -83,7 +83,7 @@ def submit(
         sbatch=_sbatch_options(options),
         launch=Launch(**{name: value for name, value in options.items() if name in _LAUNCH_OPTIONS}),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
-        code=code_in_use(config.code) if config else [name_code(one) for one in trust_code],
+        code=code_in_use(config.code, config.class_names) if config else [trust(one) for one in trust_code],
         allow=allowing(config) if config else None,
     )
     array.check_time()
@@ -115,7 +115,9 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool
         trust_remote_code=array.trust_remote_code,
     )
     with progress_shown(quiet=quiet), open_study(config, url, RUNS, options):
-        job = replace(array, allow=allowing(config), code=code_in_use(config.code)).submit()
+        job = replace(
+            array, allow=allowing(config), code=code_in_use(config.code, config.class_names)
+        ).submit()
     file, num_workers = file_given(array.storage), array.num_jobs * array.workers_per_job
     return Answer(
         {"study": config.name, "job": job, "num_workers": num_workers, "folder": str(array.folder)},

@@ -87,7 +87,8 @@ OPTIONS: Mapping[str, Any] = {
     "trust_code": option(
         list[str],
         "FILE",
-        "Run this code, a file or module of this machine, where a study or model needs it. Repeatable.",
+        "Run this code, a file, module or sampler's class of this machine, where a study or model needs it. "
+        "Repeatable.",
         callback=_trust,
     ),
     "n_trials": optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000),

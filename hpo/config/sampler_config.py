@@ -6,19 +6,36 @@ An option is an argument of Optuna's class, by the same name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
-from hpo.config.study_file import CheckedSection, Problem
+from hpo.code import Registry, is_class_name
+from hpo.config.study_file import CheckedSection, Problem, problems_of
+from hpo.errors import did_you_mean
+from hpo.extensions import PRUNERS, SAMPLERS, Extension, Pruner, Sampler, options_in, or_own
 from hpo.section import Count, Switch, Whole
 
 
-class _Algorithm(CheckedSection):
-    """A named algorithm of Optuna's, and the options of those that have any."""
+def _is_other(own: Registry[Extension]) -> Callable[[Any], bool]:
+    """Whether a name is that of a class, or one that the study's code brings."""
+    return lambda name: is_class_name(name) or own.takes(name)
 
+
+class _Algorithm(CheckedSection):
+    """A named algorithm of Optuna's, and the options of those that have any.
+
+    An algorithm of other code takes any options: those of its class, or of the study's own code.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
+
+    WHAT: ClassVar[str]
+    OWN: ClassVar[Registry[Extension]]
+    """Those that the code in use brings."""
     CLASSES: ClassVar[dict[str, str]]
     """Optuna's class of each name."""
     OPTIONS: ClassVar[dict[str, dict[str, Any]]]
@@ -31,7 +48,27 @@ class _Algorithm(CheckedSection):
         options |= {option: value for option in options if (value := getattr(self, option)) is not None}
         return {option: value for option, value in options.items() if value is not None}
 
+    @property
+    def is_optuna_own(self) -> bool:
+        return self.name in self.CLASSES
+
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """The options of an algorithm of other code."""
+        given = {key: getattr(self, key) for key in type(self).model_fields if key not in ("name", "seed")}
+        return {key: value for key, value in given.items() if value is not None} | (self.model_extra or {})
+
     def problems(self) -> Iterator[Problem]:
+        if not self.is_optuna_own:
+            if self.name in self.OWN:
+                try:
+                    options_in(self.OWN[self.name], self.given_options)
+                except ValidationError as error:
+                    yield from problems_of(error, self.OWN[self.name].options)
+            return
+        for key in self.model_extra or ():
+            known = [*type(self).model_fields]
+            yield Problem((key,), f"there is no such key.{did_you_mean(key, known)}")
         for option in dict.fromkeys(option for options in self.OPTIONS.values() for option in options):
             names = [name for name in self.OPTIONS if option in self.OPTIONS[name]]
             if getattr(self, option) is not None and self.name not in names:
@@ -41,6 +78,8 @@ class _Algorithm(CheckedSection):
 class SamplerConfig(_Algorithm):
     """Which configuration is tried next."""
 
+    WHAT = "sampler"
+    OWN = SAMPLERS
     CLASSES: ClassVar[dict[str, str]] = {
         "tpe": "TPESampler",
         "gp": "GPSampler",
@@ -56,8 +95,9 @@ class SamplerConfig(_Algorithm):
         "nsga2": {"population_size": None},
     }
 
-    name: Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"] = "tpe"
-    """Optuna's sampler: <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>."""
+    name: Annotated[Sampler, or_own(_is_other(SAMPLERS))] = "tpe"
+    """Optuna's sampler: <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>; or a class
+    such as `optuna.samplers.CmaEsSampler` or `optunahub:samplers/auto_sampler`, with its arguments beside."""
     seed: Whole = Field(42, ge=0, lt=2**31)
     """Seed; worker number n adds n."""
     n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
@@ -73,6 +113,8 @@ class SamplerConfig(_Algorithm):
 class PrunerConfig(_Algorithm):
     """When a trial stops early. Steps are evaluations."""
 
+    WHAT = "pruner"
+    OWN = PRUNERS
     CLASSES: ClassVar[dict[str, str]] = {
         "hyperband": "HyperbandPruner",
         "asha": "SuccessiveHalvingPruner",
@@ -91,9 +133,10 @@ class PrunerConfig(_Algorithm):
         "promote": {"starts": 0.04, "keep": 2, "reduction_factor": 3},
     }
 
-    name: Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"] = "none"
-    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `promote`
-    or `none` with several objectives. With `promote` trials pause at each rung, and the best go on."""
+    name: Annotated[Pruner, or_own(_is_other(PRUNERS))] = "none"
+    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>) or a class, as for
+    `sampler`; `promote` or `none` with several objectives. With `promote` trials pause at each rung, and the
+    best go on."""
     min_resource: Count | None = None
     """`hyperband`, `asha`: evaluations before the first rung."""
     reduction_factor: Annotated[Whole, Field(ge=2)] | None = None

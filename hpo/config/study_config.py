@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.code import names_of
+from hpo.code import is_class_name, names_of
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
@@ -162,6 +162,11 @@ class StudyConfig(CheckedSection):
         return (*(objective.metric for objective in self.objective), *self.constraints)
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names by which the sampler and the pruner import a class."""
+        return tuple(one.name for one in (self.sampler, self.pruner) if is_class_name(one.name))
+
+    @property
     def directions(self) -> tuple[Literal["minimize", "maximize"], ...]:
         return tuple(objective.direction for objective in self.objective)
 
@@ -292,6 +297,10 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
+        first = self.objective[0].metric
+        if self.evaluation.patience is not None and first in MEASURED_METRICS:
+            message = f"needs a first objective that is a metric of the model, but it is {first}."
+            yield Problem(("evaluation", "patience"), message)
         if self.comparison is None:  # whose points are those of trials that ran
             yield from study_problems(self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -107,6 +107,9 @@ class TrainingArgs:
     """Whether passes are replayed as CUDA graphs where the device has them."""
 
 
+AfterStep = Literal["", "interrupted", "ended"]
+
+
 @dataclass(frozen=True)
 class TrainingHooks:
     """What is called while a trial trains.
@@ -115,9 +118,9 @@ class TrainingHooks:
     evaluation that was left is made when the training goes on.
     """
 
-    on_step: Callable[[], bool] = lambda: False
-    """After each step but the last, by rank 0. True: it took its time (the copy for a checkpoint), which then
-    counts as no training."""
+    on_step: Callable[[], AfterStep] = lambda: ""
+    """After each step but the last, by rank 0. `interrupted`: it took its time (the copy for a checkpoint),
+    which then counts as no training. `ended`: the training ends with an evaluation now."""
     on_micro_batch: Callable[[], None] = lambda: None
     """Between the micro-batches of a step and before the batches of an evaluation. It must do nothing where
     there are several ranks."""
@@ -156,7 +159,13 @@ def train(
             model.train()
         if budget.used(state) >= 1:
             return
-        if (state.step > first_step and decide(hooks.on_step)) or evaluates:
+        after = decide(hooks.on_step) if state.step > first_step else ""
+        if after == "ended":
+            if not evaluates:
+                _check(learner, batch, args, state)
+                yield _evaluate(learner, data, args, clock, hooks.on_micro_batch, is_extra=True)
+            return
+        if after or evaluates:
             clock.start()
 
         if state.batch == 0:
@@ -202,13 +211,16 @@ def _evaluate(
     args: TrainingArgs,
     clock: TrainingClock,
     on_batch: Callable[[], None],
+    *,
+    is_extra: bool = False,
 ) -> Evaluation:
+    """Evaluate the validation split. `is_extra`: no evaluation is due, as the training ends early."""
     model, loss_fn, mixed_precision = learner
     synchronize(mixed_precision.device)
     clock.meter.stop()
     _lap(clock)
     budget, state, began = args.budget, clock.state, clock.now()
-    index = budget.evaluations_due(state, args.evaluate_at)
+    index = state.num_evaluations + 1 if is_extra else budget.evaluations_due(state, args.evaluate_at)
     split = data.validation
     batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)[rank() :: world_size()]
     with memory_agreed("Shorten `max_length`."):

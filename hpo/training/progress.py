@@ -99,6 +99,8 @@ class TrainState:
     evaluation_seconds: float = 0.0
     evaluation_scoring_seconds: float = 0.0
     """The part of `evaluation_seconds` that decodes and scores."""
+    callback_seconds: float = 0.0
+    """In callbacks of the study's own code."""
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0

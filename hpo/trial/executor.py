@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import MEASURED_METRICS, broken_limits, check_energy, violations
+from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
@@ -59,6 +59,7 @@ from hpo.trial.objectives import check_metrics, limited_values, objective_value,
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import RATED_STEPS, TrialRun
+from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 
 _logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class Executor:
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
         if outcome == Outcome.COMPLETE:
-            reason = broken_limits(limits, limited)
+            reason = " ".join(filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"))))
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
             limited |= {name: None for name in limited if name.startswith("train_")}
         result = recorder.result(outcome, reason, values, trace)
@@ -275,6 +276,12 @@ class Executor:
         with errors_of_code():
             parts = build_trial(self.resolved, params, self.loader)
             self._check_float32_parts(parts.model, params.get("encoder"))
+            callbacks = make_callbacks(parts.config)
+        if ENERGY in self.study.named_metrics and (name := watcher_of_steps(callbacks)):
+            raise InputError(
+                f"The callback `{name}` has `on_step`, so {ENERGY}, which needs steps without interruption, "
+                "cannot be measured. Use `on_evaluation`, or leave that metric out."
+            )
         amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
         encoder = parts.config.encoder
         shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"

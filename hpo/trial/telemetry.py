@@ -71,6 +71,13 @@ class ScoredEvaluation:
     values: tuple[float, ...]
     broken: str = ""
     """Which limits the trial is known to break, and ends for; empty: none."""
+    stopped_early: str = ""
+    """Why the training ends with this evaluation, before the end of its budget; empty: it does not."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the trial ends by itself with this evaluation."""
+        return bool(self.broken or self.stopped_early) or self.evaluation.budget_used >= 1
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ScoredEvaluation:

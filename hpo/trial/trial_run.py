@@ -40,17 +40,19 @@ from hpo.training.compilation import (
 )
 from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
+from hpo.training.loop import CHECK_EVERY, AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
 from hpo.trial.part_search import find_parts
+from hpo.trial.patience import patience_over
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
+from hpo.trial.user_callbacks import UserCallbacks
 
-CHECKPOINT_FORMAT = 10
+CHECKPOINT_FORMAT = 11
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -93,6 +95,10 @@ class TrialRun:
         self.compile_clock = CompileClock()
         self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
         self.evaluation_rates: list[float] = []
+        self.first_values: list[float] = []
+        """The first objective at each evaluation."""
+        self.stopped_early = ""
+        """Why the training ends before its budget is used up; empty: it does not."""
         self.best: ScoredEvaluation | None = None
         self.no_parts = ""
         """The reason if `fp32_parts: auto` found nothing that helps."""
@@ -124,8 +130,11 @@ class TrialRun:
             self.mixed_precision = MixedPrecision(precision, amp, device)
             self._resume()
             self._observe_and_compile()
+            self.user_callbacks = UserCallbacks(parts.config, parts.model, self.state)
+            distributed.decide(self.user_callbacks.make)
             recorder.note(setup_seconds=time.perf_counter() - recorder.started)
             self._train()
+            distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
             return distributed.decide(self._finish)
 
     def _find_float32_parts(self) -> None:
@@ -168,6 +177,7 @@ class TrialRun:
         self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
         self.state.load_state_dict(state["progress"])
         self.evaluation_rates = list(state["evaluation_rates"])
+        self.first_values = list(state["first_values"])
         self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
@@ -226,6 +236,9 @@ class TrialRun:
         self.utilization = Utilization(parts.device, torch.get_num_threads())
         measured = (parts.model, mixed_precision, clock, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured, num_ranks))
+        if self.user_callbacks:
+            state = self.state
+            self.recorder.follow(lambda: {"callback_seconds": state.callback_seconds})
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
         hooks = TrainingHooks(self._on_step, self._stop_if_told if num_ranks == 1 else lambda: None)
@@ -237,34 +250,55 @@ class TrialRun:
             clock,
             hooks,
         )
-        try:
-            for evaluation in evaluations:
-                distributed.decide(partial(self._on_evaluation, evaluation))
-        except Nonfinite as end:
-            self.recorder.note(finite_in_fp32=end.finite_in_fp32)
-            raise
-        except (Preempted, Paused) as end:
-            self._save()
-            if isinstance(end, Paused):
-                self.store.share()
-            raise
+        with self.user_callbacks.told_of_error():
+            try:
+                for evaluation in evaluations:
+                    if distributed.decide(partial(self._on_evaluation, evaluation)):
+                        break
+            except Nonfinite as end:
+                self.recorder.note(finite_in_fp32=end.finite_in_fp32)
+                raise
+            except (Preempted, Paused) as end:
+                self._save()
+                if isinstance(end, Paused):
+                    self.store.share()
+                raise
 
     def _stop_if_told(self) -> None:
         if self.callbacks.should_stop():
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
-    def _on_step(self) -> bool:
-        self.callbacks.on_progress(self._progress())
+    def _on_step(self) -> AfterStep:
+        progress = self._progress()
+        self.callbacks.on_progress(progress)
         self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
             raise Pruned(told)
+        watched = self.user_callbacks.watch_steps
+        if watched and self._call("on_step", progress):
+            return "ended"
         due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
         if due:
             self.meter.stop()
             self._save()
-        return due
+        return "interrupted" if due or watched else ""
+
+    def _call(self, method: str, progress: Progress, **changes: Any) -> bool:
+        """Call the study's own callbacks. Returns whether one of them ends the training."""
+        self.meter.stop()
+        told = self.user_callbacks.call(
+            method,
+            step=progress.step,
+            budget_used=progress.budget_used,
+            train_loss=progress.train_loss,
+            examples_per_second=progress.examples_per_second,
+            **changes,
+        )
+        if told:
+            self._end_early(progress.step, progress.budget_used, told)
+        return bool(told)
 
     def _progress(self) -> Progress:
         state = self.state
@@ -275,17 +309,29 @@ class TrialRun:
         used = self.args.budget.used(state)
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
 
-    def _on_evaluation(self, evaluation: Evaluation) -> None:
+    def _on_evaluation(self, evaluation: Evaluation) -> bool:
+        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
         self.evaluation_rates.append(evaluation.examples_per_second)
         kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
         weights = sum(weight.nbytes for weight in trained_state(self.parts.model).values())
         # Those to continue from and the best ones.
         self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
-        scored = ScoredEvaluation(evaluation, self._values(evaluation), broken)
+        values = self._values(evaluation)
+        self.first_values.append(values[0])
+        study = self.parts.study
+        if told := patience_over(self.first_values, study.objective[0], study.evaluation):
+            self._end_early(evaluation.step, evaluation.budget_used, told)
+        if self.user_callbacks:
+            rate = evaluation.rates.get("train_examples_per_second")
+            progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
+            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
+        self.last_evaluation = evaluation
+        scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
+        if scored.is_last and not broken:
+            self._check_measured(evaluation)
         best_values = self.best.values if self.best else None
-        objective = self.parts.study.objective[0]
-        better = not self.undefined and is_better(objective, scored.values, best_values)
+        better = not self.undefined and is_better(study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
         paused = None
@@ -301,11 +347,19 @@ class TrialRun:
                 "fp32_parts": self.parts.config.fp32_parts,
                 "best": asdict(scored),
             }
-            self._save(best, at_end=evaluation.budget_used >= 1)
+            self._save(best, at_end=evaluation.budget_used >= 1 or bool(self.stopped_early))
         if broken:
             raise Pruned(broken)
         if paused:
             raise paused
+        return bool(self.stopped_early)
+
+    def _end_early(self, step: int, budget_used: float, reason: str) -> None:
+        """End the training before its budget is used up. The first reason stays."""
+        if budget_used < 1 and not self.stopped_early:
+            at = f"at step {step}, at {budget_used:.0%} of its budget"
+            self.stopped_early = f"Training ended early {at}: {reason}."
+            self.recorder.note(stopped_early=self.stopped_early)
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
         """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
@@ -322,34 +376,42 @@ class TrialRun:
             known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
         return broken_limits(limits, known)
 
-    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
-        measured = {
+    def _measured(self, evaluation: Evaluation) -> dict[str, float | None]:
+        return {
             **evaluation.rates,
             "peak_memory_bytes": peak_memory_bytes(self.parts.device),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
-        study, config = self.parts.study, self.parts.config
-        metrics = [objective.metric for objective in study.objective]
-        named = [*metrics, *study.constraints]
-        unmeasured = [name for name in named if name in MEASURED_METRICS and measured.get(name) is None]
-        if unmeasured and evaluation.budget_used >= 1:
-            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-            why = (
-                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
-                f"tells the speed. Raise `{budget}`, or use `compile: none`."
+
+    def _check_measured(self, evaluation: Evaluation) -> None:
+        """Raise Incompatible if, at the end of the training, a measured metric of the study has no value."""
+        measured, study = self._measured(evaluation), self.parts.study
+        unmeasured = [
+            name for name in study.named_metrics if name in MEASURED_METRICS and measured[name] is None
+        ]
+        if not unmeasured:
+            return
+        budget = next(name for name in BUDGETS if getattr(self.parts.config, name) is not None)
+        why = (
+            f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
+            f"tells the speed. Raise `{budget}`, or use `compile: none`."
+        )
+        if unmeasured[0] == ENERGY:
+            missing = self.energy_counter and self.energy_counter.missing
+            why = missing or (
+                f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
+                f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
             )
-            if unmeasured[0] == ENERGY:
-                missing = self.energy_counter and self.energy_counter.missing
-                why = missing or (
-                    f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
-                    f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
-                )
-            raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
+        raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
+
+    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
+        study, measured = self.parts.study, self._measured(evaluation)
         tasks, found = self.parts.loss_fn.tasks, evaluation.metrics
-        undefined = {name: undefined_metric(name, found, tasks) for name in named}
+        undefined = {name: undefined_metric(name, found, tasks) for name in study.named_metrics}
         self.undefined = next(filter(None, undefined.values()), "")
         return tuple(
-            math.nan if undefined[name] else objective_value(name, found, tasks, measured) for name in metrics
+            math.nan if undefined[one.metric] else objective_value(one.metric, found, tasks, measured)
+            for one in study.objective
         )
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
@@ -368,6 +430,7 @@ class TrialRun:
             "mixed_precision": self.mixed_precision.state_dict(),
             "best": self.best and asdict(self.best),
             "evaluation_rates": self.evaluation_rates,
+            "first_values": self.first_values,
             "meter": self.meter.state_dict(),
         }
         self.store.save(
@@ -384,6 +447,8 @@ class TrialRun:
                 f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
                 "objective or a limit needs it. Use another metric, or return a number there."
             )
+        if self.stopped_early:  # in a step that was evaluated before
+            self._check_measured(self.last_evaluation)
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())

@@ -34,6 +34,7 @@ from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_mem
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.samplers import check_named
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
@@ -111,6 +112,7 @@ def open_study(
                 yield OpenStudy(config, storage, runs_dir, stored, {}, None)
                 return
         check_trust(config, of_file, options.trust_remote_code)
+        check_named(config, of_file)
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
         lacking: Mapping[str, str] = {}
@@ -269,7 +271,7 @@ def run_study(
         if study.executor is not None:
             return _run_here(study, study.executor, stop)
         assert processes is not None
-        more = [*processes.arguments, *trusting(config.code)]
+        more = [*processes.arguments, *trusting(config.code, config.class_names)]
         processes = replace(processes, allow=allowing(config), arguments=more)
         if config.model.trust_remote_code:
             processes = replace(processes, arguments=[*processes.arguments, "--trust-remote-code"])

@@ -110,8 +110,8 @@ class TrialRunner:
         lease.check()
         with self.pace.reporting():
             is_pruned = lease.report(row, evaluation.index, scored.values[0])
-        if scored.broken or evaluation.budget_used >= 1:
-            return  # the trial ends by itself
+        if scored.is_last:
+            return
         whole = attributes.get(WHOLE_ATTR, False)
         if is_pruned and not whole:
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")

@@ -9,6 +9,9 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
   pause by several objectives.
 - Random and QMC do not learn: with them, such a trial ends before training.
 
+A sampler that is a class of other code (`named_class`) is shown the study as it is, and is wrapped in
+`InfeasibleFilterSampler`.
+
 TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
 are chosen with the claim of a trial (`points`). A sampler draws only what they leave open.
 """
@@ -27,14 +30,20 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from hpo.config.search_space import SearchSpace, choices_without, is_finite
+from hpo.config.search_space import SearchSpace, choices_without, is_finite, suggest
+from hpo.errors import InputError, RunError
 from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.named_class import build_named_pruner, build_named_sampler, trust_classes
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+    from hpo.config.study_config import StudyConfig
+
+TRIED = 3
+"""Trials on which a sampler of other code is tried: the first are random in many samplers."""
 
 
 def build_sampler(
@@ -82,6 +91,8 @@ def _build_optuna_sampler(
     config: SamplerConfig, space: SearchSpace, seed: int, *, explores: bool
 ) -> BaseSampler:
     """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
+    if not config.is_optuna_own:
+        return InfeasibleFilterSampler(build_named_sampler(config, seed), seed)
     name, options = config.name, config.options
     if name in ("gp", "qmc"):
         options["warn_independent_sampling"] = False
@@ -135,8 +146,9 @@ class HalfRandom(WrapperSampler):
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
-    """Return Optuna's pruner of that name; `promote` has one that stops no trial, as trials pause by
-    themselves."""
+    """Return the pruner; `promote` has one that stops no trial, as trials pause by themselves."""
+    if not config.is_optuna_own:
+        return build_named_pruner(config)
     wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}
     options = {} if config.name == "promote" else config.options | wrapped
     pruner: BasePruner = _build(optuna.pruners, config, options)
@@ -146,3 +158,26 @@ def build_pruner(config: PrunerConfig) -> BasePruner:
 def _build(module: Any, config: SamplerConfig | PrunerConfig, options: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         return getattr(module, config.CLASSES[config.name])(**options)
+
+
+def check_named(config: StudyConfig, of_file: StudyConfig | None) -> None:
+    """Try a sampler and a pruner of other code on a few trials of a study in memory. Raises InputError.
+
+    `of_file` is the study in the user's own file, which may name classes (`trust_classes`).
+    """
+    trust_classes(config, of_file)
+    if config.sampler.is_optuna_own and config.pruner.is_optuna_own:
+        return
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler, pruner = build_sampler(config.sampler, config.search_space), build_pruner(config.pruner)
+    study = optuna.create_study(directions=config.directions, sampler=sampler, pruner=pruner)
+    try:
+        for number in range(TRIED):
+            trial = study.ask()
+            suggest(config.search_space, trial)
+            if len(config.directions) == 1:
+                trial.report(number / TRIED, step=1)
+                trial.should_prune()
+            study.tell(trial, [number / TRIED] * len(config.directions))
+    except RunError as error:
+        raise InputError(f"{error} This was a try in memory, before the study begins.") from error

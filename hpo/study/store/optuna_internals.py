@@ -19,6 +19,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage
 from optuna.storages._rdb import models
 from optuna.storages._rdb.models import SCHEMA_VERSION, BaseModel
@@ -71,6 +72,14 @@ def trial_id_of(trial: Trial | FrozenTrial) -> int:
 def all_trials(study: Study) -> list[FrozenTrial]:
     """The trials of a study by number, those of all of Hyperband's brackets; not to be changed."""
     return study._get_trials(deepcopy=False, use_cache=True)
+
+
+def is_in(distribution: BaseDistribution, value: Any) -> bool:
+    """Whether a parameter of this distribution may have the value."""
+    try:
+        return distribution._contains(distribution.to_internal_repr(value))
+    except (ValueError, TypeError):
+        return False
 
 
 def read_trials(study: Study) -> list[FrozenTrial]:

@@ -28,14 +28,14 @@ from hpo.study.running.worker import run_worker
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.telemetry import TrialResult
+from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 from hpo.trial.trial_parts import fit_pruner
 
 
 def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
     facts = {"budget_used": budget_used, "seconds": 1.0, "epoch": 1.0, "metrics": {}, "rates": {}}
-    evaluation = SimpleNamespace(step=index, index=index, **facts)
-    return SimpleNamespace(evaluation=evaluation, values=values, broken=broken)
+    evaluation: Any = SimpleNamespace(step=index, index=index, **facts)
+    return ScoredEvaluation(evaluation, values, broken)  # type: ignore[arg-type]
 
 
 def executor_of(config: StudyConfig, folder: Path, run: Callable[..., Any]) -> Any:
