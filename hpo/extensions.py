@@ -46,7 +46,7 @@ ENCODERS = Registry[Extension]("encoder", ("minilm",))
 OPTIMIZERS = Registry[Extension]("optimizer", get_args(Optimizer))
 SCHEDULES = Registry[Extension]("schedule", get_args(Schedule))
 SOURCES = Registry[Extension]("source of data", get_args(Source))
-OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type"))
+OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type", "sampling_weight"))
 
 _NAMED_BY = {
     "encoder": ENCODERS,

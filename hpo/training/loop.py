@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, collate, evaluation_batches, num_batches, training_batches
+from hpo.data.source_sampling import SourceSampling
 from hpo.data.tokenized_split import IntArray, TokenizedSplit
 from hpo.device import synchronize
 from hpo.errors import Nonfinite
@@ -83,6 +84,12 @@ class TrainingData:
     train: TokenizedSplit
     validation: TokenizedSplit
     pad_id: int
+    sampling: SourceSampling | None = None
+    """How training draws from the sources of the data. None: each window once in an epoch."""
+
+    def batches(self, args: TrainingArgs, epoch: int) -> list[IntArray]:
+        """The windows of each training batch of an epoch."""
+        return training_batches(self.train.lengths_W, args.batch_size, args.seed, epoch, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -140,10 +147,10 @@ def train(
     and OutOfMemory when a single example does not fit.
     """
     model, loss_fn, mixed_precision = learner
-    state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
+    state, budget = clock.state, args.budget
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
-    batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+    batches = data.batches(args, state.epoch)
     first_step, batch, graphs = state.step, None, build_graphs(learner, args)
 
     model.train()
@@ -177,7 +184,7 @@ def train(
         state.step_seconds = _lap(clock)
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
-            batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+            batches = data.batches(args, state.epoch)
 
 
 def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:

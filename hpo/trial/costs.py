@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from hpo.data.batches import collate, training_batches
+from hpo.data.batches import collate
 from hpo.errors import OutOfMemory
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.precision.amp import MixedPrecision, prepare_model
@@ -91,7 +91,7 @@ def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:
     """
     split, device = parts.data.train, parts.device
     args = training_args(parts.study, parts.config, split.num_windows)
-    batches = training_batches(split.lengths_W, args.batch_size, args.seed, epoch=0)
+    batches = parts.data.batches(args, epoch=0)
     batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
     batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
     state = TrainState(micro_batch_size=args.micro_batch_size)
