@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load, load_set
+from jsonl_sets import load, load_set, write_set
 from several_sources import SIZES, TASKS, write_sources
+from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.checks import data_facts
+from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError
 
 
@@ -110,3 +113,18 @@ def test_facts_count_the_rows_of_each_source(tmp_path: Path) -> None:
         "tone": 36,
         "size": 12,
     }
+
+
+def test_spans_belong_to_the_tasks_of_their_source(tmp_path: Path) -> None:
+    """Two sources have span tasks whose span names are the same."""
+    for name, text in (("a", "Anna met Bert and Carl"), ("b", "Dora")):
+        spans = [[start.start(), start.end()] for start in re.finditer(r"[A-Z]\w+", text)]
+        row = {"text": text, "spans": {"person": spans}}
+        tasks = {name: {"kind": "token_classification", "span_names": ["person"]}}
+        rows = {split: [row | {"id": split}] for split in ("train", "validation")}
+        write_set(tmp_path / name, {"tasks": tasks}, **rows)
+    sources = [{"name": name, "source": "jsonl", "path": str(tmp_path / name)} for name in ("a", "b")]
+    data = load(sources=sources)
+    tokens = tokenize_split(data.splits["train"], data.tasks, tiny_tokenizer("wordpiece"), Windowing(4))
+    assert {name: len(spans.rows_S4) for name, spans in tokens.spans.items()} == {"a": 1, "b": 1}
+    assert tokens.num_lost_spans == {"a": 2, "b": 0}

@@ -132,28 +132,25 @@ def test_the_best_trial_is_evaluated_exported_and_predicts(killed: Path) -> None
     assert row["labels"].keys() >= METRICS
 
 
-@pytest.mark.slow
 def test_real_sets_train_together_and_each_alone(real_set: Callable[[str], Path], tmp_path: Path) -> None:
-    limits = {"train": 64, "validation": 24, "test": 24}
-    rename = {"nlupp": {}, "snips": {"slots": "snips_slots"}}
-    sources = [
-        {"name": name, "source": "jsonl", "path": str(real_set(name)), "limits": dict(limits), "rename": of_set}
-        for name, of_set in rename.items()
-    ]
+    data: dict[str, dict[str, Any]] = {
+        name: {
+            "source": "jsonl",
+            "path": str(real_set(name)),
+            "limits": {"train": 64, "validation": 24, "test": 24},
+        }
+        for name in ("nlupp", "snips")
+    }
+    rename = {"slots": "snips_slots"}
+    sources = [{"name": "nlupp", **data["nlupp"]}, {"name": "snips", **data["snips"], "rename": rename}]
     training = {**TRAINING, "max_steps": 12}
     together = tiny_executor(tmp_path, data={"sources": sources}, training=training)
     resumed = check_resume_is_exact(together, tmp_path / "together", stop_at=9, sampling_temperature=2.0)
-    alone = {}
-    for name in rename:
-        data = {"source": "jsonl", "path": str(real_set(name)), "limits": limits}
-        executor = tiny_executor(tmp_path, data=data, training=training)
-        alone[name] = executor.run({}, None, name).telemetry["metrics"]
-    assert resumed.telemetry["metrics"].keys() == {"domain", "intents", "slots", "intent", "snips_slots"}
-    assert {"snips_slots" if name == "slots" else name for name in alone["snips"]} == {
-        "intent",
-        "snips_slots",
-    }
-    for name in alone:
-        for task, metrics in alone[name].items():
-            of_task = rename[name].get(task, task)
-            assert resumed.telemetry["metrics"][of_task].keys() == metrics.keys()
+    expected: dict[str, Any] = {}
+    for name, section in data.items():
+        alone = tiny_executor(tmp_path, data=section, training=training).run({}, None, name)
+        names = rename if name == "snips" else {}
+        for task, metrics in alone.telemetry["metrics"].items():
+            expected[names.get(task, task)] = metrics.keys()
+    assert {task: found.keys() for task, found in resumed.telemetry["metrics"].items()} == expected
+    assert expected.keys() == {"domain", "intents", "slots", "intent", "snips_slots"}
