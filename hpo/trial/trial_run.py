@@ -31,7 +31,13 @@ from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
-from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
+from hpo.training.checkpoint import (
+    CheckpointMirror,
+    CheckpointStore,
+    NoCheckpoints,
+    best_checkpoint,
+    bits_digest,
+)
 from hpo.training.compilation import (
     compile_shapes,
     compiled_modules,
@@ -364,4 +370,6 @@ class TrialRun:
             )
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
+        elif kept := best_checkpoint(self.store.folder):
+            self.recorder.note(weights_digest=bits_digest(kept.weights))
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())

@@ -113,6 +113,11 @@ def test_a_killed_study_on_sources_goes_on(killed: Path) -> None:
         assert trial.telemetry["metrics"].keys() == METRICS
 
 
+def test_the_best_trial_on_sources_is_reproduced(killed: Path) -> None:
+    found = ok(hpo_command(killed, "best", "tiny.yaml", "--reproduce"))
+    assert "is reproduced bit for bit" in found.out
+
+
 def test_check_shows_the_rows_of_each_source(killed: Path) -> None:
     found = ok(hpo_command(killed, "check", "tiny.yaml"))
     assert "rows of each source" in found.out
