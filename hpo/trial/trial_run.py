@@ -370,6 +370,7 @@ class TrialRun:
             )
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
-        elif kept := best_checkpoint(self.store.folder):
-            self.recorder.note(weights_digest=bits_digest(kept.weights))
+        else:
+            kept = best_checkpoint(self.store.folder)
+            self.recorder.note(weights_digest=kept and bits_digest(kept.weights))
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
