@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpo.data.tokenized_split import IntArray, TokenizedSplit, starts
 from hpo.errors import InputError
@@ -76,9 +77,9 @@ def source_sampling(
     return SourceSampling(tuple(num_rows), tuple(map(int, sizes_S)), tuple(map(int, drawn_S)))
 
 
-def _rounded(exact_S: np.ndarray) -> IntArray:
+def _rounded(exact_S: NDArray[np.float64]) -> IntArray:
     """Whole numbers with the same sum: rounded down, then the largest remainders rounded up."""
-    whole_S = np.floor(exact_S).astype(np.int64)
+    whole_S: NDArray[np.int64] = np.floor(exact_S).astype(np.int64)
     missing = round(exact_S.sum()) - whole_S.sum()
     whole_S[np.argsort(whole_S - exact_S, kind="stable")[:missing]] += 1
     return whole_S

@@ -261,7 +261,7 @@ def bits_digest(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -48,7 +48,7 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, check_finite, predict_logits
+from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scores_by_source
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
@@ -86,6 +86,8 @@ class TrainingData:
     pad_id: int
     sampling: SourceSampling | None = None
     """How training draws from the sources of the data. None: each window once in an epoch."""
+    validation_rows: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each source, in their order; empty: the data set is one."""
 
     def batches(self, args: TrainingArgs, epoch: int) -> list[IntArray]:
         """The windows of each training batch of an epoch."""
@@ -227,6 +229,7 @@ def _evaluate(
         check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
     metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
+    by_source = scores_by_source(loss_fn.tasks, predictions, split.examples, data.validation_rows)
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds
@@ -242,6 +245,7 @@ def _evaluate(
         train_loss=state.take_mean_loss(),
         index=index,
         rates=clock.meter.summary(),
+        source_metrics=by_source,
     )
 
 

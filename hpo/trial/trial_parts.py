@@ -290,7 +290,13 @@ def assemble(
         resolution,
         model,
         loss_fn,
-        TrainingData(train, validation, loader.pad_id(config), loader.sampling(config, train)),
+        TrainingData(
+            train,
+            validation,
+            loader.pad_id(config),
+            loader.sampling(config, train),
+            loader.dataset.sources.get("validation", {}),
+        ),
         loader.used_ids(config),
         None
         if config.compile == "none"

@@ -339,6 +339,8 @@ class TrialRun:
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored
         self.recorder.note(metrics=scored.evaluation.metrics)
+        if of_sources := scored.evaluation.source_metrics:
+            self.recorder.note(source_metrics=of_sources)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.

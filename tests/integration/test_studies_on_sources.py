@@ -159,3 +159,14 @@ def test_real_sets_train_together_and_each_alone(real_set: Callable[[str], Path]
             expected[names.get(task, task)] = metrics.keys()
     assert {task: found.keys() for task, found in resumed.telemetry["metrics"].items()} == expected
     assert expected.keys() == {"domain", "intents", "slots", "intent", "snips_slots"}
+
+
+def test_a_task_of_two_sources_is_scored_on_each(killed: Path) -> None:
+    (best,) = ok(hpo_command(killed, "best", "tiny.yaml", "--json")).json["trials"]
+    assert best["source_metrics"].keys() == {"news", "mail"}
+    assert all(of_source.keys() == {"tone"} for of_source in best["source_metrics"].values())
+    by_source = {name: of_source["tone"]["accuracy"] for name, of_source in best["source_metrics"].items()}
+    together = best["metrics"]["tone"]["accuracy"]
+    assert (8 * by_source["news"] + 4 * by_source["mail"]) / 12 == pytest.approx(together)
+    shown = ok(hpo_command(killed, "best", "tiny.yaml")).out
+    assert "tasks that several sources have" in shown
