@@ -77,6 +77,7 @@ def split_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
 
 
 def _own_readers(config: SourceConfig) -> dict[str, Reader]:
+    assert config.source is not None  # SourceConfig has seen to it.
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
     for split in SPLITS:
