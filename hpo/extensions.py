@@ -52,7 +52,7 @@ SAMPLERS = Registry[Extension]("sampler", get_args(Sampler))
 PRUNERS = Registry[Extension]("pruner", get_args(Pruner))
 CALLBACKS = Registry[Extension]("callback")
 CALLBACK_METHODS = ("on_step", "on_evaluation", "on_end")
-OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type"))
+OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type", "sampling_weight"))
 
 _NAMED_BY = {
     "encoder": ENCODERS,

@@ -6,7 +6,7 @@ import ast
 import inspect
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -35,15 +35,19 @@ def study_reference() -> str:
     return "\n\n".join(_sections(StudyConfig, ())) + "\n"
 
 
-def _sections(model: type[BaseModel], where: tuple[str, ...]) -> Iterator[str]:
-    """The table of a section, then those of the sections inside it."""
-    yield _table(f"`{'.'.join(where)}`" if where else "Top level", model)
+def _sections(model: type[BaseModel], where: tuple[str, ...], known: Collection[str] = ()) -> Iterator[str]:
+    """The table of a section, then those of the sections inside it, without the `known` keys."""
+    yield _table(f"`{'.'.join(where)}`" if where else "Top level", model, known)
     for name, field in model.model_fields.items():
+        if name in known:
+            continue
         if name == "search_space":
             for kind, distribution in DISTRIBUTIONS.items():
                 yield _table(f"`search_space.<setting>`, `type: {kind}`", distribution)
         elif section := section_of(field.annotation):
-            yield from _sections(section, (*where, name))
+            bases = [base for base in section.__mro__[1:] if issubclass(model, base)]
+            shared = {key for base in bases for key in getattr(base, "model_fields", {})}
+            yield from _sections(section, (*where, name), shared)
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
@@ -57,12 +61,12 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _table(title: str, model: type[BaseModel]) -> str:
+def _table(title: str, model: type[BaseModel], known: Collection[str] = ()) -> str:
     lines = [f"#### {title}\n\n{(model.__doc__ or '').strip()}\n"]
     lines += ["| Key | Values | Default | Meaning |", "| --- | --- | --- | --- |"]
     texts = meanings(model)
     for name, field in model.model_fields.items():
-        if field.exclude or name == "type":
+        if field.exclude or name == "type" or name in known:
             continue
         cells = (
             f"`{name}`",

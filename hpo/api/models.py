@@ -21,6 +21,7 @@ from hpo.study.store.studies import check_data
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
 from hpo.trial.executor import Executor
+from hpo.trial.reproduction import RecordedTrial
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -91,6 +92,33 @@ def diagnose_checkpoint(
     return diagnose(executor, stored)
 
 
+def trial_to_reproduce(
+    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig]
+) -> tuple[Executor, RecordedTrial]:
+    """Return the best trial as it is recorded, and an executor of its study on the same data.
+
+    Raises RunError if no trial is complete, InputError if the data or the code are no longer the same.
+    """
+    if not (best := best_trials(record)):
+        raise RunError(f"The study `{record.name}` has no complete trial.")
+    trial = best[0]
+    executor = _executor_of(config_of(record), database, trial)
+    evaluations = [(row.step, row.metrics) for row in trial.evaluations]
+    return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
+
+
+def _executor_of(
+    config: StudyConfig, database: Storage, trial: TrialRecord, device: str | None = None
+) -> Executor:
+    """An executor of the study that a trial is of, on the data that the study is bound to."""
+    if said := refusal(config.search_space, trial.params):
+        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
+    make_runs_folder(config.name)
+    executor = Executor(resolve_study(config, probe_device(device or config.device)), RUNS)
+    check_data(database, config.name, executor.dataset.fingerprint)
+    return executor
+
+
 def checkpoint_of(
     config: StudyConfig,
     database: Storage,
@@ -103,12 +131,7 @@ def checkpoint_of(
 
     Raises InputError if the trial has parameters that are not in the study, such as another encoder.
     """
-
-    if said := refusal(config.search_space, trial.params):
-        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
-    make_runs_folder(config.name)
-    executor = Executor(resolve_study(config, probe_device(device or config.device)), RUNS)
-    check_data(database, config.name, executor.dataset.fingerprint)
+    executor = _executor_of(config, database, trial, device)
     folder = executor.trial_folder(database.study_token(config.name), trial.number)
     if (remote := open_remote_store(config.checkpoint)) is not None:
         remote.fetch_newest(kind, folder)

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpo.api.messages import progress_shown
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hpo.study.store.lifecycle import StudyState
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.executor import Executor
+    from hpo.trial.reproduction import Reproduction
     from hpo.trial.telemetry import ScoredEvaluation, TrialResult
     from hpo.trial.verify import PrecisionCheck
     from hpo.trial.verify_parts import PartsCheck
@@ -263,6 +265,23 @@ class Study(NamedStudy):
 
         with progress_shown(quiet=self._quiet), self.opened() as (database, record):
             return use_best(database, record, self.config_of, split, folder, merge)
+
+    def reproduce(self, folder: str | Path | None = None) -> Reproduction:
+        """Train the best trial again from its record, and compare all metrics and the best weights.
+
+        The study is not changed. `folder`, which must be new or empty, takes the checkpoints; left out, they
+        are removed. Raises RunError if no trial is complete, InputError if the data or the code have changed.
+        """
+        from hpo.api.models import trial_to_reproduce
+        from hpo.trial.reproduction import reproduce
+
+        if folder is not None and Path(folder).exists() and any(Path(folder).iterdir()):
+            raise InputError(f"{folder}: must be a new or an empty folder, but it has files.")
+        with progress_shown(quiet=self._quiet):
+            with self.opened() as (database, record):
+                executor, trial = trial_to_reproduce(database, record, self.config_of)
+            with TemporaryDirectory(prefix="reproduce-", dir=RUNS / record.name) as temporary:
+                return reproduce(executor, trial, Path(folder or temporary))
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial` and what helps; changes nothing in the study."""

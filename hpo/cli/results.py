@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import typer
@@ -11,6 +13,7 @@ import hpo
 from hpo.cli.options import IN_POINTS, TRUST, Answer, answer, flag, folder, option, optional, study_command
 from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS
 from hpo.config.trackers import TrackerName
+from hpo.errors import InputError
 
 
 @study_command()
@@ -34,18 +37,31 @@ def status(study: hpo.Study) -> Answer:
     ),
     folder=folder("Write a model that transformers and hpo load.", "--export"),
     merge=flag("--merge", "Of --export: add an adapter to the weights of the encoder."),
+    reproduce=flag("--reproduce", "Train it again from its record. Exit code 1: the result is another."),
+    into=folder("Of --reproduce: keep the checkpoints.", "--into"),
 )
-def best(study: hpo.Study, **options: Any) -> Answer:
-    """Show the best configuration and its scores; evaluate or export its model.
+def best(study: hpo.Study, *, reproduce: bool, into: Path | None = None, **options: Any) -> Answer:
+    """Show the best configuration and its scores; evaluate, export or reproduce its model.
 
-    With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
+    With several objectives it shows the Pareto front, and uses the best by the first of them.
     """
+    if reproduce:
+        return _reproduced(study, into, options)
+    if into:
+        raise InputError("--into is where --reproduce keeps its checkpoints: give --reproduce, too.")
     from hpo.report.screens import best_as_json, best_model
     from hpo.study.reading.study_record import choosable_trials
 
     record, used = study.use_best(**options)
     shown = best_model(record, options.get("split"), used.get("export"))
     return Answer(lambda: best_as_json(record) | used, shown, 0 if choosable_trials(record) else 1)
+
+
+def _reproduced(study: hpo.Study, into: Path | None, others: Mapping[str, Any]) -> Answer:
+    if any(others.values()):
+        raise InputError("--reproduce must be alone: --evaluate and --export are about the stored model.")
+    found = study.reproduce(into)
+    return Answer({"study": study.name, **found.as_json()}, found.text(), 0 if found.same else 1)
 
 
 @study_command(

@@ -92,9 +92,14 @@ class TaskConfig(CheckedSection):
             yield Problem((key,), message)
 
 
-def _task_name(name: str) -> str:
+def _name(name: str, of: str = "source") -> str:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
-        raise ValueError("a task's name must be a letter followed by letters, digits, `_` or `-`.")
+        raise ValueError(f"a {of}'s name must be a letter followed by letters, digits, `_` or `-`.")
+    return name
+
+
+def _task_name(name: str) -> str:
+    _name(name, "task")
     if name == "score":
         raise ValueError("`score` names the objective over all tasks. Give the task another name.")
     return name
@@ -211,8 +216,8 @@ class SyntheticConfig(CheckedSection):
             yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {given}.")
 
 
-class DataConfig(CheckedSection):
-    """The data set."""
+class SourceConfig(CheckedSection):
+    """The keys of one source of examples."""
 
     OWN: ClassVar[str] = "of your own code"
     SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -220,7 +225,6 @@ class DataConfig(CheckedSection):
         "path": ("jsonl", "csv", "parquet"),
         "files": ("jsonl", "csv", "parquet"),
         "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
-        "pair_segments": ("jsonl",),
         "columns": ("csv", "parquet", "hub"),
         "csv": ("csv",),
         "hub": ("hub",),
@@ -228,8 +232,8 @@ class DataConfig(CheckedSection):
     }
     """The sources that read a key; other keys are read with every source."""
 
-    source: Annotated[Source, or_own(SOURCES.takes)]
-    """Where the examples come from."""
+    source: Annotated[Source, or_own(SOURCES.takes)] | None = None
+    """Where the examples come from; required, unless `sources` are given."""
     path: StudyPath | None = None
     """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
     files: FilesConfig = Field(default_factory=FilesConfig)
@@ -253,13 +257,6 @@ class DataConfig(CheckedSection):
     """Share of training examples for validation when there is no such split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of training examples for testing when there is no such split."""
-    long_text: Literal["truncate", "window"] = "truncate"
-    """A text over `max_length`: cut it, or cover it with overlapping windows."""
-    stride: Annotated[Whole, Field(ge=0)] | None = None
-    """Tokens that neighbouring windows share, at most half of `max_length`. Left out, a fourth of
-    `max_length`, at most 64."""
-    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """Two named segments of the text, encoded as a pair (jsonl)."""
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -283,19 +280,21 @@ class DataConfig(CheckedSection):
         options = own.options.model_validate(given, context=info.context)
         return {name: getattr(options, name) for name in given}
 
-    def stride_of(self, max_length: int) -> int:
-        """Tokens that neighbouring windows of `max_length` tokens share."""
-        return min(64, max_length // 4) if self.stride is None else self.stride
-
     @classmethod
     def unread_keys(cls, source: str) -> list[str]:
         """The keys that this source does not read."""
         kind = source if source in get_args(Source) else cls.OWN
         return [key for key, sources in cls.SOURCES_OF.items() if kind not in sources]
 
+    def is_default(self, key: str) -> bool:
+        return bool(getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True))
+
     def problems(self) -> Iterator[Problem]:
+        if self.source is None:
+            yield Problem(("source",), "must be given.")
+            return
         for key in self.unread_keys(self.source):
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+            if not self.is_default(key):
                 sources = ", ".join(self.SOURCES_OF[key])
                 yield Problem((key,), f"is read with source {sources}, but the source is {self.source}.")
         if self.source in self.SOURCES_OF["path"] and self.path is None:
@@ -309,3 +308,64 @@ class DataConfig(CheckedSection):
                 yield Problem((key,), f"must be given for source {self.source}.")
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")
+
+    def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
+        """`dumped`, this section as JSON, without the keys that its source does not read."""
+        unread = self.unread_keys(self.source or "")
+        return {key: value for key, value in dumped.items() if key not in unread}
+
+
+class NamedSource(SourceConfig):
+    """One of several sources. It has the keys of `data` for one source, and these."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    """Name of the source; its rows get ids that begin with it, such as `news/17`."""
+    rename: dict[str, Annotated[str, AfterValidator(_task_name)]] = Field(default_factory=dict)
+    """Task of this source to another name, where two sources have different tasks of one name."""
+
+
+class DataConfig(SourceConfig):
+    """The data set."""
+
+    SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
+        **SourceConfig.SOURCES_OF,
+        "pair_segments": ("jsonl",),
+        "sources": (),
+    }
+
+    long_text: Literal["truncate", "window"] = "truncate"
+    """A text over `max_length`: cut it, or cover it with overlapping windows."""
+    stride: Annotated[Whole, Field(ge=0)] | None = None
+    """Tokens that neighbouring windows share, at most half of `max_length`. Left out, a fourth of
+    `max_length`, at most 64."""
+    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
+    """Two named segments of the text, encoded as a pair (jsonl)."""
+    sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
+    """Data sets that are trained together, each with its tasks. A task that several of them have, with the
+    same labels, is one task."""
+
+    def stride_of(self, max_length: int) -> int:
+        """Tokens that neighbouring windows of `max_length` tokens share."""
+        return min(64, max_length // 4) if self.stride is None else self.stride
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.sources:
+            yield from super().problems()
+            return
+        for key in SourceConfig.model_fields:
+            if not self.is_default(key):
+                yield Problem((key,), "must be given for each of `sources`, and not beside them.")
+        names = [one.name for one in self.sources]
+        for index, one in enumerate(self.sources):
+            if one.name in names[:index]:
+                yield Problem(("sources", index, "name"), f"{show(one.name)} is there twice. Rename one.")
+            if self.pair_segments and one.source != "jsonl":
+                message = f"is read with source jsonl, but the source {show(one.name)} is {one.source}."
+                yield Problem(("pair_segments",), message)
+
+    def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
+        if not self.sources:
+            return super().read_by(dumped)
+        each = zip(self.sources, dumped["sources"], strict=True)
+        of_all = {key: value for key, value in dumped.items() if key not in SourceConfig.model_fields}
+        return of_all | {"sources": [one.read_by(of_one) for one, of_one in each]}

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
-from hpo.config.trial_settings import OF_TASKS
+from hpo.config.trial_settings import WITH_FREE_PART
 from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
@@ -42,7 +42,7 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
     for key, value in content.items():
         field = model.model_fields.get(key) if model else None
         inner = section_of(field.annotation) if field else None
-        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." in OF_TASKS):
+        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." in WITH_FREE_PART):
             yield from given_keys(inner, value, f"{above}{key}.")
         else:
             yield f"{above}{key}"
@@ -73,6 +73,8 @@ def is_given(name: str, given: Collection[str]) -> bool:
 
 def ordered_like(first: Any, value: Any) -> Any:
     """`value`, the keys of its mappings in the order that they have in `first`."""
+    if isinstance(first, list) and isinstance(value, list) and len(first) == len(value):
+        return [ordered_like(one, other) for one, other in zip(first, value, strict=True)]
     if not isinstance(first, Mapping) or not isinstance(value, Mapping):
         return value
     keys = dict.fromkeys([*(key for key in first if key in value), *value])
@@ -95,6 +97,8 @@ def _without_folders(value: Any) -> Any:
     """Keep of absolute paths only the last part: the same data may lie elsewhere on another machine."""
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 

@@ -35,6 +35,7 @@ from hpo.config.exclusions import measures_parts, study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
+from hpo.config.sampled_sources import sampling_problems
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
@@ -197,8 +198,7 @@ class StudyConfig(CheckedSection):
         it again.
         """
         dumped = self.model_dump(mode="json")
-        for key in DataConfig.unread_keys(self.data.source):
-            del dumped["data"][key]
+        dumped["data"] = self.data.read_by(dumped["data"])
         budgets = [dumped["training"][budget] for budget in BUDGETS]
         if budgets == [None, None, None] and not self.search_space.keys() & BUDGETS:
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
@@ -305,6 +305,7 @@ class StudyConfig(CheckedSection):
             yield from study_problems(self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):
             yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
+            yield from sampling_problems(self.data, self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

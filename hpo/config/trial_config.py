@@ -15,7 +15,7 @@ from hpo.config.study_file import Problem, parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
-    OF_TASKS,
+    WITH_FREE_PART,
     Encoder,
     PrecisionName,
     TrialSettings,
@@ -58,7 +58,7 @@ def build_trial_config(
     if any(params.get(budget) is not None for budget in BUDGETS):
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
     settings |= settings.pop("option", {})
-    for prefix, field in OF_TASKS.items():
+    for prefix, field in WITH_FREE_PART.items():
         settings |= {f"{prefix}{task}": value for task, value in settings.pop(field, {}).items()}
     settings |= decode(study.search_space, params)
     if all(settings.get(budget) is None for budget in BUDGETS):

@@ -1,7 +1,8 @@
 """Every setting of a trial that a study may fix or search: its meaning, its unit, its range, its default.
 
 A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. What may
-differ from task to task is fixed or searched for each by itself, written `loss_weight.<task>`.
+differ from task to task is fixed or searched for each by itself, written `loss_weight.<task>`; so is
+`sampling_weight.<source>` for each source of the data.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def _is_own_loss(value: Any) -> bool:
 
 OF_TASKS = {"loss_weight.": "loss_weight", "head_type.": "head_types"}
 """What the settings begin with whose name has a free part, the task, and the fields that hold them."""
+
+OF_SOURCES = {"sampling_weight.": "sampling_weight"}
+"""The same for settings whose free part is a source of the data."""
+
+WITH_FREE_PART = OF_TASKS | OF_SOURCES
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
@@ -225,6 +231,12 @@ class TrialSettings(CheckedSection):
     arXiv 1705.07115)."""
     loss_weight: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weight of a task's loss, written `loss_weight.<task>`; 1 each."""
+    sampling_temperature: float = Field(1.0, ge=1)
+    """With `data.sources`: training draws from a source of n windows in proportion to
+    `n^(1/sampling_temperature)` (arXiv 1907.05019). At 1 that is its size; a higher value favours small
+    sources."""
+    sampling_weight: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Factor on that, written `sampling_weight.<source>`; 1 each. Training leaves out a source with 0."""
     option: dict[str, Any] = Field(default_factory=dict)
     """Options of what your own code brings, written `<name>.<option>`."""
 
@@ -248,7 +260,7 @@ class TrialSettings(CheckedSection):
         if not isinstance(data, Mapping):
             return data
         data = _gather_options(data)
-        for prefix, field in OF_TASKS.items():
+        for prefix, field in WITH_FREE_PART.items():
             gathered = {key: value for key, value in data.items() if not str(key).startswith(prefix)}
             dotted = {key.removeprefix(prefix): data[key] for key in data if key not in gathered}
             given = gathered.get(field, {})
@@ -265,17 +277,21 @@ class TrialSettings(CheckedSection):
             yield Problem((), f"a trial has one budget, but {' and '.join(given)} are given. Keep one.")
 
 
-def task_of(name: str) -> tuple[str, str] | None:
-    """The field and the task of a setting `<prefix>.<task>`; None: it is another."""
+def free_part_of(name: str) -> tuple[str, str] | None:
+    """The field and the task or source of a setting `<prefix>.<name>`; None: it is another."""
     return next(
-        ((field, name.removeprefix(prefix)) for prefix, field in OF_TASKS.items() if name.startswith(prefix)),
+        (
+            (field, name.removeprefix(prefix))
+            for prefix, field in WITH_FREE_PART.items()
+            if name.startswith(prefix)
+        ),
         None,
     )
 
 
 def _is_option(name: str) -> bool:
     """Whether the code in use has such an option, or that which is not in use may."""
-    is_dotted = "." in name and task_of(name) is None
+    is_dotted = "." in name and free_part_of(name) is None
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
 
 
@@ -299,9 +315,9 @@ def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def setting_of(settings: TrialSettings, name: str) -> Any:
-    if of_task := task_of(name):
-        field, task = of_task
-        return getattr(settings, field).get(task, 1.0 if field == "loss_weight" else settings.head_type)
+    if found := free_part_of(name):
+        field, free_part = found
+        return getattr(settings, field).get(free_part, settings.head_type if field == "head_types" else 1.0)
     if option_section(name):
         owner, _, key = name.partition(".")
         return getattr(options_of(owner, settings.option), key)
@@ -310,13 +326,15 @@ def setting_of(settings: TrialSettings, name: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
-    keys = [key for key in TrialSettings.model_fields if key not in ("option", *OF_TASKS.values())]
-    known = [*keys, *known_options(), *(f"{prefix}<task>" for prefix in OF_TASKS)]
-    of_task = task_of(name)
-    if name not in known and not (of_task and of_task[1]) and not _is_option(name):
+    keys = [key for key in TrialSettings.model_fields if key not in ("option", *WITH_FREE_PART.values())]
+    full = {prefix: f"{prefix}<{'task' if prefix in OF_TASKS else 'source'}>" for prefix in WITH_FREE_PART}
+    known = [*keys, *known_options(), *full.values()]
+    found = free_part_of(name)
+    if name not in known and not (found and found[1]) and not _is_option(name):
         if removed := removed_key(("training", name)):
             raise ValueError(removed)
-        near = f" Did you mean `{name}.<task>`?" if f"{name}." in OF_TASKS else did_you_mean(name, known)
+        whole = full.get(f"{name}.")
+        near = f" Did you mean `{whole}`?" if whole else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 
 

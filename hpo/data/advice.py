@@ -13,8 +13,9 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     """What to change, since scores mislead or truth is lost otherwise; names between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
     advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
+    is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
-        advice += _unlabelled(task, data, is_csv=config.data.source == "csv")
+        advice += _unlabelled(task, is_csv=is_csv)
         advice += [*_without_score(task), *_classes(task), *_numbers(task)]
     return advice
 
@@ -54,10 +55,10 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
             yield f"{are_cut} at `max_length` {cut.max_length}: {remedy}."
 
 
-def _unlabelled(task: TaskFacts, data: DataFacts, *, is_csv: bool) -> Iterator[str]:
+def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
     why = " (an empty cell means that)" if is_csv else ""
     for split, num in task.num_annotated.items():
-        rows = data.splits[split].num_rows
+        rows = task.num_rows[split]
         if num < 0.05 * rows:
             yield (
                 f"{_part(rows - num, rows, 'row', split)} not labelled for `{task.name}`{why}: label more, "

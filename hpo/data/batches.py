@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpo.data.source_sampling import SourceSampling
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import (
     LENGTH_MULTIPLE,
@@ -122,8 +123,10 @@ def num_batches(num_windows: int, batch_size: int) -> int:
     return -(-num_windows // batch_size)
 
 
-def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int) -> list[IntArray]:
-    """Batches of one epoch: every window once, in random batches of similar length.
+def training_batches(
+    lengths_W: IntArray, batch_size: int, seed: int, epoch: int, sampling: SourceSampling | None = None
+) -> list[IntArray]:
+    """Batches of one epoch: every window once, or those of `sampling`, in random batches of similar length.
 
     Windows that do not fill a batch are drawn at random for a smaller one. The others are shuffled into
     chunks and sorted by length in each. Few chunks would give nearly the same batches in each epoch, so ranks
@@ -131,7 +134,7 @@ def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int
     resume in it.
     """
     generator = np.random.default_rng([seed, epoch])
-    order_W = generator.permutation(len(lengths_W))
+    order_W = generator.permutation(len(lengths_W) if sampling is None else sampling.windows(seed, epoch))
     num_full = len(order_W) // batch_size
     full, rest = np.split(order_W, [num_full * batch_size])
     num_chunks = max(1, -(-num_full // CHUNK_BATCHES))

@@ -63,6 +63,8 @@ class TaskFacts:
     name: str
     kind: str
     labels: tuple[str, ...]
+    num_rows: dict[str, int] = field(default_factory=dict)
+    """Rows of the sources that have the task: all rows where the data set is one."""
     num_annotated: dict[str, int] = field(default_factory=dict)
     """Rows that hold the task's truth."""
     num_empty: dict[str, int] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class DataFacts:
     splits: Mapping[str, SplitFacts]
     tasks: Sequence[TaskFacts]
     leaks: Sequence[Leak]
+    sources: Mapping[str, Mapping[str, int]]
+    """By split, the rows of each source of the data; empty: the data set is one."""
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
@@ -97,9 +101,17 @@ def data_facts(dataset: DataSet) -> DataFacts:
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
         for task, facts in zip(dataset.tasks, tasks, strict=True):
             _count(facts, kind_of(task), split, examples)
+            facts.num_rows[split] = _num_rows(task.name, examples, dataset.sources.get(split, {}))
     pairs = [(split, other) for other, split in combinations(splits, 2)]
     leaks = [_leak(dataset, *pair, keys) for pair in pairs if np.isin(keys[pair[0]], keys[pair[1]]).any()]
-    return DataFacts(splits, tasks, leaks)
+    return DataFacts(splits, tasks, leaks, dataset.sources)
+
+
+def _num_rows(task: str, examples: Sequence[Example], sources: Mapping[str, int]) -> int:
+    """The rows of the sources with a task; a source without it has no row that is annotated for it."""
+    parts = np.split(np.arange(len(examples)), np.cumsum(list(sources.values()))[:-1]) if sources else []
+    held = [len(part) for part in parts if any(task in examples[row].annotated for row in part)]
+    return sum(held) or len(examples)
 
 
 def _count(facts: TaskFacts, kind: Kind, split: str, examples: Iterable[Example]) -> None:

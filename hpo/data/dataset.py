@@ -3,6 +3,9 @@
 Each row goes through one check (`RowChecker`), and all problems of all files are reported together. A missing
 split is drawn from the training rows by a hash of the row's group or id, so a group stays together. `limits`
 keep the rows with the smallest hashes: a sample in which a larger limit keeps the rows of a smaller one.
+
+Several sources are read one by one, each as it would be alone, and then put together: a row has labels of the
+tasks of its source alone.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpo.config.data_config import DataConfig, SyntheticConfig, TaskConfig
+from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
-from hpo.errors import DataError
+from hpo.errors import DataError, did_you_mean
 from hpo.tasks.kind import class_name
 from hpo.tasks.registry import KINDS, kind_of
 
@@ -35,26 +38,40 @@ class DataSet:
     splits: Mapping[str, Sequence[Example]]
     fingerprint: str
     """Hash of all examples: the same content has the same fingerprint wherever it lies."""
+    sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By split, the number of rows of each source. The rows have this order. Empty: the data set is one."""
 
 
 def load_data(config: DataConfig) -> DataSet:
     """Read and check the whole data set. Raises DataError, which lists the first bad rows."""
+    if not config.sources:
+        return _load_source(config, config.pair_segments)
+    loaded = {}
+    for source in config.sources:
+        try:
+            loaded[source.name] = _renamed(_load_source(source, config.pair_segments), source)
+        except DataError as error:
+            raise DataError(f"source `{source.name}`: {error}") from None
+    return _joined(loaded)
+
+
+def _load_source(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSet:
     if config.source == "synthetic":
         return _generate(config)
     try:
-        return _load(config)
+        return _load(config, pair_segments)
     except OSError as error:
         raise DataError(
             f"{error.filename or config.path}: cannot be read: {error.strerror or error}."
         ) from None
 
 
-def _load(config: DataConfig) -> DataSet:
+def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSet:
     config = located(config)
     configs, where, passed_over = _read_tasks(config)
     readers = split_readers(config, configs)
     tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
-    splits = _checked(readers, RowChecker(tasks, config.pair_segments, passed_over))
+    splits = _checked(readers, RowChecker(tasks, pair_segments, passed_over))
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
     _check_annotated(splits, tasks, readers)
@@ -62,7 +79,7 @@ def _load(config: DataConfig) -> DataSet:
     return DataSet(tasks, splits, _fingerprint(tasks, splits))
 
 
-def _generate(config: DataConfig) -> DataSet:
+def _generate(config: SourceConfig) -> DataSet:
     limits = {split: getattr(config.limits, split) or sys.maxsize for split in SPLITS}
     sizes = {split: min(getattr(config.synthetic, f"num_{split}"), limits[split]) for split in SPLITS}
     settings = config.synthetic.model_dump(exclude={f"num_{split}" for split in SPLITS})
@@ -76,10 +93,62 @@ def _generate(config: DataConfig) -> DataSet:
     return DataSet(tasks, {"train": made["train"], **{s: list(made[s]) for s in SPLITS[1:]}}, fingerprint)
 
 
+def _renamed(data: DataSet, source: NamedSource) -> DataSet:
+    """The data set with the task names of `source.rename`; ids and groups begin with the source's name."""
+    names = {task.name: source.rename.get(task.name, task.name) for task in data.tasks}
+    if unknown := [name for name in source.rename if name not in names]:
+        raise DataError(f"rename.{unknown[0]}: there is no such task.{did_you_mean(unknown[0], [*names])}")
+    if len({*names.values()}) < len(names):
+        raise DataError(f"rename: two tasks would have one name: {', '.join(names.values())}.")
+
+    def example(row: Example) -> Example:
+        return replace(
+            row,
+            id=f"{source.name}/{row.id}",
+            group=None if row.group is None else f"{source.name}/{row.group}",
+            labels={names[task]: label for task, label in row.labels.items()},
+            annotated=frozenset(names[task] for task in row.annotated),
+        )
+
+    tasks = tuple(
+        replace(task, name=names[task.name], evidence_for=task.evidence_for and names[task.evidence_for])
+        for task in data.tasks
+    )
+    splits = {split: [example(row) for row in rows] for split, rows in data.splits.items()}
+    fingerprint = f"{source.name} {sorted(source.rename.items())} {data.fingerprint}"
+    return DataSet(tasks, splits, fingerprint)
+
+
+def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
+    """The sources as one data set. A task that several have must be the same in all of them."""
+    tasks: dict[str, Task] = {}
+    first: dict[str, str] = {}
+    for source, data in loaded.items():
+        for task in data.tasks:
+            unfitted = replace(task, target_mean=0.0, target_std=1.0)
+            if tasks.setdefault(task.name, unfitted) != unfitted:
+                raise DataError(
+                    f"data.sources: the task `{task.name}` must be the same in `{first[task.name]}` and "
+                    f"`{source}`, with the same labels in the same order, but it differs. Give both the same "
+                    f"`tasks`, or set `rename: {{{task.name}: {source}_{task.name}}}` for `{source}`."
+                )
+            first.setdefault(task.name, source)
+    held = {split: [name for name, data in loaded.items() if split in data.splits] for split in SPLITS}
+    splits = {
+        split: [row for name in names for row in loaded[name].splits[split]]
+        for split, names in held.items()
+        if names
+    }
+    sizes = {split: {name: len(loaded[name].splits[split]) for name in held[split]} for split in splits}
+    told = repr([data.fingerprint for data in loaded.values()]).encode()
+    fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
+    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes)
+
+
 # Tasks
 
 
-def _read_tasks(config: DataConfig) -> tuple[dict[str, TaskConfig], str, Mapping[str, TaskConfig]]:
+def _read_tasks(config: SourceConfig) -> tuple[dict[str, TaskConfig], str, Mapping[str, TaskConfig]]:
     """The tasks as they are written, where that is, and the data's tasks that the study leaves out."""
     beside = None if config.path is None else config.path / "tasks.json"
     if isinstance(config.tasks, Mapping):

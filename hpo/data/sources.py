@@ -18,7 +18,7 @@ from typing import Any
 
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
-from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
 from hpo.data.csv_files import csv_records, found_form, shown
 from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
@@ -38,7 +38,7 @@ class Reader:
     rows: Callable[[], Iterator[Row]]
 
 
-def located(config: DataConfig) -> DataConfig:
+def located(config: SourceConfig) -> SourceConfig:
     """`config` with the paths of its data on this machine.
 
     Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the longest
@@ -70,13 +70,14 @@ def _elsewhere(path: Path) -> list[Path]:
     return [Path(root, *parts[first:]) for first in range(len(parts))]
 
 
-def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
+def split_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     if config.source in SOURCES:
         return _own_readers(config)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
-def _own_readers(config: DataConfig) -> dict[str, Reader]:
+def _own_readers(config: SourceConfig) -> dict[str, Reader]:
+    assert config.source is not None  # SourceConfig has seen to it.
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
     for split in SPLITS:
@@ -100,7 +101,7 @@ def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
             yield Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
 
 
-def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
+def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
     for split in SPLITS:
         given = getattr(config.files, split)
@@ -216,7 +217,7 @@ def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
 
 
-def _hub_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
+def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     import datasets
 
     hub = config.hub

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("hpo.data")
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """To be raised when the arrays, or how they are made, change their meaning."""
 _CONTENTS = "contents.json"
 _FLAT = tuple(field.name for field in fields(TokenizedSplit) if field.name.endswith(("_T", "_W", "_W1")))

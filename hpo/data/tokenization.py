@@ -244,7 +244,7 @@ def _window_spans(
     true_spans = [
         (e, label, start, end)
         for e, example in enumerate(examples)
-        if example.spans
+        if task.name in example.annotated
         for label, name in enumerate(task.labels)
         for start, end in example.spans.get(name, ())
     ]

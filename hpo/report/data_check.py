@@ -46,6 +46,7 @@ class DataCheck:
         """Tables of the splits, tasks, classes and lengths; then what to change."""
         tables = {
             f"{self.study}: splits": rows_table(self),
+            "rows of each source": sources_table(self),
             "texts in two splits": leaks_table(self),
             "labels": tasks_table(self),
             **{
@@ -99,6 +100,17 @@ def rows_table(check: DataCheck) -> pd.DataFrame:
     )
 
 
+def sources_table(check: DataCheck) -> pd.DataFrame:
+    """A row for each source of the data: its rows in each split, and its share of those for training."""
+    sources, total = check.facts.sources, check.facts.splits["train"].num_rows
+    return pd.DataFrame(
+        {"source": name}
+        | {split: f"{of.get(name, 0):,}" for split, of in sources.items()}
+        | {"share of train": _percent(num, total)}
+        for name, num in sources.get("train", {}).items()
+    )
+
+
 def _quantile(percent: int) -> str:
     return {50: "median length", 100: "longest"}.get(percent, f"{percent} %-quantile")
 
@@ -108,7 +120,7 @@ def tasks_table(check: DataCheck) -> pd.DataFrame:
     rows = []
     for task in check.facts.tasks:
         for split, num in task.num_annotated.items():
-            total = check.facts.splits[split].num_rows
+            total = task.num_rows[split]
             rows.append(
                 {
                     "task": task.name,

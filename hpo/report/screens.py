@@ -101,6 +101,7 @@ def best_as_json(record: StudyRecord) -> dict[str, Any]:
                 "params": trial.params,
                 "precision": trial.telemetry.get("precision"),
                 "metrics": trial.telemetry.get("metrics"),
+                "source_metrics": trial.telemetry.get("source_metrics") or {},
                 "baseline": trial.telemetry.get("baseline"),
                 "detailed": trial.detailed,
             }
@@ -123,11 +124,12 @@ def warnings(record: StudyRecord) -> list[str]:
 
 def metrics(trial: TrialRecord) -> Iterator[Part]:
     """The metrics of a trial on validation, as the search measured them."""
-    from hpo.report.tables import task_metrics_text
+    from hpo.report.tables import source_metrics_text, task_metrics_text
 
     if trial.telemetry.get("metrics"):
         yield Text(f"Trial {trial.number} on validation, as the search measured it", style="bold")
         yield "", task_metrics_text(trial.telemetry)
+        yield "tasks that several sources have", source_metrics_text(trial.telemetry)
 
 
 def detailed(one: Detailed) -> Iterator[Part]:

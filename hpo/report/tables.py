@@ -314,6 +314,17 @@ def task_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
     return table.assign(**numbers).rename(columns={"baseline": BASELINE})
 
 
+def source_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
+    """The metrics of each source of the data, for people; no rows where no task is of several sources."""
+    sources = telemetry.get("source_metrics") or {}
+    return pd.DataFrame(
+        {"task": task, "source": source, "metric": metric, "value": format_number(value)}
+        for source, of_source in sources.items()
+        for task, metrics in of_source.items()
+        for metric, value in metrics.items()
+    )
+
+
 def group_order(label: str) -> tuple[tuple[int, str], str]:
     """Sorts what `StudyTables.groups` gives as the table of precisions."""
     return precision_order(label.partition(ON)[0]), label

@@ -20,6 +20,7 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -253,6 +254,15 @@ def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[
     for path in reversed(_named(folder, kind)):
         with contextlib.suppress(CheckpointError):
             yield read_checkpoint(path)
+
+
+def bits_digest(weights: Mapping[str, Tensor]) -> str:
+    """A hash of all bits of some weights, which are on the CPU, and of their names, types and shapes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.batches import collate
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
 from hpo.data.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.tasks.thresholds import DecodingThresholds
+from hpo.training.metrics import score
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,25 @@ class Evaluation:
     """1 for the first evaluation of a trial."""
     rates: dict[str, float | None]
     """Throughput of training so far."""
+    source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
+
+
+def scores_by_source(
+    tasks: Sequence[Task],
+    predictions: Mapping[str, Sequence[Any]],
+    examples: Sequence[Example],
+    num_rows: Mapping[str, int],
+) -> dict[str, dict[str, dict[str, float]]]:
+    """The metrics of each source for tasks that several have; `num_rows` has the sources in their order."""
+    ends = accumulate(num_rows.values())
+    rows = {name: slice(end - num, end) for (name, num), end in zip(num_rows.items(), ends, strict=True)}
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in rows}
+    for task in tasks:
+        held = [name for name in rows if any(task.name in row.annotated for row in examples[rows[name]])]
+        for name in held if len(held) > 1 else ():
+            found[name][task.name] = score(task, predictions[task.name][rows[name]], examples[rows[name]])
+    return {name: of_source for name, of_source in found.items() if of_source}
 
 
 def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, collate, evaluation_batches, num_batches, training_batches
+from hpo.data.source_sampling import SourceSampling
 from hpo.data.tokenized_split import IntArray, TokenizedSplit
 from hpo.device import synchronize
 from hpo.errors import Nonfinite
@@ -47,7 +48,7 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, check_finite, predict_logits
+from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scores_by_source
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
@@ -83,6 +84,14 @@ class TrainingData:
     train: TokenizedSplit
     validation: TokenizedSplit
     pad_id: int
+    sampling: SourceSampling | None = None
+    """How training draws from the sources of the data. None: each window once in an epoch."""
+    validation_rows: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each source, in their order; empty: the data set is one."""
+
+    def batches(self, args: TrainingArgs, epoch: int) -> list[IntArray]:
+        """The windows of each training batch of an epoch."""
+        return training_batches(self.train.lengths_W, args.batch_size, args.seed, epoch, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -143,10 +152,10 @@ def train(
     and OutOfMemory when a single example does not fit.
     """
     model, loss_fn, mixed_precision = learner
-    state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
+    state, budget = clock.state, args.budget
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
-    batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+    batches = data.batches(args, state.epoch)
     first_step, batch, graphs = state.step, None, build_graphs(learner, args)
 
     model.train()
@@ -186,7 +195,7 @@ def train(
         state.step_seconds = _lap(clock)
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
-            batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+            batches = data.batches(args, state.epoch)
 
 
 def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:
@@ -232,6 +241,7 @@ def _evaluate(
         check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
     metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
+    by_source = scores_by_source(loss_fn.tasks, predictions, split.examples, data.validation_rows)
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds
@@ -247,6 +257,7 @@ def _evaluate(
         train_loss=state.take_mean_loss(),
         index=index,
         rates=clock.meter.summary(),
+        source_metrics=by_source,
     )
 
 

@@ -190,7 +190,10 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
             "requested": config.fp_precision,
             **{key: precision.get(key) for key in ("effective", "support", "observed")},
         },
-        "data": {"source": study.data.source, "fingerprint": dataset.fingerprint},
+        "data": {
+            "source": study.data.source or [one.source for one in study.data.sources],
+            "fingerprint": dataset.fingerprint,
+        },
         "encoder": encoder_facts(config.encoder, study.model.revision),
         "device": trial.telemetry.get("device", {}).get("name"),
         "versions": {

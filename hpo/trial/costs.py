@@ -13,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from hpo.data.batches import collate, training_batches
+from hpo.data.batches import collate
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
@@ -129,7 +129,7 @@ def _on_micro_batch(parts: TrialParts, measure: Callable[[Work], _T]) -> _T | No
     """`measure` on a micro-batch of a batch of median size. None: not one example fits into memory."""
     split = parts.data.train
     args = training_args(parts.study, parts.config, split.num_windows)
-    batches = training_batches(split.lengths_W, args.batch_size, args.seed, epoch=0)
+    batches = parts.data.batches(args, epoch=0)
     batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
     batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
     state = TrainState(micro_batch_size=args.micro_batch_size)

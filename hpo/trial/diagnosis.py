@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpo.data.batches import Batch, collate, training_batches
+from hpo.data.batches import Batch, collate
 from hpo.errors import InputError, ModelError, TrialEnd
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.adapters import load_trained
@@ -219,7 +219,7 @@ def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]
         state.load_state_dict(start.state["progress"])
     split, model = parts.data.train, parts.model.train()
     args = training_args(parts.study, parts.config, split.num_windows)
-    windows = training_batches(split.lengths_W, args.batch_size, args.seed, state.epoch)[state.batch]
+    windows = parts.data.batches(args, state.epoch)[state.batch]
     batch = collate(split, windows, parts.loss_fn.tasks, parts.data.pad_id)
     num_items = parts.loss_fn.count(batch)
 

@@ -25,6 +25,7 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import AUTO, BUDGETS, DEFAULT_EPOCHS
 from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
+from hpo.data.source_sampling import SourceSampling, source_sampling
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
@@ -119,6 +120,11 @@ class TrialLoader:
             self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, windowing, self.cache_dir)
         few_shapes = self.device.type == "cuda" or config.compile != "none"
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
+
+    def sampling(self, config: TrialConfig, train: TokenizedSplit) -> SourceSampling | None:
+        """How the trial draws from the sources of the data; None where there are none."""
+        num_rows = self.dataset.sources.get("train", {})
+        return source_sampling(train, num_rows, config.sampling_temperature, config.sampling_weight)
 
     def used_ids(self, config: TrialConfig) -> NDArray[Any]:
         """The tokens of training and validation, and padding: sorted, each once."""
@@ -260,13 +266,14 @@ def build_trial(
         )
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)
-    split = parts.data.train
+    split, sampling = parts.data.train, parts.data.sampling
     note(
         data={
             "num_examples": len(split.examples),
             "splits": {name: len(rows) for name, rows in loader.dataset.splits.items()},
             "num_cut_examples": split.num_cut_examples,
             "num_lost_spans": dict(split.num_lost_spans),
+            **({"sources": sampling.facts()} if sampling else {}),
         },
         baseline=loader.baseline,
     )
@@ -296,7 +303,13 @@ def assemble(
         resolution,
         model,
         loss_fn,
-        TrainingData(train, validation, loader.pad_id(config)),
+        TrainingData(
+            train,
+            validation,
+            loader.pad_id(config),
+            loader.sampling(config, train),
+            loader.dataset.sources.get("validation", {}),
+        ),
         loader.used_ids(config),
         None
         if config.compile == "none"

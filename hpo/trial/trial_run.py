@@ -32,7 +32,13 @@ from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
-from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
+from hpo.training.checkpoint import (
+    CheckpointMirror,
+    CheckpointStore,
+    NoCheckpoints,
+    best_checkpoint,
+    bits_digest,
+)
 from hpo.training.compilation import (
     compile_shapes,
     compiled_modules,
@@ -417,6 +423,8 @@ class TrialRun:
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored
         self.recorder.note(metrics=scored.evaluation.metrics)
+        if of_sources := scored.evaluation.source_metrics:
+            self.recorder.note(source_metrics=of_sources)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.
@@ -451,4 +459,7 @@ class TrialRun:
             self._check_measured(self.last_evaluation)
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)
+        else:
+            kept = best_checkpoint(self.store.folder)
+            self.recorder.note(weights_digest=kept and bits_digest(kept.weights))
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())

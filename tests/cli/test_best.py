@@ -4,12 +4,14 @@ import itertools
 import json
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import own_code_studies
 import pytest
-from command_line import hpo_command, ok, refused, stored
+from command_line import finish, hpo_command, ok, refused, start_hpo, stored
 from tiny import write_study
 
 from hpo.errors import StorageError
@@ -158,3 +160,63 @@ def test_an_export_of_older_weights_has_their_scores(tmp_path: Path, monkeypatch
     (trial,) = stored(tmp_path).trials
     older, best = (evaluation.metrics for evaluation in trial.evaluations)
     assert told == {task: older[task] for task in told} != {task: best[task] for task in told}
+
+
+# Trained again
+
+
+def test_the_best_trial_is_reproduced(folder: Path) -> None:
+    before, files = stored(folder), set((folder / "runs" / "tiny").rglob("*"))
+    found = ok(hpo_command(folder, "best", "tiny.yaml", "--reproduce", "--into", "again", "--json"))
+    number = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["number"]
+    assert found.json == {
+        "study": "tiny",
+        "same": True,
+        "trial": number,
+        "outcome": "complete",
+        "reason": "",
+        "num_evaluations": len(before.trials[number].evaluations),
+        "results": [],
+        "weights": "same",
+        "conditions": [],
+        "cautions": [],
+    }
+    assert list((folder / "again").glob("best-*/model.safetensors"))
+    assert stored(folder).trials == before.trials, "the study is not changed"
+    assert set((folder / "runs" / "tiny").rglob("*")) == files
+    refused(
+        hpo_command(folder, "best", "tiny.yaml", "--reproduce", "--into", "again"), "again: must be a new"
+    )
+
+
+def test_a_result_that_is_not_reproduced_has_exit_code_1(folder: Path) -> None:
+    with sqlite3.connect(folder / "runs" / "hpo.db") as database:
+        database.execute("UPDATE trial_params SET param_value = param_value * 1.5")
+    finished = hpo_command(folder, "best", "tiny.yaml", "--reproduce")
+    assert finished.exit_code == 1
+    assert "is not reproduced bit for bit. The best weights: different." in finished.out
+    assert "No recorded condition differs" in finished.out
+
+
+def test_changed_data_and_code_are_refused(tmp_path: Path) -> None:
+    own_code_studies.write(tmp_path, training={**own_code_studies.TRAINING, "max_steps": 4}, n_trials=1)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    reproduced = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--reproduce"))
+    assert "Trial 0 is reproduced bit for bit" in reproduced.out
+    rows = tmp_path / "rows" / "train.jsonl"
+    written = rows.read_text()
+    rows.write_text(written.replace("today", "now", 1))
+    changed = hpo_command(tmp_path, "best", "tiny.yaml", "--reproduce")
+    refused(changed, "The data of the study `tiny` have changed")
+    rows.write_text(written)
+    code = tmp_path / "own_kind.py"
+    code.write_text(f"{code.read_text()}\n# changed\n")
+    refused(hpo_command(tmp_path, "best", "tiny.yaml", "--reproduce"), "~ code", "own_kind")
+    named = ("best", "tiny", "--reproduce", "--trust-code", "own_kind.py")
+    refused(finish(start_hpo(tmp_path, *named)), "is other code")  # this process still has the first code
+
+
+def test_reproduce_stands_alone(folder: Path) -> None:
+    both = hpo_command(folder, "best", "tiny.yaml", "--reproduce", "--evaluate", "test")
+    refused(both, "--reproduce must be alone")
+    refused(hpo_command(folder, "best", "tiny.yaml", "--into", "again"), "give --reproduce, too")

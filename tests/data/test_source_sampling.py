@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpo.data.batches import training_batches
+from hpo.data.source_sampling import SourceSampling, source_sampling
+from hpo.errors import InputError
+
+SIZES = {"large": 90, "small": 10}
+
+
+def sampling_of(temperature: float = 1.0, **weights: float) -> SourceSampling:
+    """The sampling of sources whose rows have one window each."""
+    split: Any = SimpleNamespace(window_example_W=np.arange(100))
+    sampling = source_sampling(split, SIZES, temperature, weights)
+    assert sampling is not None
+    return sampling
+
+
+@pytest.mark.parametrize(
+    ("temperature", "weights", "drawn"),
+    [
+        (1, {}, (90, 10)),
+        (2, {}, (75, 25)),  # sqrt(90) : sqrt(10) is 3 : 1
+        (1e9, {}, (50, 50)),
+        (1, {"small": 9.0}, (50, 50)),
+        (2, {"large": 0.0}, (0, 100)),
+        (1, {"small": 1e-9}, (100, 0)),
+    ],
+)
+def test_shares_follow_temperature_and_weights(
+    temperature: float, weights: dict[str, float], drawn: tuple[int, int]
+) -> None:
+    assert sampling_of(temperature, **weights).drawn_S == drawn
+
+
+def test_sources_are_counted_in_windows() -> None:
+    split: Any = SimpleNamespace(window_example_W=np.array([0, 0, 0, 1, 2, 2]))
+    sampling = source_sampling(split, {"a": 1, "b": 2}, 1.0, {})
+    assert sampling is not None
+    assert sampling.sizes_S == (3, 3)
+    assert sampling.facts() == {
+        "a": {"num_windows": 3, "drawn_share": 0.5},
+        "b": {"num_windows": 3, "drawn_share": 0.5},
+    }
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 7])
+def test_an_epoch_at_temperature_1_holds_every_window_once(epoch: int) -> None:
+    assert sorted(sampling_of().windows(seed=3, epoch=epoch)) == list(range(100))
+
+
+def test_a_source_repeats_no_window_before_the_others_are_drawn() -> None:
+    sampling = sampling_of(2)
+    epochs = [sampling.windows(seed=3, epoch=epoch) for epoch in range(6)]
+    large = np.concatenate([windows[windows < 90] for windows in epochs])
+    small = np.concatenate([windows[windows >= 90] for windows in epochs])
+    for drawn, size in ((large, 90), (small, 10)):
+        passes = drawn[: len(drawn) // size * size].reshape(-1, size)
+        assert len(passes) >= 5
+        assert all(len(set(one)) == size for one in passes)
+        assert any(list(one) != list(passes[0]) for one in passes)
+    assert set(epochs[0][epochs[0] < 90]) != set(epochs[1][epochs[1] < 90]), "each epoch shows another part"
+
+
+def test_batches_hold_the_drawn_windows_and_depend_on_seed_and_epoch() -> None:
+    sampling, lengths = sampling_of(2), np.arange(100) % 13 + 1
+    batches = training_batches(lengths, 8, 5, 2, sampling)
+    assert len(batches) == 13
+    drawn = np.concatenate(batches)
+    assert sorted(drawn) == sorted(sampling.windows(5, 2))
+    again, other = (training_batches(lengths, 8, 5, epoch, sampling_of(2)) for epoch in (2, 3))
+    assert all(map(np.array_equal, batches, again))
+    assert not all(map(np.array_equal, batches, other))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"smal": 1.0}, "sampling_weight.smal: there is no such source. Known: large, small."),
+        ({"large": 0.0, "small": 0.0}, "one source must have a weight above 0, but all have 0"),
+    ],
+)
+def test_weights_must_name_sources_and_draw_something(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sampling_of(1, **weights)

@@ -1,0 +1,172 @@
+"""Studies on several data sets: trained, killed, resumed, checked, evaluated, exported."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from resumed_trials import check_resume_is_exact, weights_of
+from several_sources import write_sources
+from tiny import tiny_executor, write_study
+
+from hpo.training import loop
+
+SAMPLED = {"sampling_temperature": 3.0, "sampling_weight.mail": 2.0}
+TRAINING = {"batch_size": 8, "max_length": 32, "dropout": 0.0, "fp_precision": "fp32"}
+METRICS = {"topic", "tone", "size"}
+
+
+def test_a_trial_on_sampled_sources_resumes_bit_for_bit(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training={**TRAINING, "epochs": 4})
+    resumed = check_resume_is_exact(executor, tmp_path, stop_at=13, **SAMPLED)
+    assert resumed.telemetry["resumed_from_step"] == 11, "in the third epoch of 5 steps"
+    assert resumed.telemetry["num_steps"] == 4 * 5
+    assert resumed.telemetry["metrics"].keys() == METRICS
+    assert resumed.telemetry["data"]["num_examples"] == 36
+    # 24^(1/3) to 2 * 12^(1/3) is 2.88 to 4.58: 13.9 and 22.1 windows of 36
+    assert resumed.telemetry["data"]["sources"] == {
+        "news": {"num_windows": 24, "drawn_share": pytest.approx(14 / 36)},
+        "mail": {"num_windows": 12, "drawn_share": pytest.approx(22 / 36)},
+    }
+
+
+def test_training_draws_the_recorded_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    collate = loop.collate
+
+    def recorded(split: Any, windows: Any, *rest: Any) -> Any:
+        drawn.extend(split.examples[split.window_example_W[window]].id for window in windows)
+        return collate(split, windows, *rest)
+
+    monkeypatch.setattr(loop, "collate", recorded)
+    monkeypatch.setattr("hpo.training.evaluate.collate", collate)
+    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training={**TRAINING, "epochs": 2})
+    result = executor.run(SAMPLED, None, "trial")
+    counts = {name: sum(one.startswith(name) for one in drawn) for name in ("news", "mail")}
+    assert counts == {"news": 28, "mail": 44}
+    facts = result.telemetry["data"]["sources"]
+    assert [facts[name]["drawn_share"] for name in counts] == pytest.approx(np.divide([28, 44], 72))
+
+
+def test_a_source_of_weight_0_is_not_trained_on(tmp_path: Path) -> None:
+    data = write_sources(tmp_path)
+    executor = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 6})
+    result = executor.run({"sampling_weight.mail": 0.0}, tmp_path / "trial", "trial")
+    assert result.outcome == "complete"
+    assert result.telemetry["data"]["sources"]["mail"]["drawn_share"] == 0
+    untrained = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 1})
+    untrained.run({"sampling_weight.mail": 0.0}, tmp_path / "one_step", "trial")
+    six, one = weights_of(tmp_path / "trial"), weights_of(tmp_path / "one_step")
+    # The head of `size`, a task of mail alone, changes by weight decay alone.
+    heads = [name for name in six if name.startswith("heads.2.")]
+    others = [name for name in six if name.startswith("heads.0.")]
+    assert heads
+    assert others
+    assert all(abs(six[name] - one[name]).max() < 1e-6 for name in heads)
+    assert any(abs(six[name] - one[name]).max() > 1e-5 for name in others)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a study on two sources that was killed in its first trial and then run to its end."""
+    folder = tmp_path_factory.mktemp("sources")
+    write(folder, every_seconds=0.05)
+    process = start_hpo(folder, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(folder, trial=0)), process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(folder).trials[0].outcome == "preempted"
+    write(folder, every_seconds=60)
+    ok(hpo_command(folder, "run", "tiny.yaml"))
+    return folder
+
+
+def write(folder: Path, every_seconds: float) -> None:
+    weight = {"type": "float", "low": 0.5, "high": 4.0, "log": True}
+    write_study(
+        folder,
+        data=write_sources(folder),
+        training={**TRAINING, "max_steps": 60},
+        checkpoint={"every_seconds": every_seconds, "top_k": 2},
+        search_space={
+            "sampling_temperature": {"type": "categorical", "choices": [1, 2, 5]},
+            "sampling_weight.mail": weight,
+        },
+    )
+
+
+def test_a_killed_study_on_sources_goes_on(killed: Path) -> None:
+    record = stored(killed)
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 2
+    assert record.trials[0].telemetry["resumed_from_step"] > 0
+    for trial in record.trials:
+        assert trial.params.keys() == {"sampling_temperature", "sampling_weight.mail"}
+        facts = trial.telemetry["data"]["sources"]
+        weight, root = trial.params["sampling_weight.mail"], 1 / trial.params["sampling_temperature"]
+        share = weight * 12**root / (24**root + weight * 12**root)
+        assert facts["mail"]["drawn_share"] == pytest.approx(share, abs=1 / 36)
+        assert trial.telemetry["metrics"].keys() == METRICS
+
+
+def test_the_best_trial_on_sources_is_reproduced(killed: Path) -> None:
+    found = ok(hpo_command(killed, "best", "tiny.yaml", "--reproduce"))
+    assert "is reproduced bit for bit" in found.out
+
+
+def test_check_shows_the_rows_of_each_source(killed: Path) -> None:
+    found = ok(hpo_command(killed, "check", "tiny.yaml"))
+    assert "rows of each source" in found.out
+    assert "66.6 %" in found.out or "66.7 %" in found.out
+    content = ok(hpo_command(killed, "check", "tiny.yaml", "--json")).json
+    assert content["facts"]["sources"]["train"] == {"news": 24, "mail": 12}
+    assert not [one for one in content["advice"] if "not labelled" in one]
+
+
+def test_the_best_trial_is_evaluated_exported_and_predicts(killed: Path) -> None:
+    found = ok(
+        hpo_command(killed, "best", "tiny.yaml", "--json", "--evaluate", "test", "--export", "model")
+    ).json
+    assert found["evaluation"]["metrics"].keys() == METRICS
+    (killed / "texts.jsonl").write_text('{"id": "1", "text": "news word1 about art is good"}\n')
+    (row,) = ok(hpo_command(killed, "predict", "model", "texts.jsonl", "--json")).json["predictions"]
+    assert row["labels"].keys() >= METRICS
+
+
+def test_real_sets_train_together_and_each_alone(real_set: Callable[[str], Path], tmp_path: Path) -> None:
+    data: dict[str, dict[str, Any]] = {
+        name: {
+            "source": "jsonl",
+            "path": str(real_set(name)),
+            "limits": {"train": 64, "validation": 24, "test": 24},
+        }
+        for name in ("nlupp", "snips")
+    }
+    rename = {"slots": "snips_slots"}
+    sources = [{"name": "nlupp", **data["nlupp"]}, {"name": "snips", **data["snips"], "rename": rename}]
+    training = {**TRAINING, "max_steps": 12}
+    together = tiny_executor(tmp_path, data={"sources": sources}, training=training)
+    resumed = check_resume_is_exact(together, tmp_path / "together", stop_at=9, sampling_temperature=2.0)
+    expected: dict[str, Any] = {}
+    for name, section in data.items():
+        alone = tiny_executor(tmp_path, data=section, training=training).run({}, None, name)
+        names = rename if name == "snips" else {}
+        for task, metrics in alone.telemetry["metrics"].items():
+            expected[names.get(task, task)] = metrics.keys()
+    assert {task: found.keys() for task, found in resumed.telemetry["metrics"].items()} == expected
+    assert expected.keys() == {"domain", "intents", "slots", "intent", "snips_slots"}
+
+
+def test_a_task_of_two_sources_is_scored_on_each(killed: Path) -> None:
+    (best,) = ok(hpo_command(killed, "best", "tiny.yaml", "--json")).json["trials"]
+    assert best["source_metrics"].keys() == {"news", "mail"}
+    assert all(of_source.keys() == {"tone"} for of_source in best["source_metrics"].values())
+    by_source = {name: of_source["tone"]["accuracy"] for name, of_source in best["source_metrics"].items()}
+    together = best["metrics"]["tone"]["accuracy"]
+    assert (8 * by_source["news"] + 4 * by_source["mail"]) / 12 == pytest.approx(together)
+    shown = ok(hpo_command(killed, "best", "tiny.yaml")).out
+    assert "tasks that several sources have" in shown

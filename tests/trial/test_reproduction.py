@@ -1,0 +1,202 @@
+"""A trial trained again from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_trials import weights_of
+from tiny import tiny_executor
+
+from hpo.errors import Preempted
+from hpo.training import loop
+from hpo.training.checkpoint import bits_digest
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.executor import Executor
+from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
+from hpo.trial.telemetry import ScoredEvaluation
+
+PARAMS = {"learning_rate": 5e-4, "fp_precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    folder = tmp_path_factory.mktemp("study")
+    training = {"max_steps": 6, "batch_size": 8, "max_length": 64}
+    return tiny_executor(folder, training=training, evaluation={"per_trial": 2})
+
+
+def recorded(
+    executor: Executor, folder: Path, params: Mapping[str, Any] = PARAMS, stop_after: int = 0
+) -> RecordedTrial:
+    """Run a trial and return its record. With `stop_after` it is stopped and resumed after a few steps."""
+    evaluations: dict[int, Mapping[str, Any]] = {}
+
+    def note(scored: ScoredEvaluation) -> None:
+        metrics = scored.evaluation.metrics
+        evaluations[scored.evaluation.step] = {"score": scored.values[0], **metrics}
+
+    def stop(progress: Any) -> None:
+        if progress.step == stop_after:
+            raise Preempted("stopped")
+
+    if stop_after:
+        stopped = executor.run(params, folder, "trial", Callbacks(note, on_progress=stop))
+        assert stopped.outcome == "preempted"
+    result = executor.run(params, folder, "trial", Callbacks(note))
+    assert result.outcome == "complete", result.reason
+    return RecordedTrial(7, params, result.telemetry, sorted(evaluations.items()))
+
+
+@pytest.fixture(scope="module")
+def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> RecordedTrial:
+    return recorded(executor, tmp_path_factory.mktemp("checkpoints") / "trial")
+
+
+def changed(record: RecordedTrial, **telemetry: Any) -> RecordedTrial:
+    return replace(record, telemetry={**record.telemetry, **telemetry})
+
+
+def check_same(found: Reproduction) -> None:
+    assert found.same, found.text()
+    assert (found.outcome, found.weights, found.results, found.conditions) == ("complete", "same", (), ())
+    assert "is reproduced bit for bit" in found.text()
+
+
+def test_a_trial_is_reproduced(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    assert record.telemetry["num_steps"] == 6
+    found = reproduce(executor, record, tmp_path / "again")
+    check_same(found)
+    assert found.num_evaluations == 2
+    assert bits_digest(weights_of(tmp_path / "again")) == record.telemetry["weights_digest"]
+    assert found.as_json()["same"] is True
+
+
+def test_a_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> None:
+    record = recorded(executor, tmp_path / "trial", stop_after=4)
+    assert record.telemetry["resumed_from_step"] == 4
+    found = reproduce(executor, record, tmp_path / "again")
+    check_same(found)
+    assert found.cautions == ("The trial was resumed at step 4.",)
+
+
+def test_another_result_is_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    other = replace(record, params={**PARAMS, "learning_rate": 6e-4})
+    found = reproduce(executor, other, tmp_path / "again")
+    assert not found.same
+    assert found.weights == "different"
+    assert found.conditions == ()
+    text = found.text()
+    assert "Trial 7 is not reproduced bit for bit. The best weights: different." in text
+    assert "No recorded condition differs" in text
+    assert found.as_json()["same"] is False
+
+
+def test_one_bit_of_a_metric_is_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    step, metrics = record.evaluations[1]
+    task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
+    name, value = next(iter(of_task.items()))
+    last_bit = float(torch.nextafter(torch.tensor(value, dtype=torch.float64), torch.tensor(2.0).double()))
+    other = {**metrics, task: {**of_task, name: last_bit}}
+    found = reproduce(
+        executor, replace(record, evaluations=[record.evaluations[0], (step, other)]), tmp_path / "again"
+    )
+    (difference,) = found.results
+    assert not found.same
+    assert found.weights == "same"
+    assert (difference.name, difference.recorded, difference.now) == (
+        f"evaluation 2: {task}/{name}",
+        last_bit,
+        value,
+    )
+
+
+def test_an_evaluation_that_is_missing_is_a_difference(
+    executor: Executor, record: RecordedTrial, tmp_path: Path
+) -> None:
+    found = reproduce(executor, replace(record, evaluations=record.evaluations[:1]), tmp_path / "again")
+    assert not found.same
+    assert "evaluation 2: step: recorded nothing, now 6" in found.text()
+
+
+def test_conditions_that_differ_are_named(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    device = {**record.telemetry["device"], "name": "Other CPU", "torch": "1.0"}
+    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
+    assert [one.name for one in found.conditions] == ["name", "torch"]
+    assert "name: recorded Other CPU, now test CPU" in found.text()
+    assert found.same, "the bits are the same all the same"
+
+
+def test_the_recorded_number_of_threads_is_used(
+    executor: Executor, record: RecordedTrial, tmp_path: Path
+) -> None:
+    before = torch.get_num_threads()
+    threads = before + 1
+    device = {**record.telemetry["device"], "num_threads": threads}
+    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
+    assert not [one for one in found.conditions if one.name == "num_threads"]
+    assert torch.get_num_threads() == before
+
+
+def test_a_record_without_a_digest(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    found = reproduce(executor, changed(record, weights_digest=None), tmp_path / "again")
+    assert (found.same, found.weights) == (True, "not recorded")
+    assert "the record has no digest of the weights" in found.text()
+
+
+def test_a_trial_that_halved_its_micro_batch(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_backward = loop.forward_backward
+
+    def short_of_memory(learner: Any, batch: Any, *rest: Any) -> Any:
+        if len(batch.windows_B) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward_backward(learner, batch, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "forward_backward", short_of_memory)
+        record = recorded(executor, tmp_path / "trial")
+    assert (record.telemetry["micro_batch_size"], record.telemetry["oom_halvings"]) == (2, 2)
+    found = reproduce(executor, record, tmp_path / "again")
+    check_same(found)
+    (caution,) = found.cautions
+    assert "halved its micro-batch to 2" in caution
+
+
+def test_a_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path: Path) -> None:
+    params = {**PARAMS, "max_seconds": 0.2}
+    record = recorded(executor, tmp_path / "trial", params)
+    found = reproduce(executor, record, tmp_path / "again")
+    assert found.outcome == "complete"
+    assert "num_steps" not in [one.name for one in found.conditions]
+    (caution,) = found.cautions
+    assert caution.startswith("The budget was 0.2 seconds, so learning rates followed the clock.")
+
+
+def test_a_trial_that_cannot_run_here(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    found = reproduce(executor, replace(record, params={"fp_precision": "fp8"}), tmp_path / "again")
+    assert not found.same
+    assert found.outcome == "unsupported"
+    assert "is not reproduced: it ended as unsupported. `fp8` needs" in found.text()
+
+
+def test_the_digest_depends_on_every_bit_name_and_shape() -> None:
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.0, dtype=torch.bfloat16)}
+    digest = bits_digest(weights)
+    assert digest == bits_digest(dict(reversed(weights.items())))
+    assert digest == bits_digest({**weights, "a": weights["a"].T.contiguous().T}), "the layout has no part"
+    negative = weights["a"].clone()
+    negative[0, 0] = -0.0
+    for other in (
+        {"a": negative},
+        {"a": weights["a"].reshape(3, 2)},
+        {"a": weights["a"].int()},
+        {"b": weights["b"].half()},
+        {"c": weights["b"]},
+    ):
+        assert bits_digest({**weights, **other}) != digest
