@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
-from hpo.extensions import SOURCES, Source, or_own
+from hpo.extensions import NO_DATA, SOURCES, Source, has_own_loop, or_own
 from hpo.section import Count, Section, Whole
 from hpo.tasks.registry import KINDS, known_kind
 
@@ -211,6 +211,10 @@ class SyntheticConfig(CheckedSection):
             yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {given}.")
 
 
+def _is_own_source(name: object) -> bool:
+    return SOURCES.takes(name) or (name == NO_DATA and has_own_loop())
+
+
 class DataConfig(CheckedSection):
     """The data set."""
 
@@ -228,7 +232,7 @@ class DataConfig(CheckedSection):
     }
     """The sources that read a key; other keys are read with every source."""
 
-    source: Annotated[Source, or_own(SOURCES.takes)]
+    source: Annotated[Source, or_own(_is_own_source)]
     """Where the examples come from."""
     path: StudyPath | None = None
     """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
@@ -283,6 +287,11 @@ class DataConfig(CheckedSection):
         options = own.options.model_validate(given, context=info.context)
         return {name: getattr(options, name) for name in given}
 
+    @classmethod
+    def of_own_loop(cls) -> DataConfig:
+        """Return the section of a study whose own code trains."""
+        return cls(source=NO_DATA)  # type: ignore[arg-type]
+
     def stride_of(self, max_length: int) -> int:
         """Tokens that neighbouring windows of `max_length` tokens share."""
         return min(64, max_length // 4) if self.stride is None else self.stride
@@ -303,7 +312,7 @@ class DataConfig(CheckedSection):
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
                 yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
-        is_own = self.source not in get_args(Source)
+        is_own = self.source not in (*get_args(Source), NO_DATA)
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:
                 yield Problem((key,), f"must be given for source {self.source}.")

@@ -26,6 +26,7 @@ from hpo.extensions import (
     Optimizer,
     Pooling,
     Schedule,
+    has_own_loop,
     known_options,
     option_section,
     options_of,
@@ -93,6 +94,9 @@ MODEL_SETTINGS = (
 """Settings of which some combinations cannot be built."""
 
 DEFAULT_EPOCHS = 3.0
+
+OWN_LOOP_SETTINGS = ("fp_precision", "init_scale", "max_grad_norm", "seed")
+"""The settings that keep their meaning where the study's own code trains. All other names are its own."""
 
 
 class TrialSettings(CheckedSection):
@@ -254,7 +258,9 @@ def task_of(name: str) -> tuple[str, str] | None:
 
 
 def _is_option(name: str) -> bool:
-    """Whether the code in use has such an option, or that which is not in use may."""
+    """Return whether the code in use has such an option, or code that is not in use may have it."""
+    if has_own_loop():
+        return name not in (*OWN_LOOP_SETTINGS, "option")
     is_dotted = "." in name and task_of(name) is None
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
 
@@ -301,7 +307,9 @@ def check_name(name: str) -> None:
 
 
 def takes_whole_numbers(name: str) -> bool:
-    """Whether the setting is an int, so a search over it must be over ints."""
+    """Return whether the setting is an int, so that a search over it must be over ints."""
+    if _is_option(name) and option_section(name) is None:
+        return False
     section = option_section(name)
     hint = get_type_hints(section or TrialSettings).get(name.partition(".")[2] if section else name)
     return int in (hint, *get_args(hint))
