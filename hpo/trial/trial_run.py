@@ -16,6 +16,7 @@ import torch
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.config.trial_settings import BUDGETS
+from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Nonfinite, Paused, Preempted, Pruned
 from hpo.memory import (
@@ -31,7 +32,7 @@ from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
-from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
+from hpo.training.checkpoint import Checkpoint, CheckpointMirror, CheckpointStore, NoCheckpoints
 from hpo.training.compilation import (
     compile_shapes,
     compiled_modules,
@@ -43,7 +44,7 @@ from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.trial.callbacks import Callbacks
-from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
+from hpo.trial.compat import Compatibility, CompatibilityCache, check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
@@ -83,11 +84,10 @@ class TrialRun:
         self.recorder = recorder
         self.callbacks = callbacks
         self.cache = cache
-        self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.energy_counter = energy_counter
         self.meter = ThroughputMeter(parts.device, counter=energy_counter)
         self.compile_clock = CompileClock()
-        self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
+        self.state = TrainState()
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
         self.undefined = ""
@@ -102,28 +102,41 @@ class TrialRun:
         parts, recorder, device = self.parts, self.recorder, self.parts.device
         # What is followed must not be of `self`, which would hold the model until garbage is collected.
         recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
-        key = checkpoint_key(resume_key, parts)
-        self.base_digest = base_digest(parts.model)
+        key = self._checkpoint_key(resume_key)
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
         recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
         precision, amp = parts.resolution.precision, parts.config.amp
+        self.mixed_precision = MixedPrecision(precision, amp, device)
         with backend_flags(precision, amp), checkpoints as self.store:
-            distributed.decide(self._check)
-            with distributed.memory_agreed("Search smaller encoders."):
-                self.optimizer = parts.prepare()
-            # Before this the memory is that of the check and of loading the model.
-            release_free_memory(device)
-            reset_peak_memory(device)
-            self.mixed_precision = MixedPrecision(precision, amp, device)
-            self._resume()
-            self._observe_and_compile()
-            recorder.note(setup_seconds=time.perf_counter() - recorder.started)
-            self._train()
+            self._run()
             return distributed.decide(self._finish)
 
-    def _check(self) -> None:
+    def _run(self) -> None:
+        """Check, prepare, resume and train."""
+        parts = self.parts
+        self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
+        self.state.micro_batch_size = self.args.micro_batch_size
+        self.base_digest = base_digest(parts.model)
+        distributed.decide(lambda: self.judge(check_compatibility(parts, self.cache)))
+        with distributed.memory_agreed("Search smaller encoders."):
+            self.optimizer = parts.prepare()
+        self._forget_setup_memory()
+        self._resume()
+        self._observe_and_compile()
+        self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
+        self._train()
+
+    def _checkpoint_key(self, resume_key: str) -> str:
+        return checkpoint_key(resume_key, self.parts)
+
+    def _forget_setup_memory(self) -> None:
+        """Begin to measure the peak memory: before this it is that of the check and of loading the model."""
+        release_free_memory(self.parts.device)
+        reset_peak_memory(self.parts.device)
+
+    def judge(self, compatibility: Compatibility) -> None:
+        """Record the check of the precision, and end the trial if that did not pass."""
         device = self.parts.device
-        compatibility = check_compatibility(self.parts, self.cache)
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
         for end in (Incompatible, Invalid):
             if compatibility.verdict == end.outcome:
@@ -146,32 +159,50 @@ class TrialRun:
         if last is None:
             return
         state = last.state
-        load_trained(self.parts.model, last.weights)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load(last)
         self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
         self.state.load_state_dict(state["progress"])
         self.evaluation_rates = list(state["evaluation_rates"])
         self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Take over the model and the optimizer of a checkpoint."""
+        load_trained(self.parts.model, checkpoint.weights)
+        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights for a checkpoint."""
+        return trained_state(self.parts.model)
+
+    def _training_state(self) -> dict[str, Any]:
+        """Return what a checkpoint to go on from holds beside the progress of the trial."""
+        return {"optimizer": self.optimizer.state_dict()}
+
     def _observe_and_compile(self) -> None:
-        parts, resolution = self.parts, self.parts.resolution
+        parts = self.parts
         inputs = parts.batch(0, 1).to(self.parts.device.torch_device).inputs
         # Observed before the compiler hides the operators.
         seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled(seen)
-        agrees, reason = seen.agreement(resolution.precision)
+        self.note_observed(seen, compiled=bool(compiled_modules(parts.model)))
+        if has_adapter(parts.model):
+            self.recorder.note(base_precision=base_facts(parts.model, parts.resolution.precision))
+
+    def note_observed(self, seen: Observation, *, compiled: bool = False) -> Agreement:
+        """Record in which precision the model was seen to compute."""
+        resolution = self.parts.resolution
+        agrees, reason = agreement = seen.agreement(resolution.precision)
         observed = {
-            "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
+            "observed": seen.telemetry(compiled=compiled),
             "agrees": agrees,
             "reason": " ".join(filter(None, (resolution.reason, reason))),
             "observed_reason": reason,  # without that of a fallback
         }
         self.recorder.note(precision=asdict(resolution) | observed)
-        if has_adapter(parts.model):
-            self.recorder.note(base_precision=base_facts(parts.model, resolution.precision))
+        return agreement
 
     def _compile(self, apply: Callable[[MultitaskModel], object]) -> None:
         parts, clock = self.parts, self.compile_clock
@@ -233,17 +264,21 @@ class TrialRun:
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
     def _on_step(self) -> bool:
+        self._after_step()
+        due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
+        if due:
+            self.meter.stop()
+            self._save()
+        return due
+
+    def _after_step(self) -> None:
+        """Tell the progress, sample the device, and stop the trial where that is due."""
         self.callbacks.on_progress(self._progress())
         self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
             raise Pruned(told)
-        due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
-        if due:
-            self.meter.stop()
-            self._save()
-        return due
 
     def _progress(self) -> Progress:
         state = self.state
@@ -255,9 +290,10 @@ class TrialRun:
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:
-        self.evaluation_rates.append(evaluation.examples_per_second)
-        kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
-        weights = sum(weight.nbytes for weight in trained_state(self.parts.model).values())
+        if evaluation.examples_per_second is not None:
+            self.evaluation_rates.append(evaluation.examples_per_second)
+        kept = self._optimizer_facts()
+        weights = sum(weight.nbytes for weight in self._weights().values())
         # Those to continue from and the best ones.
         self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
         broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
@@ -274,16 +310,19 @@ class TrialRun:
             paused = told
         if better:
             # After the report: a trial never goes on from behind one that was not made.
-            best = {
-                "precision": self.parts.resolution.effective,
-                "base_digest": self.base_digest,
-                "best": asdict(scored),
-            }
-            self._save(best, at_end=evaluation.budget_used >= 1)
+            self._save(self._best_state(scored), at_end=evaluation.budget_used >= 1)
         if broken:
             raise Pruned(broken)
         if paused:
             raise paused
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        return optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
+
+    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
+        """Return the state that is kept beside the weights of the best evaluation."""
+        effective = self.parts.resolution.effective
+        return {"precision": effective, "base_digest": self.base_digest, "best": asdict(scored)}
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
         """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
@@ -306,28 +345,43 @@ class TrialRun:
             "peak_memory_bytes": peak_memory_bytes(self.parts.device),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
-        study, config = self.parts.study, self.parts.config
+        study = self.parts.study
         metrics = [objective.metric for objective in study.objective]
         named = [*metrics, *study.constraints]
         unmeasured = [name for name in named if name in MEASURED_METRICS and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
-            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-            why = (
-                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
-                f"tells the speed. Raise `{budget}`, or use `compile: none`."
-            )
-            if unmeasured[0] == ENERGY:
-                missing = self.energy_counter and self.energy_counter.missing
-                why = missing or (
-                    f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
-                    f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
-                )
+            why = self._why_unmeasured(unmeasured[0], evaluation)
             raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
-        tasks, found = self.parts.loss_fn.tasks, evaluation.metrics
+        tasks, found = self._tasks(), evaluation.metrics
         undefined = {name: undefined_metric(name, found, tasks) for name in named}
         self.undefined = next(filter(None, undefined.values()), "")
         return tuple(
             math.nan if undefined[name] else objective_value(name, found, tasks, measured) for name in metrics
+        )
+
+    def _tasks(self) -> tuple[Task, ...]:
+        return self.parts.loss_fn.tasks
+
+    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
+        """Return the reason why a measured metric has no value at the end of the trial."""
+        config = self.parts.config
+        budget = next(name for name in BUDGETS if getattr(config, name) is not None)
+        if metric != ENERGY:
+            return (
+                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
+                f"tells the speed. Raise `{budget}`, or use `compile: none`."
+            )
+        missing = self.energy_counter and self.energy_counter.missing
+        return missing or (
+            f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
+            f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
+        )
+
+    def _why_undefined(self) -> str:
+        """Return the reason why no evaluation had a value of each objective and limit."""
+        return (
+            f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
+            "objective or a limit needs it. Use another metric, or return a number there."
         )
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
@@ -342,7 +396,7 @@ class TrialRun:
         self.mixed_precision.check()
         state = {
             "progress": self.state.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self._training_state(),
             "mixed_precision": self.mixed_precision.state_dict(),
             "best": self.best and asdict(self.best),
             "evaluation_rates": self.evaluation_rates,
@@ -350,7 +404,7 @@ class TrialRun:
         }
         self.store.save(
             self.state.step,
-            trained_state(self.parts.model),
+            self._weights(),
             state=None if at_end else state,
             best=best,
         )
@@ -358,10 +412,11 @@ class TrialRun:
 
     def _finish(self) -> tuple[float, ...]:
         if self.best is None:
-            raise Invalid(
-                f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
-                "objective or a limit needs it. Use another metric, or return a number there."
-            )
-        if not self.store.finish(self.best.evaluation.step):
+            raise Invalid(self._why_undefined())
+        if not self._keep_best(self.best):
             self.recorder.note(weights_lost=True)
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
+
+    def _keep_best(self, best: ScoredEvaluation) -> bool:
+        """Keep the checkpoints of a trial that has ended. Returns whether its best weights are there."""
+        return self.store.finish(best.evaluation.step)
