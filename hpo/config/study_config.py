@@ -35,7 +35,7 @@ from hpo.config.exclusions import study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
-from hpo.config.own_loop import data_or_none, own_loop_definition, own_loop_problems
+from hpo.config.own_loop_config import data_or_none, own_loop_definition, own_loop_problems
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
@@ -302,7 +302,7 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
-        if self.has_own_loop:
+        if has_own_loop():
             yield from own_loop_problems(self.given)
             return
         if self.comparison is None:  # whose points are those of trials that ran

@@ -28,8 +28,8 @@ from hpo.tasks.registry import KINDS, kind_of
 _logger = logging.getLogger("hpo.data")
 
 NEEDS_DATA = (
-    "this needs the `data` and the `model` of a study, but the study's own code (`@hpo.trial`) loads its data "
-    "and builds its model. Use `hpo run`, `train`, `worker`, `status`, `report` and `best` with such a study."
+    "this needs the `data` and the `model` of a study, but the study's own code (`@hpo.trial`) loads its "
+    "data and builds its model. Such a study has `hpo run`, `train`, `worker`, `status`, `report` and `best`."
 )
 
 

@@ -25,7 +25,6 @@ from hpo.errors import InputError, did_you_mean
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import primary_mean
 
-
 REPORTED = "reported"
 """In place of a task, for what a study's own training loop reports without one."""
 

@@ -35,7 +35,7 @@ class OwnLoopExecutor(Executor):
     def _load(self) -> None:
         if world_size() > 1:
             raise InputError(
-                "a study with its own training loop (`@hpo.trial`) must run its trials in one process each, but "
+                "a study with its own training loop (`@hpo.trial`) must run each trial in one process, but "
                 f"torchrun started {world_size()}. Start `hpo run --workers {world_size()}` instead."
             )
         self._train = TRIALS[TRIAL].make

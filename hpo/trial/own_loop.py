@@ -142,7 +142,7 @@ class Run:
     def __init__(self, trial: OwnTrial) -> None:
         self._trial = trial
         self.params: Params = trial.config.params
-        self.device: torch.device = trial.parts.device.torch_device
+        self.device = torch.device(trial.parts.device.torch_device)
         self.precision: Precision = trial.parts.resolution.precision
 
     @property
@@ -232,29 +232,29 @@ class Run:
         is_kept = any(prepared is one for kept in modules.values() for one in kept.modules())
         if self._trial.keeps and prepared is not None and not is_kept:
             raise InputError(
-                "run.keep: must hold the model that `run.prepare` was given, or a resumed trial has other weights."
+                "run.keep: must hold the model that `run.prepare` was given, so that a resumed trial has its "
+                "weights."
             )
         return self._trial.rounds(number)
 
-    def report(
-        self, metrics: Mapping[str, float], *, done: float | None = None, step: int | None = None
-    ) -> None:
+    def report(self, metrics: Mapping[str, float], done: float | None = None) -> None:
         """Store an evaluation of the trial: a number for each metric, by the names of objectives and limits.
 
         The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. A metric
-        with `/` in its name is one of a task. A loop without `run.steps` gives `done`.
+        with `/` in its name is one of a task. A loop without `run.steps` gives `done`, and pauses here.
 
         Args:
-            done: the share of the training that is over, from 0 to 1; a trial pauses here. Left out, the
-                share of `run.steps`, or 1.
-            step: the optimiser steps so far, if `amp.step` does not count them.
+            done: the share of the training that is over, above 0 and at most 1; None: the share of
+                `run.steps`, or 1 without it.
         """
         if done is not None and not 0 < done <= 1:
             raise InputError(f"run.report: `done` must be above 0 and at most 1, but got {done!r}.")
-        self._trial.report(_checked(metrics), done, step)
+        self._trial.report(_checked(metrics), done)
 
-    def heartbeat(self) -> None:
-        """Let the trial stop here if it is told to. A loop without `amp.step` calls this in each step."""
+    def count_step(self, num_examples: int) -> None:
+        """Count an optimiser step of a loop without `amp.step`. The trial may stop here if it is told to."""
+        self._trial.setup_ends()
+        self._trial.count_step(None, num_examples)
         self._trial.heartbeat()
 
 

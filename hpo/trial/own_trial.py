@@ -288,14 +288,18 @@ class OwnTrial(TrialRun):
             saved = "its last checkpoint" if self.keeps else "its start"
             raise Preempted(f"told to stop after step {self.state.step}; the trial goes on from {saved}.")
 
-    def count_step(self, loss: Tensor, num_examples: int) -> None:
+    def count_step(self, loss: Tensor | None, num_examples: int) -> None:
         """Count an optimiser step that was made."""
-        self.state.count_step(loss, num_examples, 0)
+        if loss is not None:
+            self.state.count_step(loss, num_examples, 0)
+        else:
+            self.state.step += 1
+            self.state.num_examples += num_examples
         self.meter.step(num_examples, num_examples, 0, 0)
         self.state.step_seconds = self.clock.lap()
         self._evaluates_since = self.clock.now()
 
-    def report(self, metrics: Mapping[str, float], done: float | None, step: int | None) -> None:
+    def report(self, metrics: Mapping[str, float], done: float | None) -> None:
         """Store an evaluation. Raises Pruned, or Paused where no round is under way."""
         self.checks_end()
         self.setup_ends()
@@ -305,7 +309,7 @@ class OwnTrial(TrialRun):
         self.mixed_precision.check()
         synchronize(self.parts.device)
         self.meter.stop()
-        self._count_report(step)
+        self._count_report()
         self.budget_used = done
         paused = None
         try:
@@ -320,13 +324,13 @@ class OwnTrial(TrialRun):
                 raise paused
         self.clock.start()
 
-    def _count_report(self, step: int | None) -> None:
+    def _count_report(self) -> None:
         """Count an evaluation; each is at a later step than the one before."""
         state = self.state
         if self._evaluates_since is not None:
             state.evaluation_seconds += self.clock.now() - self._evaluates_since
             self._evaluates_since = None
-        state.step = max(state.step, self._reported_step + 1) if step is None else step
+        state.step = max(state.step, self._reported_step + 1)
         state.num_evaluations += 1
         self._reported_step = state.step
 
@@ -391,8 +395,8 @@ class OwnTrial(TrialRun):
             )
         measured = ", ".join(MEASURED_METRICS)
         return (
-            f"each objective and limit must name a metric that the training function reports, but no report "
-            f"had `{self.undefined}` beside the others. Report it, or name another metric, or one of {measured}."
+            "each objective and limit must name a metric that the training function reports, but no report "
+            f"had `{self.undefined}` beside the others. Report it, or name another, or one of {measured}."
         )
 
 

@@ -29,7 +29,7 @@ def data_or_none(given: Any) -> Any:
 
 
 def own_loop_problems(given: Collection[str]) -> Iterator[Problem]:
-    """Refuse the sections that a study's own training loop does not read; `given` are the keys of its file."""
+    """Refuse the sections that a training loop does not read; `given` are the keys of the study file."""
     for section, why in UNREAD.items():
         if any(key.partition(".")[0] == section for key in given):
             told = f"must be left out: the study's code has a training loop (`@hpo.trial`), and {why}."
