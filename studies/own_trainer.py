@@ -26,13 +26,13 @@ class Reports(TrainerCallback):
     def __init__(self, run):
         self.run, self.metrics = run, {}
 
-    def on_evaluate(self, args, state, control, metrics, **_):
+    def on_evaluate(self, *_, metrics, **__):
         self.metrics = {"accuracy": metrics["eval_accuracy"], "loss": metrics["eval_loss"]}
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_end(self, args, *_, **__):
         self.run.count_step(args.train_batch_size)
 
-    def on_save(self, args, state, control, **_):
+    def on_save(self, _, state, *__, **___):
         self.run.report(self.metrics, done=state.global_step / state.max_steps)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -371,7 +371,7 @@ class OwnTrial(TrialRun):
         optimizers = [one for one in self.kept.values() if isinstance(one, torch.optim.Optimizer)]
         return state_facts([state for one in optimizers for state in one.state.values()])
 
-    def _tasks(self) -> tuple[Task, ...]:
+    def _tasks(self) -> Sequence[Task]:
         return ()
 
     def _progress(self) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -359,7 +359,7 @@ class TrialRun:
             math.nan if undefined[name] else objective_value(name, found, tasks, measured) for name in metrics
         )
 
-    def _tasks(self) -> tuple[Task, ...]:
+    def _tasks(self) -> Sequence[Task]:
         return self.parts.loss_fn.tasks
 
     def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
