@@ -8,7 +8,7 @@ from typing import Any
 from hpo.config.data_config import DataConfig
 from hpo.config.study_file import Problem
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
-from hpo.extensions import NO_DATA, has_own_loop
+from hpo.extensions import has_own_loop
 
 UNREAD = {
     "data": "it loads its data itself",
@@ -37,6 +37,6 @@ def own_loop_problems(given: Collection[str]) -> Iterator[Problem]:
 
 
 def own_loop_definition(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the definition of such a study without the settings of the training loop of this package."""
+    """Return the definition of such a study without the keys that its training loop does not read."""
     training = {name: dumped["training"][name] for name in (*OWN_LOOP_SETTINGS, "option")}
-    return {**dumped, "data": {"source": NO_DATA}, "training": training}
+    return {key: value for key, value in dumped.items() if key not in UNREAD} | {"training": training}

@@ -199,13 +199,13 @@ class StudyConfig(CheckedSection):
         it again.
         """
         dumped = self.model_dump(mode="json")
-        if self.has_own_loop:
-            dumped = own_loop_definition(dumped)
         for key in DataConfig.unread_keys(self.data.source):
-            dumped["data"].pop(key, None)
-        budgets = [dumped["training"].get(budget, "own") for budget in BUDGETS]
+            del dumped["data"][key]
+        budgets = [dumped["training"][budget] for budget in BUDGETS]
         if budgets == [None, None, None] and not self.search_space.keys() & BUDGETS:
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
+        if self.has_own_loop:
+            dumped = own_loop_definition(dumped)
         if self.comparison is not None:
             dumped["comparison"] = self.comparison.model_dump(mode="json")
         return dumped | {"given": sorted(self.given), "folder": str(self.path.parent.absolute())}
