@@ -7,6 +7,7 @@ differ from task to task is fixed or searched for each by itself, written `loss_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -265,6 +266,14 @@ def _is_option(name: str) -> bool:
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
 
 
+def _misspelled(name: str) -> str:
+    """Return why a name is taken for another spelling of a setting, where most names are the study's own."""
+    if not has_own_loop() or name in OWN_LOOP_SETTINGS:
+        return ""
+    near = get_close_matches(name, OWN_LOOP_SETTINGS, n=1, cutoff=0.85)
+    return f"there is no such setting. Did you mean `{near[0]}`?" if near else ""
+
+
 def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings with those of code of one's own under `option`, each as its section holds it."""
     given = {key: value for key, value in data.items() if _is_option(str(key))}
@@ -276,6 +285,8 @@ def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
             options[name] = getattr(section.model_validate({key: value}), key) if section else value
         except ValidationError as error:
             problems += [Problem((name, *each.where[1:]), each.message) for each in problems_of(error)]
+        if told := _misspelled(name):
+            problems.append(Problem((name,), told))
         if not _is_option(name):
             hint = did_you_mean(name, known_options())
             problems.append(Problem((name,), f"there is no such option.{hint}"))
@@ -296,6 +307,8 @@ def setting_of(settings: TrialSettings, name: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
+    if told := _misspelled(name):
+        raise ValueError(told)
     keys = [key for key in TrialSettings.model_fields if key not in ("option", *OF_TASKS.values())]
     known = [*keys, *known_options(), *(f"{prefix}<task>" for prefix in OF_TASKS)]
     of_task = task_of(name)

@@ -168,6 +168,8 @@ class Run:
             batch: a batch on `run.device`. Floating-point tensors are bf16 under `bf16-true`.
         """
         trial, amp = self._trial, self._trial.mixed_precision
+        if trial.prepared is not None:
+            raise InputError("run.prepare: must be called once. Put several modules into one.")
         found = device_of(model)
         if found.type != amp.device.type:
             raise InputError(
@@ -177,7 +179,7 @@ class Run:
         trial.judge(self._check(model, loss_of_batch, batch))
         prepare_model(model, amp.precision)
         trial.prepared = model
-        trial.note_observed(observe_model(model, amp, work_of_loss(loss_of_batch, batch).observed))
+        trial.observed(model, observe_model(model, amp, work_of_loss(loss_of_batch, batch).observed))
         return Amp(trial, model)
 
     def _check(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Compatibility:
@@ -200,12 +202,12 @@ class Run:
         trial.checks_end()
 
         def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training in seen_modes:
+            if module.training in seen_modes or torch.compiler.is_compiling():
                 return
             seen_modes.add(module.training)
             with left_as_it_was(module), observe(module) as seen:
                 module(*args, **kwargs)
-            agreement = trial.note_observed(seen)
+            agreement = trial.observed(module, seen)
             if agreement.agrees is False:
                 mode = "training" if module.training else "evaluation"
                 raise Invalid(

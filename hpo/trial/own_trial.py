@@ -10,6 +10,7 @@ generators, so that a resumed trial draws the same numbers.
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -30,10 +31,12 @@ from hpo.config.trial_settings import OWN_LOOP_SETTINGS, TrialSettings
 from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
+from hpo.precision.effective import Agreement, Observation
 from hpo.precision.environment import environment_overrides
 from hpo.precision.table import PRECISION, AmpConfig, Resolution, resolve, support
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
+from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.optimizer_states import state_facts
 from hpo.training.progress import TrainingClock
@@ -43,23 +46,48 @@ from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, train
 from hpo.trial.trial_parts import TrialParts
 from hpo.trial.trial_run import CHECKPOINT_FORMAT, TrialRun
 
-Train = Callable[[Any], object]
-"""The function of the study's code."""
+_logger = logging.getLogger(__name__)
+
+COMPILED = "the loop compiles the model, and a compiled model was not measured."
 
 
 class Checked(HpoError):
     """The check of the study before its first trial has seen enough of the training function."""
 
 
-class Params(dict[str, Any]):
-    """The settings of a trial by name."""
+class Params(Mapping[str, Any]):
+    """The settings of a trial by name. It notes which are read."""
 
-    def __missing__(self, name: str) -> Any:
-        known = ", ".join(self)
-        raise InputError(
-            f"run.params: the study must fix `{name}` under `training` or search it under `search_space`, "
-            f"but it has {known}. A setting with `when` is missing in some trials: use run.params.get(...)."
-        )
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._unread = {*values} - {*OWN_LOOP_SETTINGS}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            known = ", ".join(self._values)
+            raise InputError(
+                f"run.params: the study must fix `{name}` under `training` or search it in `search_space`, "
+                f"but it has {known}. Where a `when` leaves a setting out, use run.params.get(...)."
+            )
+        self._unread.discard(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    @property
+    def unread(self) -> list[str]:
+        """The names of the settings of the function's own that nothing has read."""
+        return sorted(self._unread)
 
 
 @dataclass(frozen=True)
@@ -142,6 +170,7 @@ class OwnTrial(TrialRun):
         """When the last optimiser step ended; None: a report came after it."""
         self.prepared: nn.Module | None = None
         """The model that `Run.prepare` was given."""
+        self._seen: Observation | None = None
         self._folder: Path | None = None
         self._closing = ExitStack()
         self._is_set_up = False
@@ -186,6 +215,9 @@ class OwnTrial(TrialRun):
             raise
         if not self.state.num_evaluations:
             self.checks_end()
+        if unread := self.config.params.unread:
+            self.recorder.note(unread_settings=unread)
+            _logger.warning("The training function did not read `%s`.", "`, `".join(unread))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, state = checkpoint, checkpoint.state
@@ -206,6 +238,8 @@ class OwnTrial(TrialRun):
 
         Raises InputError for an object that has no state.
         """
+        if self.num_rounds:
+            raise InputError("run.keep: must be called before `run.steps`, which begins with what was kept.")
         for name, one in named.items():
             if name in self.kept or hasattr(self.modules, name):
                 raise InputError(f"run.keep: `{name}` is taken already. Give each object its own name.")
@@ -268,9 +302,21 @@ class OwnTrial(TrialRun):
         """Count time and memory from here on as training."""
         if not self._is_set_up:
             self._is_set_up = True
+            if self._seen and self.prepared is not None and compiled_modules(self.prepared):
+                self.observed(self.prepared, self._seen)
             self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
             self._forget_setup_memory()
             self.clock.start()
+
+    def observed(self, model: nn.Module, seen: Observation) -> Agreement:
+        """Record the products of a model, beside those that were seen before."""
+        for name, formats in self._seen.products.items() if self._seen else ():
+            seen.products[name] |= formats
+        self._seen = seen
+        is_compiled = bool(compiled_modules(model))
+        if is_compiled:
+            seen.compiled = Agreement(None, COMPILED)
+        return self.note_observed(seen, compiled=is_compiled)
 
     def checks_end(self) -> None:
         """End a check of the study before its first trial: the function is about to train."""

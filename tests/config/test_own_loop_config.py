@@ -49,6 +49,8 @@ def test_the_definition_is_read_back_with_and_without_the_code(tmp_path: Path) -
         ({"evaluation": {"per_trial": 2}}, "evaluation: must be left out: .*run.report"),
         ({"portfolio": False}, "portfolio: must be left out"),
         ({"training": {"seed": -1}}, "training.seed: must be >= 0"),
+        ({"training": {"precision": "bf16"}}, "training.precision: .*Did you mean `fp_precision`"),
+        ({"search_space": {"fp_precison": SPACE["learning_rate"]}}, "fp_precison: .*mean `fp_precision`"),
         ({"search_space": {"fp_precision": {"type": "categorical", "choices": ["fp7"]}}}, "fp7"),
         (
             {"training": {"width": 8}, "search_space": {"width": {"type": "int", "low": 1, "high": 2}}},

@@ -102,9 +102,10 @@ def test_two_workers_search_the_digits_over_precision(tmp_path: Path) -> None:
     assert "accuracy" in ok(hpo_command(tmp_path, "best", "own_loop.yaml")).out
     ok(hpo_command(tmp_path, "report", "own_loop.yaml"))
     assert (tmp_path / "runs/own_loop/report/report.html").is_file()
-    for command, *options in (["best", "--evaluate", "test"], ["compare"], ["deploy"], ["verify"]):
+    for command, *options in (["best", "--evaluate", "test"], ["deploy"], ["verify"]):
         asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
         refused(asked, "needs the `data` and the `model`")
+    refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")
 
 
 def test_trials_of_the_digits_pause_and_go_on(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_trial_is_complete_with_the_facts_of_its_precision(
     tmp_path: Path, precision: str, products: str
 ) -> None:
     result = run(own_executor(tmp_path), tmp_path / "trial", fp_precision=precision)
-    assert result.outcome == "complete", result.traceback
+    assert result.outcome == "complete", result.traceback or result.reason
     told = result.telemetry
     assert told["precision"]["effective"] == precision
     assert told["precision"]["observed"]["linear_products"] == {products: 2}
@@ -130,6 +130,16 @@ def test_a_step_with_bad_gradients_is_repeated_in_fp32(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('run.params["width"]', 'run.params["depth"]', "must fix `depth` under `training` or search it"),
+        (
+            "        model.train()",
+            "        run.keep(late=net())",
+            "must be called before `run.steps`",
+        ),
+        (
+            "    run.keep(",
+            "    run.prepare(model, loss_of_batch, (ROWS[:8], CLASSES[:8]))\n    run.keep(",
+            "must be called once",
+        ),
         ("optimizer=optimizer)", "optimizer=3)", "`optimizer` must have `state_dict`"),
         ("run.keep(model=model, ", "run.keep(", "must hold the model that `run.prepare` was given"),
         ('run.steps(run.params["rounds"])', "run.steps(0)", "must be a whole number of at least 1"),
@@ -236,7 +246,7 @@ def foreign(enabled: str, observe: str = "run.observe(model)") -> str:
 def test_a_loop_of_another_library_is_observed(tmp_path: Path, precision: str) -> None:
     executor = own_executor(tmp_path, foreign("run.precision.name == 'bf16'"))
     result = run(executor, tmp_path / "trial", fp_precision=precision)
-    assert result.outcome == "complete", result.traceback
+    assert result.outcome == "complete", result.traceback or result.reason
     assert result.telemetry["precision"]["agrees"] is True
     assert result.telemetry["num_steps"] == 4
     unobserved = own_executor(tmp_path / "other", foreign("run.precision.name == 'bf16'", "pass"))
@@ -264,6 +274,54 @@ def test_a_loop_in_another_precision_ends_the_trial(
     result = run(own_executor(tmp_path, foreign(enabled)), fp_precision=precision)
     assert result.outcome == "invalid"
     assert re.search(where, result.reason), result.reason
+
+
+UNMEASURED = """
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows @ weight.T
+
+def note(ctx, inputs, output):
+    ctx.rows = inputs[0]
+
+hidden = torch.library.custom_op("own_loops::hidden", mutates_args=())(product)
+hidden.register_autograd(lambda ctx, grad: (None, grad.T @ ctx.rows), setup_context=note)
+
+class Changing(nn.Linear):
+    def forward(self, rows):
+        return hidden(rows, self.weight) + self.bias if self.training else super().forward(rows)
+
+def net():
+    return nn.Sequential(Changing(4, 2))
+"""
+
+
+def test_an_unmeasured_product_in_training_stays_unverified_after_the_evaluation(tmp_path: Path) -> None:
+    executor = own_executor(tmp_path, UNMEASURED + foreign("False"))
+    result = run(executor, fp_precision="fp32")
+    assert result.outcome == "complete", result.traceback or result.reason
+    assert result.telemetry["precision"]["agrees"] is None
+    assert "could not be measured" in result.telemetry["precision"]["observed_reason"]
+
+
+# PyTorch's compiler looks at the attribute where it traces the hook of the check.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_is_unverified(tmp_path: Path) -> None:
+    """Its eager products were seen, but a trial runs the compiled ones."""
+    compiles = "    model.compile(backend='eager')\n    amp = run.prepare("
+    result = run(own_executor(tmp_path, changed("    amp = run.prepare(", compiles)), fp_precision="fp32")
+    assert result.outcome == "complete", result.traceback or result.reason
+    assert result.telemetry["precision"]["agrees"] is None
+    later = changed("    run.keep(", "    model.compile(backend='eager')\n    run.keep(")
+    result = run(own_executor(tmp_path, later), fp_precision="fp32")
+    assert (result.outcome, result.telemetry["precision"]["agrees"]) == ("complete", None)
+
+
+def test_a_setting_without_a_reader_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = {"width": 8, "rounds": 1, "dropuot": 0.1}
+    result = run(own_executor(tmp_path, training=training))
+    assert result.telemetry["unread_settings"] == ["dropuot"]
+    assert "did not read `dropuot`" in caplog.text
+    assert "unread_settings" not in run(own_executor(tmp_path)).telemetry
 
 
 def test_a_loop_of_another_library_goes_on_from_its_last_report(tmp_path: Path) -> None:
