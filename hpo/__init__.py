@@ -47,6 +47,8 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """What is imported when it is asked for: it needs PyTorch, and `hpo --help` must not."""
+    if name == "trial":  # a package that is called
+        return import_module("hpo.trial")
     if name in _PLACES:
         module, _, attribute = _PLACES[name].rpartition(".")
         return getattr(import_module(module), attribute)

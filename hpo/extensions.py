@@ -1,5 +1,5 @@
 """What a study's own code may bring beside kinds of tasks: heads, poolings, losses, metrics, encoders,
-optimisers, schedules, sources of data, samplers, pruners and callbacks.
+optimisers, schedules, sources of data, samplers, pruners, callbacks, and the training loop of a trial.
 
 All but metrics have typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as
 any other. The options of a source are `data.options`; those of a sampler or a pruner are beside its name.
@@ -7,13 +7,15 @@ any other. The options of a source are `data.options`; those of a sampler or a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import WrapValidator
 
-from hpo.code import Registry
+from hpo.code import Registry, is_in_use
 from hpo.section import Section
 
 Head = Literal["linear", "mlp"]
@@ -52,6 +54,7 @@ SAMPLERS = Registry[Extension]("sampler", get_args(Sampler))
 PRUNERS = Registry[Extension]("pruner", get_args(Pruner))
 CALLBACKS = Registry[Extension]("callback")
 CALLBACK_METHODS = ("on_step", "on_evaluation", "on_end")
+TRIALS = Registry[Extension]("training loop")
 OPTIONS = Registry[type[Section]]("thing with options", ("loss_weight", "head_type", "sampling_weight"))
 
 _NAMED_BY = {
@@ -62,6 +65,12 @@ _NAMED_BY = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
 }
+
+TRIAL = "trial"
+"""The name of the one training loop."""
+NO_DATA = "none"
+"""The `data.source` of a study with a training loop of its own, which loads its data itself."""
+_trains_itself: ContextVar[bool | None] = ContextVar("trains_itself", default=None)
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 
@@ -154,6 +163,44 @@ def callback(name: str, options: type[Section] = Section) -> Callable[[Thing], T
     the model, the optimizer or the data. An exception ends the trial as `failed`.
     """
     return _adds(CALLBACKS, name, options)
+
+
+def trial(train: Thing) -> Thing:
+    """Make a training loop known, a decorator of the function that trains one trial.
+
+    The function is called with a `hpo.trial.own_loop.Run`. A study has at most one such function, and then
+    neither `data` nor `model`. Its `search_space` and `training` may have any names.
+    """
+    if not callable(train):
+        raise ValueError(f"`@hpo.trial` must decorate a function and takes no name, but got {train!r}.")
+    return _adds(TRIALS, TRIAL)(train)
+
+
+def has_own_loop() -> bool:
+    """Return whether the study in hand has a training loop of its own."""
+    known = _trains_itself.get()
+    return TRIAL in TRIALS if known is None else known
+
+
+@contextmanager
+def own_loop_of(study: object) -> Iterator[None]:
+    """Let `has_own_loop` speak of this content of a study file or definition inside the block.
+
+    Code that is not in use cannot tell, as for readers of a study: then a study without data has a loop.
+    """
+    content = study if isinstance(study, Mapping) else {}
+    code, data = content.get("code"), content.get("data")
+    if not code or not isinstance(code, Mapping):
+        has_loop = False
+    elif is_in_use(code):
+        has_loop = TRIAL in TRIALS and TRIALS.hash_of(TRIAL) in code.values()
+    else:
+        has_loop = data is None or (isinstance(data, Mapping) and data.get("source") == NO_DATA)
+    token = _trains_itself.set(has_loop)
+    try:
+        yield
+    finally:
+        _trains_itself.reset(token)
 
 
 def _adds(

@@ -1,7 +1,12 @@
-"""PyTorch's random number generators."""
+"""The random number generators of PyTorch, NumPy and Python."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,3 +32,25 @@ def set_generator_states(states: list[Tensor]) -> None:
     cpu, *gpus = states
     torch.set_rng_state(cpu)
     torch.cuda.set_rng_state_all(gpus)
+
+
+def seed_all(seed: int) -> None:
+    """Seed PyTorch, NumPy's global generator and Python's `random`, for code that draws from any of them."""
+    manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def all_states() -> dict[str, Any]:
+    """Return the states of the generators of `seed_all` in plain containers and tensors."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+    return {"torch": generator_states(), "numpy": numpy_state, "python": random.getstate()}
+
+
+def set_all_states(states: Mapping[str, Any]) -> None:
+    """Set the generators to the states of `all_states`."""
+    set_generator_states(states["torch"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])

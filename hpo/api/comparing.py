@@ -47,6 +47,12 @@ def planned_comparison(
 
     Raises InputError where the study, its data or this device do not allow it.
     """
+    if config.has_own_loop:
+        raise InputError(
+            "hpo compare judges the predictions of trials row by row, but a training loop of the study's own "
+            "(`@hpo.trial`) returns none. Let it write them into a file, and give those of two trials to "
+            "hpo.compare_predictions."
+        )
     device, data = probe_device(config.device), load_data(config.data)
     check_data(database, search.name, data.fingerprint)
     unlabelled = unlabelled_in_test(config, data)

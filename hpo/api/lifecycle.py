@@ -17,6 +17,7 @@ from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, RunError
+from hpo.extensions import own_loop_of
 from hpo.report.formats import trials_done
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
@@ -116,8 +117,9 @@ def enqueue(
     database: Storage, name: str, params: Mapping[str, Any] | Sequence[str], *, whole: bool
 ) -> Enqueued:
     """Store a configuration for a worker to try, see `hpo.Study.enqueue`."""
-    config = stored_study(name, database.read_definition(name))
-    with names_of(config.code):
+    definition = database.read_definition(name)
+    config = stored_study(name, definition)
+    with names_of(config.code), own_loop_of(definition):
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")

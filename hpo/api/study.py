@@ -153,11 +153,11 @@ class Study(NamedStudy):
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""
         from hpo.config.resolved_study import resolve_study
-        from hpo.trial.executor import Executor
+        from hpo.trial.own_executor import build_executor
 
         config = to_run(self.file)
         with self._stopping() as stop:
-            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
+            executor = build_executor(resolve_study(config, probe_device(config.device)), RUNS)
             stop.can_checkpoint = True
             return executor.run(params, None, uuid.uuid4().hex, Callbacks(show, stop.is_set))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.study_file import show
@@ -38,13 +38,29 @@ def places(config: StudyConfig) -> dict[str, str]:
         for key, value in data.options.items()
         if isinstance(value, (str, Path)) and os.sep in str(value)
     }
-    for number, encoder in enumerate(encoders_of(config)):
+    if config.has_own_loop:
+        named |= {key: Path(value) for key, value in _own_values(config) if _is_there(value)}
+    for number, encoder in enumerate(() if config.has_own_loop else encoders_of(config)):
         name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", ""))
         if name and Path(name).is_dir():
             named["model.encoder" if number == 0 else f"search_space.encoder.choices.{number - 1}"] = Path(
                 name
             )
     return checkpoint_place(config.checkpoint) | {key: str(path) for key, path in named.items() if path}
+
+
+def _own_values(config: StudyConfig) -> Iterator[tuple[str, Any]]:
+    """The values of a study whose own code trains: fixed ones, and the choices of searched ones."""
+    for name, value in config.training.option.items():
+        yield f"training.{name}", value
+    for name, one in config.search_space.items():
+        for number, choice in enumerate(getattr(one, "choices", ())):
+            yield f"search_space.{name}.choices.{number}", choice
+
+
+def _is_there(value: Any) -> bool:
+    """Return whether a value is the path of something on this machine."""
+    return isinstance(value, str) and os.sep in value and Path(value).exists()
 
 
 def checkpoint_place(config: CheckpointConfig) -> dict[str, str]:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
-from hpo.extensions import SOURCES, Source, or_own
+from hpo.extensions import NO_DATA, SOURCES, Source, has_own_loop, or_own
 from hpo.section import Count, Section, Whole
 from hpo.tasks.registry import KINDS, known_kind
 
@@ -216,6 +216,10 @@ class SyntheticConfig(CheckedSection):
             yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {given}.")
 
 
+def _is_own_source(name: object) -> bool:
+    return SOURCES.takes(name) or (name == NO_DATA and has_own_loop())
+
+
 class SourceConfig(CheckedSection):
     """The keys of one source of examples."""
 
@@ -232,7 +236,7 @@ class SourceConfig(CheckedSection):
     }
     """The sources that read a key; other keys are read with every source."""
 
-    source: Annotated[Source, or_own(SOURCES.takes)] | None = None
+    source: Annotated[Source, or_own(_is_own_source)] | None = None
     """Where the examples come from; required, unless `sources` are given."""
     path: StudyPath | None = None
     """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
@@ -302,7 +306,7 @@ class SourceConfig(CheckedSection):
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
                 yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
-        is_own = self.source not in get_args(Source)
+        is_own = self.source not in (*get_args(Source), NO_DATA)
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:
                 yield Problem((key,), f"must be given for source {self.source}.")
@@ -343,6 +347,11 @@ class DataConfig(SourceConfig):
     sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
     """Data sets that are trained together, each with its tasks. A task that several of them have, with the
     same labels, is one task."""
+
+    @classmethod
+    def of_own_loop(cls) -> DataConfig:
+        """Return the section of a study whose own code trains."""
+        return cls(source=NO_DATA)  # type: ignore[arg-type]
 
     def stride_of(self, max_length: int) -> int:
         """Tokens that neighbouring windows of `max_length` tokens share."""

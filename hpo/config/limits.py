@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 from hpo.config.study_file import CheckedSection, Problem, refuse, show
 from hpo.device import EnergyCounter
 from hpo.errors import InputError, did_you_mean
+from hpo.extensions import has_own_loop
 
 ENERGY = "train_joules_per_example"
 """Energy of an NVIDIA GPU with a single worker; see `hpo.training.energy` for the measurement."""
@@ -34,7 +35,7 @@ FEASIBLE = "feasible"
 def unknown_metric(metric: str) -> str:
     """Why no study can have this metric, as far as that is known without its tasks; empty: it may."""
     known = ("score", *MEASURED_METRICS)
-    if "/" in metric or metric in known:
+    if "/" in metric or metric in known or has_own_loop():
         return ""
     return f"unknown metric {show(metric)}; one of a task is `task/name`.{did_you_mean(metric, known)}"
 

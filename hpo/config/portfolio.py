@@ -51,7 +51,7 @@ def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
     encoder, one that is frozen under an adapter, another optimiser than AdamW, or a sampler that does not
     learn.
     """
-    if config.comparison is not None:
+    if config.comparison is not None or config.has_own_loop:
         return []
     if config.training.adapter != "none" or "adapter" in config.search_space:
         return []

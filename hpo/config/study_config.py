@@ -35,6 +35,7 @@ from hpo.config.exclusions import measures_parts, study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
+from hpo.config.own_loop_config import data_or_none, own_loop_definition, own_loop_problems
 from hpo.config.sampled_sources import sampling_problems
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
@@ -43,6 +44,7 @@ from hpo.config.study_name import study_name
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
+from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
@@ -132,8 +134,8 @@ class StudyConfig(CheckedSection):
     """Where `hpo run` shows the trials too, in a process beside, as `hpo track --follow` does."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
-    data: DataConfig
-    """The data set."""
+    data: Annotated[DataConfig, BeforeValidator(data_or_none)] = Field(None, validate_default=True)
+    """The data set. A study whose `code` has a training loop (`@hpo.trial`) has none."""
     model: ModelConfig = ModelConfig()
     """The encoder."""
     training: TrialSettings = TrialSettings()
@@ -157,6 +159,11 @@ class StudyConfig(CheckedSection):
     """When a trial stops early. Left out: `promote`; or `none` if no objective is a metric of the model, if
     the trials' budget is searched, or if a start costs too much of a whole trial, counted in rows when the
     study is made. `hpo plan` shows the choice."""
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether the study's own code trains its trials (`@hpo.trial`)."""
+        return self.data.source == NO_DATA
 
     @property
     def named_metrics(self) -> tuple[str, ...]:
@@ -202,6 +209,8 @@ class StudyConfig(CheckedSection):
         budgets = [dumped["training"][budget] for budget in BUDGETS]
         if budgets == [None, None, None] and not self.search_space.keys() & BUDGETS:
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
+        if self.has_own_loop:
+            dumped = own_loop_definition(dumped)
         if self.comparison is not None:
             dumped["comparison"] = self.comparison.model_dump(mode="json")
         return dumped | {"given": sorted(self.given), "folder": str(self.path.parent.absolute())}
@@ -240,7 +249,8 @@ class StudyConfig(CheckedSection):
     @model_validator(mode="wrap")
     @classmethod
     def _take_names_of_code(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        with names_of(content.get("code", {}) if isinstance(content, Mapping) else {}):
+        code = content.get("code", {}) if isinstance(content, Mapping) else {}
+        with names_of(code), own_loop_of(content):
             return handler(content)
 
     @model_validator(mode="before")
@@ -297,6 +307,9 @@ class StudyConfig(CheckedSection):
         return parse_first(raw, info.data["search_space"]) if "search_space" in info.data else ()
 
     def problems(self) -> Iterator[Problem]:
+        if has_own_loop():
+            yield from own_loop_problems(self.given)
+            return
         first = self.objective[0].metric
         if self.evaluation.patience is not None and first in MEASURED_METRICS:
             message = f"needs a first objective that is a metric of the model, but it is {first}."
@@ -305,7 +318,7 @@ class StudyConfig(CheckedSection):
             yield from study_problems(self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):
             yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
-            yield from sampling_problems(self.data, self.training, self.search_space)
+        yield from sampling_problems(self.data, self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride
@@ -319,7 +332,7 @@ def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> It
         for name in searched:
             if f"{section}.{name}" in given:
                 yield Problem((name,), f"is fixed too, as `{section}.{name}`. Fix it or search it, not both.")
-    budgets = [budget for budget in BUDGETS if budget in searched]
+    budgets = [budget for budget in BUDGETS if budget in searched and not has_own_loop()]
     fixed = [f"training.{budget}" for budget in BUDGETS if budget not in budgets]
     both = [*budgets, *(budget for budget in fixed if budget in given)]
     if budgets and len(both) > 1:

@@ -8,6 +8,7 @@ differ from task to task is fixed or searched for each by itself, written `loss_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -27,6 +28,7 @@ from hpo.extensions import (
     Optimizer,
     Pooling,
     Schedule,
+    has_own_loop,
     known_options,
     option_section,
     options_of,
@@ -114,6 +116,9 @@ MODEL_SETTINGS = (
 """Settings of which some combinations cannot be built."""
 
 DEFAULT_EPOCHS = 3.0
+
+OWN_LOOP_SETTINGS = ("fp_precision", "init_scale", "max_grad_norm", "seed")
+"""The settings that keep their meaning where the study's own code trains. All other names are its own."""
 
 
 class TrialSettings(CheckedSection):
@@ -290,9 +295,19 @@ def free_part_of(name: str) -> tuple[str, str] | None:
 
 
 def _is_option(name: str) -> bool:
-    """Whether the code in use has such an option, or that which is not in use may."""
+    """Return whether the code in use has such an option, or code that is not in use may have it."""
+    if has_own_loop():
+        return name not in (*OWN_LOOP_SETTINGS, "option")
     is_dotted = "." in name and free_part_of(name) is None
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
+
+
+def _misspelled(name: str) -> str:
+    """Return why a name is taken for another spelling of a setting, where most names are the study's own."""
+    if not has_own_loop() or name in OWN_LOOP_SETTINGS:
+        return ""
+    near = get_close_matches(name, OWN_LOOP_SETTINGS, n=1, cutoff=0.85)
+    return f"there is no such setting. Did you mean `{near[0]}`?" if near else ""
 
 
 def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -306,6 +321,8 @@ def _gather_options(data: Mapping[str, Any]) -> Mapping[str, Any]:
             options[name] = getattr(section.model_validate({key: value}), key) if section else value
         except ValidationError as error:
             problems += [Problem((name, *each.where[1:]), each.message) for each in problems_of(error)]
+        if told := _misspelled(name):
+            problems.append(Problem((name,), told))
         if not _is_option(name):
             hint = did_you_mean(name, known_options())
             problems.append(Problem((name,), f"there is no such option.{hint}"))
@@ -326,6 +343,8 @@ def setting_of(settings: TrialSettings, name: str) -> Any:
 
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
+    if told := _misspelled(name):
+        raise ValueError(told)
     keys = [key for key in TrialSettings.model_fields if key not in ("option", *WITH_FREE_PART.values())]
     full = {prefix: f"{prefix}<{'task' if prefix in OF_TASKS else 'source'}>" for prefix in WITH_FREE_PART}
     known = [*keys, *known_options(), *full.values()]
@@ -339,7 +358,9 @@ def check_name(name: str) -> None:
 
 
 def takes_whole_numbers(name: str) -> bool:
-    """Whether the setting is an int, so a search over it must be over ints."""
+    """Return whether the setting is an int, so that a search over it must be over ints."""
+    if _is_option(name) and option_section(name) is None:
+        return False
     section = option_section(name)
     hint = get_type_hints(section or TrialSettings).get(name.partition(".")[2] if section else name)
     return int in (hint, *get_args(hint))

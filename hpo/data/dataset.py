@@ -23,11 +23,17 @@ from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
-from hpo.errors import DataError, did_you_mean
+from hpo.errors import DataError, InputError, did_you_mean
+from hpo.extensions import NO_DATA
 from hpo.tasks.kind import class_name
 from hpo.tasks.registry import KINDS, kind_of
 
 _logger = logging.getLogger("hpo.data")
+
+NEEDS_DATA = (
+    "this needs the `data` and the `model` of a study, but the study's own code (`@hpo.trial`) loads its "
+    "data and builds its model. Such a study has `hpo run`, `train`, `worker`, `status`, `report` and `best`."
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,12 @@ class DataSet:
 
 
 def load_data(config: DataConfig) -> DataSet:
-    """Read and check the whole data set. Raises DataError, which lists the first bad rows."""
+    """Read and check the whole data set.
+
+    Raises DataError, which lists the first bad rows, and InputError for a study that has no data.
+    """
+    if config.source == NO_DATA:
+        raise InputError(NEEDS_DATA)
     if not config.sources:
         return _load_source(config, config.pair_segments)
     loaded = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +171,8 @@ def evaluation(metrics: Sequence[str], scored: ScoredEvaluation) -> str:
     pairs = zip(metrics, scored.values, strict=True)
     values = "  ".join(f"{name} {value:.4g}" for name, value in pairs)
     used = f"{found.budget_used:4.0%}  {found.seconds:.1f} s"
-    return f"step {found.step}  {used}  loss {found.train_loss:.4g}  {values}"
+    loss = "" if math.isnan(found.train_loss) else f"  loss {found.train_loss:.4g}"
+    return f"step {found.step}  {used}{loss}  {values}"
 
 
 def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:

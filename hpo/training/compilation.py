@@ -54,7 +54,12 @@ def drop_compiled(device: DeviceInfo) -> None:
 
 def compiled_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that run compiled; "" is the model itself, [] means none."""
-    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    return [
+        name
+        for name, module in model.named_modules()
+        if module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules  # as `torch.compile` wraps it
+    ]
 
 
 def compile_shapes(

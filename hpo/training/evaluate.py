@@ -34,8 +34,8 @@ class Evaluation:
     """{task: {metric: value}}."""
     decisions: dict[str, DecodingThresholds]
     """What was chosen on this split to turn logits into predictions, for use on other splits."""
-    examples_per_second: float
-    """The forward passes count, decoding and scoring do not."""
+    examples_per_second: float | None
+    """The forward passes count, decoding and scoring do not. None: not measured."""
     train_loss: float
     """Mean over the steps since the evaluation before."""
     index: int

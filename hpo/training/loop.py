@@ -237,7 +237,7 @@ def _evaluate(
     synchronize(mixed_precision.device)
     forward_seconds = clock.now() - began
     merge(logits)
-    with _repeated_in_fp32(mixed_precision, partial(_evaluates_finite, learner, data, batches)):
+    with repeated_in_fp32(mixed_precision, partial(_evaluates_finite, learner, data, batches)):
         check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
     metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
@@ -263,12 +263,12 @@ def _evaluate(
 
 def _check(learner: Learner, batch: Batch | None, args: TrainingArgs, state: TrainState) -> None:
     """Raise Nonfinite if the training cannot recover. `batch` is that of the last step; None: unknown."""
-    with _repeated_in_fp32(learner.mixed_precision, partial(_steps_finite, learner, batch, args, state)):
+    with repeated_in_fp32(learner.mixed_precision, partial(_steps_finite, learner, batch, args, state)):
         learner.mixed_precision.check()
 
 
 @contextlib.contextmanager
-def _repeated_in_fp32(mixed_precision: MixedPrecision, repeat: Callable[[], bool | None]) -> Iterator[None]:
+def repeated_in_fp32(mixed_precision: MixedPrecision, repeat: Callable[[], bool | None]) -> Iterator[None]:
     """Note on a Nonfinite of the block whether the numbers are finite when `repeat` computes them in fp32.
 
     They are not repeated by several ranks.
@@ -388,12 +388,26 @@ def forward_backward(
     those of `MultitaskLoss`.
     """
     model, loss_fn, mixed_precision = learner
+    return backward(
+        mixed_precision,
+        lambda: loss_fn(model(*batch.inputs), batch, num_items, share),
+        lambda: _in_fp32(learner, batch, num_items, share, mixed_precision.scaler.scale),
+    )
+
+
+def backward(
+    mixed_precision: MixedPrecision, loss_of: Callable[[], Tensor], repeat_in_fp32: Callable[[], Tensor]
+) -> Tensor:
+    """Run `loss_of` under autocast and its scaled loss backward; return the loss, detached.
+
+    If the loss is not finite and the config has a fallback, `repeat_in_fp32` does both and returns its loss.
+    """
     with mixed_precision.autocast():
-        loss = loss_fn(model(*batch.inputs), batch, num_items, share)
+        loss = loss_of()
     if not mixed_precision.falls_back(loss):
         mixed_precision.scaler.scale(loss).backward()
         return loss.detach()
-    loss = _in_fp32(learner, batch, num_items, share, mixed_precision.scaler.scale)
+    loss = repeat_in_fp32()
     if not bool(torch.isfinite(loss)):  # no fault of the precision
         mixed_precision.step_fallbacks -= 1
     return loss

@@ -230,7 +230,7 @@ class ThroughputMeter:
             p50, p95 = np.percentile(self._seconds, (50, 95), method="inverted_cdf").tolist()
         return {
             "train_examples_per_second": _ratio(rated.examples, rated.seconds),
-            "train_tokens_per_second": _ratio(rated.tokens, rated.seconds),
+            "train_tokens_per_second": _ratio(rated.tokens, rated.seconds) or None,
             "step_seconds_p50": p50,
             "step_seconds_p95": p95,
             "padding_share": _ratio(total.slots - total.tokens, total.slots),

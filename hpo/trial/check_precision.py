@@ -76,14 +76,14 @@ def check_precision(
         raise InputError(f"precision: {error}") from None
     if repeats < 1:
         raise InputError(f"repeats: must be at least 1, but got {repeats}.")
-    device = _device_of(model)
+    device = device_of(model)
     supported = support(precision, device)
     if supported.level == "unsupported":
         raise InputError(supported.reason)
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
-        _try(model, loss_of_batch, batch)
-        work = _work_of(loss_of_batch, batch)
+        try_loss(model, loss_of_batch, batch)
+        work = work_of_loss(loss_of_batch, batch)
         check = judge(measure_work(model, amp, work), CompatConfig())
         if check.measurement.finite and check.measurement.reference_fits:
             check = replace(check, costs=_costs_of(model, amp, work, repeats))
@@ -102,7 +102,7 @@ def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -
         return None
 
 
-def _device_of(model: nn.Module) -> DeviceInfo:
+def device_of(model: nn.Module) -> DeviceInfo:
     """Where the model is. Raises InputError for one that cannot be a reference in fp32."""
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     devices = {one.device for one in parameters}
@@ -122,7 +122,7 @@ def _device_of(model: nn.Module) -> DeviceInfo:
     return probe_device(devices.pop().type)
 
 
-def _try(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
+def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
     """Raise what is raised without any precision, and InputError for what is no loss."""
     with left_as_it_was(model):
         loss = loss_of_batch(model, batch)
@@ -130,11 +130,10 @@ def _try(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
         raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
 
 
-def _work_of(loss_of_batch: LossOfBatch, batch: Any) -> Work:
+def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
     def loss_of(model: nn.Module) -> Tensor:
         manual_seed(0)  # both sides draw the same; `measure_work` puts the generators back
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        return loss_of_batch(model, tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch)
+        return loss_of_batch(model, fitting_batch(model, batch))
 
     def forward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
@@ -152,6 +151,12 @@ def _work_of(loss_of_batch: LossOfBatch, batch: Any) -> Work:
         return loss, outputs or {"loss": loss}
 
     return Work(forward, loss_of)
+
+
+def fitting_batch(model: nn.Module, batch: Any) -> Any:
+    """Return the batch with bf16 in place of other floating-point tensors if the model has bf16 weights."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch
 
 
 def _as_bf16(leaf: Any) -> Any:

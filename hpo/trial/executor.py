@@ -27,6 +27,7 @@ from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS
+from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     BrokenEncoderError,
@@ -52,13 +53,14 @@ from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
 from hpo.training.metrics import score
+from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
 from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
-from hpo.trial.trial_parts import TrialLoader, build_trial
-from hpo.trial.trial_run import RATED_STEPS, TrialRun
+from hpo.trial.trial_parts import TrialLoader, build_trial, fit_pruner
+from hpo.trial.trial_run import TrialRun
 from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 
 _logger = logging.getLogger(__name__)
@@ -82,20 +84,15 @@ class Executor:
         compatibility_cache: CompatibilityCache | None = None,
     ) -> None:
         self.resolved = resolved
-        study, device = resolved.config, resolved.device
+        device = resolved.device
         self.runs_dir = runs_dir
         refuse_overrides(device.type)
-        self.loader = TrialLoader(resolved, runs_dir)
-        self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
+        self.tasks: tuple[Task, ...] = ()
+        self._load()
         self.cache = compatibility_cache
         self._num_started = 0
         self._compiles = False
         raise_if_lost(device)  # before a trial is claimed
-        check_metrics(study, self.dataset)
-        if study.evaluation.test and "test" not in self.dataset.splits:
-            splits = ", ".join(self.dataset.splits)
-            raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_settings_of_tasks()
         if device.type == "cpu":
             disable_malloc_trim()
             limit_threads(device)
@@ -103,6 +100,26 @@ class Executor:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction or 1.0, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
+
+    def _load(self) -> None:
+        """Load the data, and check that the study fits them."""
+        study = self.study
+        self.loader = TrialLoader(self.resolved, self.runs_dir)
+        self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
+        check_metrics(study, self.dataset)
+        if study.evaluation.test and "test" not in self.dataset.splits:
+            splits = ", ".join(self.dataset.splits)
+            raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
+        self._check_settings_of_tasks()
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the data; empty for a study whose own code loads them."""
+        return self.dataset.fingerprint
+
+    def fit_pruner(self) -> tuple[StudyConfig, str]:
+        """Return the study with the pruner that suits its data, and the reason (`hpo.trial.trial_parts`)."""
+        return fit_pruner(self.study, self.dataset)
 
     @property
     def study(self) -> StudyConfig:
@@ -154,10 +171,7 @@ class Executor:
         recorder = TrialRecorder()
 
         def train() -> tuple[float, ...]:
-            parts = build_trial(self.resolved, params, self.loader, recorder.note)
-            self._compiles = parts.compile is not None
-            trial = TrialRun(parts, recorder, callbacks, self.cache, counter)
-            return trial.run(folder, resume_key, mirror)
+            return self._trial(params, recorder, callbacks, counter).run(folder, resume_key, mirror)
 
         with lost_device_raised(self.device):  # the facts of a trial that has ended are read from it too
             self._check_ranks(params)
@@ -172,6 +186,18 @@ class Executor:
             finally:
                 if self._compiles:
                     drop_compiled(self.device)
+
+    def _trial(
+        self,
+        params: Mapping[str, Any],
+        recorder: TrialRecorder,
+        callbacks: Callbacks,
+        counter: EnergyCounter,
+    ) -> BaseRun:
+        """Build a trial. Raises the TrialEnd of one that cannot run here."""
+        parts = build_trial(self.resolved, params, self.loader, recorder.note)
+        self._compiles = parts.compile is not None
+        return TrialRun(parts, recorder, callbacks, self.cache, counter)
 
     def _check_ranks(self, params: Mapping[str, Any]) -> None:
         """Tell the other ranks of the trial, and check that all have the same."""

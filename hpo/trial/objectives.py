@@ -25,6 +25,9 @@ from hpo.errors import InputError, did_you_mean
 from hpo.tasks.registry import KINDS, kind_of
 from hpo.training.metrics import primary_mean
 
+REPORTED = "reported"
+"""In place of a task, for what a study's own training loop reports without one."""
+
 
 def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:
     """Raise InputError unless an objective or a limit, as `key` of the study file does, can name it."""
@@ -78,14 +81,14 @@ def objective_value(
     give the metric, which `undefined_metric` tells.
     """
     value: float | None
-    if metric == "score":
-        value = primary_mean(tasks, metrics)
-    elif "/" in metric:
-        task_name, _, name = metric.partition("/")
-        value = metrics[task_name].get(name)
-    else:
+    if metric in MEASURED_METRICS:
         seen = measured[metric]
         return math.nan if seen is None else seen
+    if metric == "score" and tasks:
+        value = primary_mean(tasks, metrics)
+    else:
+        task_name, name = task_and_name(metric)
+        value = metrics.get(task_name, {}).get(name)
     if value is None or not math.isfinite(value):
         raise InputError(f"the metric {metric} has no value on the validation split.")
     return float(value)
@@ -99,8 +102,15 @@ def undefined_metric(metric: str, metrics: Mapping[str, Mapping[str, float]], ta
     if metric in MEASURED_METRICS:
         return ""
     of_score = [(task.name, task.primary_metric) for task in tasks]
-    needed = of_score if metric == "score" else [tuple(metric.split("/"))]
-    return next((f"{task}/{name}" for task, name in needed if name not in metrics[task]), "")
+    needed = of_score if metric == "score" and tasks else [task_and_name(metric)]
+    missing = (one for one in needed if one[1] not in metrics.get(one[0], {}))
+    return next((metric if task == REPORTED else f"{task}/{name}" for task, name in missing), "")
+
+
+def task_and_name(metric: str) -> tuple[str, str]:
+    """Return the task and the name of a metric; a metric of a study's own training loop may have no task."""
+    task, _, name = metric.rpartition("/")
+    return task or REPORTED, name
 
 
 def final_values(

@@ -86,7 +86,7 @@ class ScoredEvaluation:
 
 
 def training_facts(
-    model: MultitaskModel,
+    model: nn.Module,
     mixed_precision: MixedPrecision,
     clock: TrainingClock,
     utilization: Utilization,
@@ -133,7 +133,7 @@ _PEAK_FLOPS = {
 
 
 def _flops_utilization(
-    model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
+    model: nn.Module, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
 ) -> float | None:
     """Model FLOP/s over the data sheets' peak for the precision's products.
 
@@ -143,7 +143,14 @@ def _flops_utilization(
     device, precision = mixed_precision.device, mixed_precision.precision
     peak = _PEAK_FLOPS.get(device.name, {}).get(precision.products)
     steps = meter.totals()
-    if peak is None or device.is_part or device.gcn_arch or precision.frozen != "fp32" or not steps.seconds:
+    if (
+        not isinstance(model, MultitaskModel)
+        or peak is None
+        or device.is_part
+        or device.gcn_arch
+        or precision.frozen != "fp32"
+        or not steps.seconds
+    ):
         return None
     flops = training_flops(model, steps.tokens, steps.windows)
     return None if flops is None else flops / steps.seconds / (peak * num_ranks)

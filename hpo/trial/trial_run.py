@@ -3,69 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
+from hpo.config.limits import ENERGY
 from hpo.config.trial_settings import AUTO, BUDGETS
+from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization
-from hpo.errors import Incompatible, Invalid, Nonfinite, Paused, Preempted, Pruned
-from hpo.memory import (
-    is_out_of_memory,
-    peak_memory_bytes,
-    release_free_memory,
-    reset_peak_memory,
-)
+from hpo.errors import Nonfinite, Paused, Preempted
+from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.model_parts import part_facts
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
-from hpo.training.checkpoint import (
-    CheckpointMirror,
-    CheckpointStore,
-    NoCheckpoints,
-    best_checkpoint,
-    bits_digest,
-)
-from hpo.training.compilation import (
-    compile_shapes,
-    compiled_modules,
-    run_both_modes,
-)
+from hpo.training.checkpoint import Checkpoint, CheckpointMirror
+from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
 from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY, AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
-from hpo.training.progress import CompileClock, ThroughputMeter, TrainingClock, TrainState
+from hpo.training.progress import TrainingClock
+from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.callbacks import Callbacks
-from hpo.trial.compat import CompatibilityCache, check_compatibility, checked_on
-from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
+from hpo.trial.compat import CompatibilityCache, check_compatibility
 from hpo.trial.part_search import find_parts
-from hpo.trial.patience import patience_over
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 from hpo.trial.user_callbacks import UserCallbacks
-
-CHECKPOINT_FORMAT = 11
-"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
-
-UTILIZATION_EVERY = 20
-"""Steps between two samples of the device's utilisation, and two looks at a limit of memory."""
-
-RATED_STEPS = 13
-"""Steps, those of the warm-up among them, before a limit of training speed may end a trial."""
 
 
 def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
@@ -80,8 +54,10 @@ def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}{base}"
 
 
-class TrialRun:
-    """One running trial: its parts, its progress, and its checkpoints."""
+class TrialRun(BaseRun):
+    """One running trial with the training loop of this package."""
+
+    parts: TrialParts
 
     def __init__(
         self,
@@ -91,25 +67,12 @@ class TrialRun:
         cache: CompatibilityCache | None = None,
         energy_counter: EnergyCounter | None = None,
     ) -> None:
-        self.parts = parts
-        self.recorder = recorder
-        self.callbacks = callbacks
+        super().__init__(parts, recorder, callbacks, energy_counter)
         self.cache = cache
         self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
-        self.energy_counter = energy_counter
-        self.meter = ThroughputMeter(parts.device, counter=energy_counter)
-        self.compile_clock = CompileClock()
-        self.state = TrainState(micro_batch_size=self.args.micro_batch_size)
-        self.evaluation_rates: list[float] = []
-        self.first_values: list[float] = []
-        """The first objective at each evaluation."""
-        self.stopped_early = ""
-        """Why the training ends before its budget is used up; empty: it does not."""
-        self.best: ScoredEvaluation | None = None
+        self.state.micro_batch_size = self.args.micro_batch_size
         self.no_parts = ""
         """The reason if `fp32_parts: auto` found nothing that helps."""
-        self.undefined = ""
-        """The metric that the last evaluation lacks, though an objective or a limit needs it."""
         self.train_loss: float | None = None
         self.examples_per_second: float | None = None
 
@@ -118,30 +81,26 @@ class TrialRun:
     ) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
         self._find_float32_parts()
-        parts, recorder, device = self.parts, self.recorder, self.parts.device
-        # What is followed must not be of `self`, which would hold the model until garbage is collected.
-        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
-        key = checkpoint_key(resume_key, parts)
-        self.base_digest = base_digest(parts.model)
-        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
-        recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
-        precision, amp = parts.resolution.precision, parts.config.amp
-        with backend_flags(precision, amp), checkpoints as self.store:
-            distributed.decide(self._check)
-            with distributed.memory_agreed("Search smaller encoders."):
-                self.optimizer = parts.prepare()
-            # Before this the memory is that of the check and of loading the model.
-            release_free_memory(device)
-            reset_peak_memory(device)
-            self.mixed_precision = MixedPrecision(precision, amp, device)
-            self._resume()
-            self._observe_and_compile()
-            self.user_callbacks = UserCallbacks(parts.config, parts.model, self.state)
-            distributed.decide(self.user_callbacks.make)
-            recorder.note(setup_seconds=time.perf_counter() - recorder.started)
-            self._train()
-            distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
-            return distributed.decide(self._finish)
+        self.base_digest = base_digest(self.parts.model)
+        return super().run(folder, resume_key, mirror)
+
+    def _checkpoint_key(self, resume_key: str) -> str:
+        return checkpoint_key(resume_key, self.parts)
+
+    def _run(self) -> None:
+        parts = self.parts
+        more = filter(None, [self.no_parts])
+        distributed.decide(lambda: self.judge(check_compatibility(parts, self.cache), *more))
+        with distributed.memory_agreed("Search smaller encoders."):
+            self.optimizer = parts.prepare()
+        self._forget_setup_memory()
+        self._resume()
+        self._observe_and_compile()
+        self.user_callbacks = UserCallbacks(parts.config, parts.model, self.state)
+        distributed.decide(self.user_callbacks.make)
+        self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
+        self._train()
+        distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
 
     def _find_float32_parts(self) -> None:
         """Resolve `fp32_parts: auto`, and record it."""
@@ -153,39 +112,15 @@ class TrialRun:
         elif requested:
             self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
 
-    def _check(self) -> None:
-        device = self.parts.device
-        compatibility = check_compatibility(self.parts, self.cache)
-        self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
-        for end in (Incompatible, Invalid):
-            if compatibility.verdict == end.outcome:
-                raise end(" ".join((*compatibility.reasons, *filter(None, [self.no_parts]))))
+    def _load(self, checkpoint: Checkpoint) -> None:
+        load_trained(self.parts.model, checkpoint.weights)
+        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
 
-    def _resume(self) -> None:
-        """Go on from the trial's last checkpoint if there is one.
+    def _weights(self) -> dict[str, Tensor]:
+        return trained_state(self.parts.model)
 
-        The best weights may be newer, of an evaluation that will be made again: its value, which was
-        reported before they were written, stays the trial's best until there is a better one.
-        """
-        # Rank 0 alone reads checkpoints, so that all go on from the same.
-        best, last = distributed.decide(lambda: (self.store.best(), self.store.latest()))
-        for best_state in [one.state["best"] for one in (best, last) if one and one.state["best"]]:
-            # The best weights may be older, too, if newer ones could not be written.
-            scored = ScoredEvaluation.from_state_dict(best_state)
-            values = self.best.values if self.best else None
-            if is_better(self.parts.study.objective[0], scored.values, values):
-                self._set_best(scored)
-        if last is None:
-            return
-        state = last.state
-        load_trained(self.parts.model, last.weights)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
-        self.state.load_state_dict(state["progress"])
-        self.evaluation_rates = list(state["evaluation_rates"])
-        self.first_values = list(state["first_values"])
-        self.meter.load_state_dict(state["meter"])
-        self.recorder.note(resumed_from_step=self.state.step)
+    def _training_state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
@@ -195,14 +130,7 @@ class TrialRun:
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled(seen)
-        agrees, reason = seen.agreement(resolution.precision)
-        observed = {
-            "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
-            "agrees": agrees,
-            "reason": " ".join(filter(None, (resolution.reason, reason))),
-            "observed_reason": reason,  # without that of a fallback
-        }
-        self.recorder.note(precision=asdict(resolution) | observed)
+        self.note_observed(seen, compiled=bool(compiled_modules(parts.model)))
         if parts_noted := self.recorder.telemetry().get("fp32_parts"):
             names = parts.config.fp32_parts
             by_part = part_facts(parts.model, names, seen, resolution.precision)
@@ -223,7 +151,7 @@ class TrialRun:
         parts, mixed_precision = self.parts, self.mixed_precision
         batch = parts.batch(self.state.micro_batch_size)  # of a shape that is compiled already
 
-        def step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def step() -> tuple[list[Tensor], list[Tensor]]:
             manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
@@ -270,18 +198,9 @@ class TrialRun:
                     self.store.share()
                 raise
 
-    def _stop_if_told(self) -> None:
-        if self.callbacks.should_stop():
-            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
-
     def _on_step(self) -> AfterStep:
         progress = self._progress()
-        self.callbacks.on_progress(progress)
-        self._stop_if_told()
-        if self.state.step % UTILIZATION_EVERY == 0:
-            self.utilization.sample()
-        if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
-            raise Pruned(told)
+        self._after_step(progress)
         watched = self.user_callbacks.watch_steps
         if watched and self._call("on_step", progress):
             return "ended"
@@ -306,6 +225,12 @@ class TrialRun:
             self._end_early(progress.step, progress.budget_used, told)
         return bool(told)
 
+    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
+        if self.user_callbacks:
+            rate = evaluation.rates.get("train_examples_per_second")
+            progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
+            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
+
     def _progress(self) -> Progress:
         state = self.state
         if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # after which no value is waited for
@@ -315,151 +240,36 @@ class TrialRun:
         used = self.args.budget.used(state)
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
 
-    def _on_evaluation(self, evaluation: Evaluation) -> bool:
-        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
-        self.evaluation_rates.append(evaluation.examples_per_second)
-        kept = optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
-        weights = sum(weight.nbytes for weight in trained_state(self.parts.model).values())
-        # Those to continue from and the best ones.
-        self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
-        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
-        values = self._values(evaluation)
-        self.first_values.append(values[0])
-        study = self.parts.study
-        if told := patience_over(self.first_values, study.objective[0], study.evaluation):
-            self._end_early(evaluation.step, evaluation.budget_used, told)
-        if self.user_callbacks:
-            rate = evaluation.rates.get("train_examples_per_second")
-            progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
-            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
-        self.last_evaluation = evaluation
-        scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
-        if scored.is_last and not broken:
-            self._check_measured(evaluation)
-        best_values = self.best.values if self.best else None
-        better = not self.undefined and is_better(study.objective[0], scored.values, best_values)
-        if better:
-            self._set_best(scored)
-        paused = None
-        try:
-            self.callbacks.on_evaluation(scored)
-        except Paused as told:
-            paused = told
-        if better:
-            # After the report: a trial never goes on from behind one that was not made.
-            best = {
-                "precision": self.parts.resolution.effective,
-                "base_digest": self.base_digest,
-                "fp32_parts": self.parts.config.fp32_parts,
-                "best": asdict(scored),
-            }
-            self._save(best, at_end=evaluation.budget_used >= 1 or bool(self.stopped_early))
-        if broken:
-            raise Pruned(broken)
-        if paused:
-            raise paused
-        return bool(self.stopped_early)
+    def _optimizer_facts(self) -> dict[str, Any]:
+        return optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
 
-    def _end_early(self, step: int, budget_used: float, reason: str) -> None:
-        """End the training before its budget is used up. The first reason stays."""
-        if budget_used < 1 and not self.stopped_early:
-            at = f"at step {step}, at {budget_used:.0%} of its budget"
-            self.stopped_early = f"Training ended early {at}: {reason}."
-            self.recorder.note(stopped_early=self.stopped_early)
-
-    def _broken_early(self, evaluation: Evaluation | None = None) -> str:
-        """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
-
-        Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
-        """
-        limits = self.parts.study.constraints
-        known: dict[str, float | None] = {}
-        if memory := limits.get("peak_memory_bytes"):
-            known["peak_memory_bytes"] = max(peak_memory_bytes(self.parts.device), memory.min or 0)
-        if evaluation and self.meter.totals().steps >= RATED_STEPS:
-            known |= evaluation.rates
-        if evaluation and len(self.evaluation_rates) > 1:
-            known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
-        return broken_limits(limits, known)
-
-    def _measured(self, evaluation: Evaluation) -> dict[str, float | None]:
+    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
         return {
-            **evaluation.rates,
-            "peak_memory_bytes": peak_memory_bytes(self.parts.device),
-            "evaluation_examples_per_second": evaluation.examples_per_second,
+            "precision": self.parts.resolution.effective,
+            "base_digest": self.base_digest,
+            "fp32_parts": self.parts.config.fp32_parts,
+            "best": asdict(scored),
         }
 
-    def _check_measured(self, evaluation: Evaluation) -> None:
-        """Raise Incompatible if, at the end of the training, a measured metric of the study has no value."""
-        measured, study = self._measured(evaluation), self.parts.study
-        unmeasured = [
-            name for name in study.named_metrics if name in MEASURED_METRICS and measured[name] is None
-        ]
-        if not unmeasured:
-            return
-        budget = next(name for name in BUDGETS if getattr(self.parts.config, name) is not None)
-        why = (
-            f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
-            f"tells the speed. Raise `{budget}`, or use `compile: none`."
-        )
-        if unmeasured[0] == ENERGY:
-            missing = self.energy_counter and self.energy_counter.missing
-            why = missing or (
-                f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
-                f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
+    def _tasks(self) -> Sequence[Task]:
+        return self.parts.loss_fn.tasks
+
+    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
+        config = self.parts.config
+        budget = next(name for name in BUDGETS if getattr(config, name) is not None)
+        if metric != ENERGY:
+            return (
+                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
+                f"tells the speed. Raise `{budget}`, or use `compile: none`."
             )
-        raise Incompatible(f"the metric {unmeasured[0]} has no value: {why}")
-
-    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
-        study, measured = self.parts.study, self._measured(evaluation)
-        tasks, found = self.parts.loss_fn.tasks, evaluation.metrics
-        undefined = {name: undefined_metric(name, found, tasks) for name in study.named_metrics}
-        self.undefined = next(filter(None, undefined.values()), "")
-        return tuple(
-            math.nan if undefined[one.metric] else objective_value(one.metric, found, tasks, measured)
-            for one in study.objective
+        missing = self.energy_counter and self.energy_counter.missing
+        return missing or (
+            f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
+            f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
         )
 
-    def _set_best(self, scored: ScoredEvaluation) -> None:
-        self.best = scored
-        self.recorder.note(metrics=scored.evaluation.metrics)
-        if of_sources := scored.evaluation.source_metrics:
-            self.recorder.note(source_metrics=of_sources)
-
-    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
-        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.
-
-        Raises Nonfinite if the training cannot recover: going on from the checkpoint must not forget that.
-        """
-        self.mixed_precision.check()
-        state = {
-            "progress": self.state.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "mixed_precision": self.mixed_precision.state_dict(),
-            "best": self.best and asdict(self.best),
-            "evaluation_rates": self.evaluation_rates,
-            "first_values": self.first_values,
-            "meter": self.meter.state_dict(),
-        }
-        self.store.save(
-            self.state.step,
-            trained_state(self.parts.model),
-            state=None if at_end else state,
-            best=best,
+    def _why_undefined(self) -> str:
+        return (
+            f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
+            "objective or a limit needs it. Use another metric, or return a number there."
         )
-        self.last_saved = time.monotonic()
-
-    def _finish(self) -> tuple[float, ...]:
-        if self.best is None:
-            raise Invalid(
-                f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
-                "objective or a limit needs it. Use another metric, or return a number there."
-            )
-        if self.stopped_early:  # in a step that was evaluated before
-            self._check_measured(self.last_evaluation)
-        if not self.store.finish(self.best.evaluation.step):
-            self.recorder.note(weights_lost=True)
-        else:
-            kept = best_checkpoint(self.store.folder)
-            self.recorder.note(weights_digest=kept and bits_digest(kept.weights))
-        return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())

@@ -123,7 +123,7 @@ def open_study(
             if trains_here or must_check:
                 executor = _build_executor(resolved, runs_dir)
                 if stored is None:
-                    config = _fit_pruner(config, executor)
+                    config = _fit_pruner(executor)
                 if must_check:
                     executor.check_study()
             if not trains_here:
@@ -224,16 +224,14 @@ def check_precisions(study: ResolvedStudy) -> dict[str, str]:
 
 def _build_executor(resolved: ResolvedStudy, runs_dir: Path) -> Executor:
     with collector_paused():
-        from hpo.trial.executor import Executor
+        from hpo.trial.own_executor import build_executor
 
     amp = share_memory(resolved.amp, resolved.device, _num_on_device())
-    return Executor(replace(resolved, amp=amp), runs_dir)
+    return build_executor(replace(resolved, amp=amp), runs_dir)
 
 
-def _fit_pruner(config: StudyConfig, executor: Executor) -> StudyConfig:
-    from hpo.trial.trial_parts import fit_pruner
-
-    config, reason = fit_pruner(config, executor.dataset)
+def _fit_pruner(executor: Executor) -> StudyConfig:
+    config, reason = executor.fit_pruner()
     executor.resolved = replace(executor.resolved, config=config)
     _logger.info("pruner %s: %s.", config.pruner.name, reason)
     return config
@@ -288,7 +286,7 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
 
     config, storage = study.config, study.storage
-    bind_data(storage, config.name, executor.dataset.fingerprint)
+    bind_data(storage, config.name, executor.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     study_folder = folder(0).parent

@@ -1,0 +1,42 @@
+"""Studies whose own code trains a trial (`@hpo.trial`): the sections that mean nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from hpo.config.data_config import DataConfig
+from hpo.config.study_file import Problem
+from hpo.config.trial_settings import OWN_LOOP_SETTINGS
+from hpo.extensions import has_own_loop
+
+UNREAD = {
+    "data": "it loads its data itself",
+    "model": "it builds its model itself",
+    "evaluation": "it evaluates where it calls `run.report`",
+    "portfolio": "the portfolio has configurations for fine-tuning encoders",
+}
+"""The sections that a training loop of the study's own code does not read, and the reasons."""
+
+
+def data_or_none(given: Any) -> Any:
+    """Return the section `data`, which a study leaves out if it has its own training loop."""
+    if given is None and has_own_loop():
+        return DataConfig.of_own_loop()
+    if given is None:
+        raise ValueError("must be given.")
+    return given
+
+
+def own_loop_problems(given: Collection[str]) -> Iterator[Problem]:
+    """Refuse the sections that a training loop does not read; `given` are the keys of the study file."""
+    for section, why in UNREAD.items():
+        if any(key.partition(".")[0] == section for key in given):
+            told = f"must be left out: the study's code has a training loop (`@hpo.trial`), and {why}."
+            yield Problem((section,), told)
+
+
+def own_loop_definition(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definition of such a study without the keys that its training loop does not read."""
+    training = {name: dumped["training"][name] for name in (*OWN_LOOP_SETTINGS, "option")}
+    return {key: value for key, value in dumped.items() if key not in UNREAD} | {"training": training}

@@ -1,0 +1,342 @@
+"""The parts that all running trials share: the check, the resume, evaluations, limits, checkpoints and the end.
+
+`TrialRun` adds the training loop of this package, `OwnTrial` a training function of the study's own code.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hpo.config.limits import MEASURED_METRICS, broken_limits
+from hpo.data.tasks import Task
+from hpo.device import EnergyCounter, Utilization
+from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
+from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.precision.amp import MixedPrecision, backend_flags
+from hpo.precision.effective import Agreement, Observation
+from hpo.training import distributed
+from hpo.training.checkpoint import (
+    Checkpoint,
+    CheckpointMirror,
+    CheckpointStore,
+    NoCheckpoints,
+    best_checkpoint,
+    bits_digest,
+)
+from hpo.training.evaluate import Evaluation
+from hpo.training.progress import CompileClock, ThroughputMeter, TrainState
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.compat import Compatibility, checked_on
+from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
+from hpo.trial.patience import patience_over
+from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder
+
+CHECKPOINT_FORMAT = 11
+"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
+
+UTILIZATION_EVERY = 20
+"""Steps between two samples of the device's utilisation, and two looks at a limit of memory."""
+
+RATED_STEPS = 13
+"""Steps, those of the warm-up among them, before a limit of training speed may end a trial."""
+
+
+class BaseRun(ABC):
+    """One running trial: its progress, its evaluations and its checkpoints."""
+
+    utilization: Utilization
+    store: CheckpointStore
+    mixed_precision: MixedPrecision
+    last_evaluation: Evaluation
+
+    def __init__(
+        self,
+        parts: Any,
+        recorder: TrialRecorder,
+        callbacks: Callbacks,
+        energy_counter: EnergyCounter | None = None,
+    ) -> None:
+        self.parts = parts
+        self.recorder = recorder
+        self.callbacks = callbacks
+        self.energy_counter = energy_counter
+        self.meter = ThroughputMeter(parts.device, counter=energy_counter)
+        self.compile_clock = CompileClock()
+        self.state = TrainState()
+        self.evaluation_rates: list[float] = []
+        self.first_values: list[float] = []
+        """The first objective at each evaluation."""
+        self.stopped_early = ""
+        """Why the training ends before its budget is used up; empty: it does not."""
+        self.best: ScoredEvaluation | None = None
+        self.undefined = ""
+        """The metric that the last evaluation lacks, though an objective or a limit needs it."""
+        self.last_saved = time.monotonic()
+
+    def run(
+        self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
+    ) -> tuple[float, ...]:
+        """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
+        parts, recorder, device = self.parts, self.recorder, self.parts.device
+        # What is followed must not be of `self`, which would hold the model until garbage is collected.
+        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
+        key = self._checkpoint_key(resume_key)
+        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
+        recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
+        precision, amp = parts.resolution.precision, parts.config.amp
+        self.mixed_precision = MixedPrecision(precision, amp, device)
+        with backend_flags(precision, amp), checkpoints as self.store:
+            self._run()
+            return distributed.decide(self._finish)
+
+    # Each kind of trial defines these.
+
+    @abstractmethod
+    def _checkpoint_key(self, resume_key: str) -> str:
+        """Return what a checkpoint must have for the trial to go on from it."""
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Check, prepare, resume and train."""
+
+    @abstractmethod
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Take over the model and the optimizer of a checkpoint."""
+
+    @abstractmethod
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights for a checkpoint."""
+
+    @abstractmethod
+    def _training_state(self) -> dict[str, Any]:
+        """Return what a checkpoint to go on from holds beside the progress of the trial."""
+
+    @abstractmethod
+    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
+        """Return the state that is kept beside the weights of the best evaluation."""
+
+    @abstractmethod
+    def _optimizer_facts(self) -> dict[str, Any]:
+        """Return the format and the bytes of the optimizer's state."""
+
+    @abstractmethod
+    def _progress(self) -> Progress:
+        """Return how far the trial is."""
+
+    @abstractmethod
+    def _tasks(self) -> Sequence[Task]:
+        """Return the tasks of the model; none if the study's own code trains."""
+
+    @abstractmethod
+    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
+        """Return the reason why a measured metric has no value at the end of the trial."""
+
+    @abstractmethod
+    def _why_undefined(self) -> str:
+        """Return the reason why no evaluation had a value of each objective and limit."""
+
+    @abstractmethod
+    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
+        """Do more with an evaluation before it is reported."""
+
+    # All trials do these.
+
+    def judge(self, compatibility: Compatibility, *more: str) -> None:
+        """Record the check of the precision, and end the trial if that did not pass.
+
+        `more` are reasons beside those of the check.
+        """
+        device = self.parts.device
+        self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
+        for end in (Incompatible, Invalid):
+            if compatibility.verdict == end.outcome:
+                raise end(" ".join((*compatibility.reasons, *more)))
+
+    def _forget_setup_memory(self) -> None:
+        """Begin to measure the peak memory: before this it is that of the check and of loading the model."""
+        release_free_memory(self.parts.device)
+        reset_peak_memory(self.parts.device)
+
+    def _resume(self) -> None:
+        """Go on from the trial's last checkpoint if there is one.
+
+        The best weights may be newer, of an evaluation that will be made again: its value, which was
+        reported before they were written, stays the trial's best until there is a better one.
+        """
+        # Rank 0 alone reads checkpoints, so that all go on from the same.
+        best, last = distributed.decide(lambda: (self.store.best(), self.store.latest()))
+        for best_state in [one.state["best"] for one in (best, last) if one and one.state["best"]]:
+            # The best weights may be older, too, if newer ones could not be written.
+            scored = ScoredEvaluation.from_state_dict(best_state)
+            values = self.best.values if self.best else None
+            if is_better(self.parts.study.objective[0], scored.values, values):
+                self._set_best(scored)
+        if last is None:
+            return
+        state = last.state
+        self._load(last)
+        self.mixed_precision.load_state_dict(state.get("mixed_precision", {}))
+        self.state.load_state_dict(state["progress"])
+        self.evaluation_rates = list(state["evaluation_rates"])
+        self.first_values = list(state["first_values"])
+        self.meter.load_state_dict(state["meter"])
+        self.recorder.note(resumed_from_step=self.state.step)
+
+    def note_observed(self, seen: Observation, *, compiled: bool = False) -> Agreement:
+        """Record in which precision the model was seen to compute."""
+        resolution = self.parts.resolution
+        agrees, reason = agreement = seen.agreement(resolution.precision)
+        observed = {
+            "observed": seen.telemetry(compiled=compiled),
+            "agrees": agrees,
+            "reason": " ".join(filter(None, (resolution.reason, reason))),
+            "observed_reason": reason,  # without that of a fallback
+        }
+        self.recorder.note(precision=asdict(resolution) | observed)
+        return agreement
+
+    def _stop_if_told(self) -> None:
+        if self.callbacks.should_stop():
+            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
+
+    def _after_step(self, progress: Progress) -> None:
+        """Tell the progress, sample the device, and stop the trial where that is due."""
+        self.callbacks.on_progress(progress)
+        self._stop_if_told()
+        if self.state.step % UTILIZATION_EVERY == 0:
+            self.utilization.sample()
+        if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
+            raise Pruned(told)
+
+    def _on_evaluation(self, evaluation: Evaluation) -> bool:
+        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
+        if evaluation.examples_per_second is not None:
+            self.evaluation_rates.append(evaluation.examples_per_second)
+        kept = self._optimizer_facts()
+        weights = sum(weight.nbytes for weight in self._weights().values())
+        # Those to continue from and the best ones.
+        self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
+        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
+        values = self._values(evaluation)
+        self.first_values.append(values[0])
+        study = self.parts.study
+        if told := patience_over(self.first_values, study.objective[0], study.evaluation):
+            self._end_early(evaluation.step, evaluation.budget_used, told)
+        self._on_values(evaluation, values)
+        self.last_evaluation = evaluation
+        scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
+        if scored.is_last and not broken:
+            self._check_measured(evaluation)
+        best_values = self.best.values if self.best else None
+        better = not self.undefined and is_better(study.objective[0], scored.values, best_values)
+        if better:
+            self._set_best(scored)
+        paused = None
+        try:
+            self.callbacks.on_evaluation(scored)
+        except Paused as end:
+            paused = end
+        if better:
+            # After the report: a trial never goes on from behind one that was not made.
+            at_end = evaluation.budget_used >= 1 or bool(self.stopped_early)
+            self._save(self._best_state(scored), at_end=at_end)
+        if broken:
+            raise Pruned(broken)
+        if paused:
+            raise paused
+        return bool(self.stopped_early)
+
+    def _end_early(self, step: int, budget_used: float, reason: str) -> None:
+        """End the training before its budget is used up. The first reason stays."""
+        if budget_used < 1 and not self.stopped_early:
+            at = f"at step {step}, at {budget_used:.0%} of its budget"
+            self.stopped_early = f"Training ended early {at}: {reason}."
+            self.recorder.note(stopped_early=self.stopped_early)
+
+    def _broken_early(self, evaluation: Evaluation | None = None) -> str:
+        """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
+
+        Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
+        """
+        limits = self.parts.study.constraints
+        known: dict[str, float | None] = {}
+        if memory := limits.get("peak_memory_bytes"):
+            known["peak_memory_bytes"] = max(peak_memory_bytes(self.parts.device), memory.min or 0)
+        if evaluation and self.meter.totals().steps >= RATED_STEPS:
+            known |= evaluation.rates
+        if evaluation and len(self.evaluation_rates) > 1:
+            known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
+        return broken_limits(limits, known)
+
+    def _measured(self, evaluation: Evaluation) -> dict[str, float | None]:
+        return {
+            **evaluation.rates,
+            "peak_memory_bytes": peak_memory_bytes(self.parts.device),
+            "evaluation_examples_per_second": evaluation.examples_per_second,
+        }
+
+    def _check_measured(self, evaluation: Evaluation) -> None:
+        """Raise Incompatible if, at the end of the training, a measured metric of the study has no value."""
+        measured = self._measured(evaluation)
+        for name in self.parts.study.named_metrics:
+            if name in MEASURED_METRICS and measured[name] is None:
+                why = self._why_unmeasured(name, evaluation)
+                raise Incompatible(f"the metric {name} has no value: {why}")
+
+    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
+        study, measured = self.parts.study, self._measured(evaluation)
+        tasks, found = self._tasks(), evaluation.metrics
+        undefined = {name: undefined_metric(name, found, tasks) for name in study.named_metrics}
+        self.undefined = next(filter(None, undefined.values()), "")
+        return tuple(
+            math.nan if undefined[one.metric] else objective_value(one.metric, found, tasks, measured)
+            for one in study.objective
+        )
+
+    def _set_best(self, scored: ScoredEvaluation) -> None:
+        self.best = scored
+        self.recorder.note(metrics=scored.evaluation.metrics)
+        if of_sources := scored.evaluation.source_metrics:
+            self.recorder.note(source_metrics=of_sources)
+
+    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
+        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.
+
+        Raises Nonfinite if the training cannot recover: going on from the checkpoint must not forget that.
+        """
+        self.mixed_precision.check()
+        state = {
+            "progress": self.state.state_dict(),
+            **self._training_state(),
+            "mixed_precision": self.mixed_precision.state_dict(),
+            "best": self.best and asdict(self.best),
+            "evaluation_rates": self.evaluation_rates,
+            "first_values": self.first_values,
+            "meter": self.meter.state_dict(),
+        }
+        self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
+        self.last_saved = time.monotonic()
+
+    def _finish(self) -> tuple[float, ...]:
+        if self.best is None:
+            raise Invalid(self._why_undefined())
+        if self.stopped_early:  # in a step that was evaluated before
+            self._check_measured(self.last_evaluation)
+        if not self._keep_best(self.best):
+            self.recorder.note(weights_lost=True)
+        elif kept := best_checkpoint(self.store.folder):
+            self.recorder.note(weights_digest=bits_digest(kept.weights))
+        return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
+
+    def _keep_best(self, best: ScoredEvaluation) -> bool:
+        """Keep the checkpoints of a trial that has ended. Returns whether its best weights are there."""
+        return self.store.finish(best.evaluation.step)

@@ -1,0 +1,280 @@
+"""The interface of a study's own training loop: `run`, and the mixed precision that `run.prepare` returns.
+
+    @hpo.trial
+    def train(run):
+        model = Net(run.params["width"]).to(run.device)
+        amp = run.prepare(model, loss_of_batch, batch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.params["learning_rate"])
+        run.keep(model=model, optimizer=optimizer)
+        for epoch in run.steps(10):
+            for batch in loader:
+                amp.step(loss_of_batch, batch, optimizer)
+            run.report({"accuracy": accuracy(model)})
+
+The steps are those of `hpo.training.loop`, and the rest of the trial is `hpo.trial.trial_run`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hpo.config.limits import MEASURED_METRICS
+from hpo.errors import InputError, Invalid, Nonfinite
+from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.effective import left_as_it_was, observe, observe_model
+from hpo.precision.table import Precision
+from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
+from hpo.training.optim import gradient_norm
+from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
+from hpo.trial.compat import Compatibility, judge
+from hpo.trial.measure import Measurement, measure_work
+from hpo.trial.own_trial import OwnTrial, Params
+
+
+class Amp:
+    """Mixed precision of one model: autocast, loss scaling, clipping and finiteness."""
+
+    def __init__(self, trial: OwnTrial, model: nn.Module) -> None:
+        self._trial = trial
+        self._model = model
+        self._mixed_precision = trial.mixed_precision
+
+    def step(
+        self,
+        loss_of_batch: LossOfBatch,
+        batch: Any,
+        optimizer: torch.optim.Optimizer,
+        num_examples: int | None = None,
+    ) -> Tensor:
+        """Make one optimiser step on a batch, and return its loss, detached.
+
+        Forward and loss run under autocast. Gradients are unscaled and clipped to `max_grad_norm`. A step
+        with gradients that are not finite is skipped. A trial whose loss or gradients stay so ends as
+        `nonfinite`.
+
+        Args:
+            loss_of_batch: the loss, a scalar tensor, of `(model, batch)`.
+            num_examples: the examples of the batch; None: the length of its first tensor.
+        """
+        trial, model, amp = self._trial, self._model, self._mixed_precision
+        trial.setup_ends()
+        amp.start_step()
+        model.zero_grad(set_to_none=True)
+        in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
+        loss = backward(
+            amp,
+            lambda: loss_of_batch(model, fitting_batch(model, batch)),
+            lambda: in_fp32(amp.scaler.scale),
+        )
+        amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
+        apply_gradients(model, optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
+        trial.count_step(loss, _num_examples(batch) if num_examples is None else num_examples)
+        if trial.state.step % CHECK_EVERY[amp.device.type] == 0:
+            with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32)):
+                amp.check()
+        trial.heartbeat()
+        return loss
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Return a context for evaluation: autocast without gradients."""
+        return self._mixed_precision.evaluation()
+
+    def inputs(self, batch: Any) -> Any:
+        """Return the batch as the weights need it: with bf16 tensors under `bf16-true`."""
+        return fitting_batch(self._model, batch)
+
+    def _in_fp32(self, loss_of_batch: LossOfBatch, batch: Any, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run a batch forward and backward in fp32; return its loss, detached."""
+        with self._mixed_precision.float32(_LossModule(self._model, loss_of_batch)) as loss_of:
+            loss: Tensor = loss_of(batch)
+            scale(loss).backward()
+        return loss.detach()
+
+    def _is_finite_in_fp32(self, in_fp32: Callable[..., Tensor]) -> bool | None:
+        """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
+        if not bool(self._mixed_precision.last_skipped):
+            return None
+        self._model.zero_grad(set_to_none=True)
+        loss = in_fp32(lambda loss: loss)
+        gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
+        norm = gradient_norm(gradients, self._mixed_precision.device.type)
+        return bool(torch.isfinite(loss + norm))
+
+
+class _LossModule(nn.Module):
+    """A model and its loss as one module, whose weights can be replaced for a call."""
+
+    def __init__(self, model: nn.Module, loss_of_batch: LossOfBatch) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_of_batch = loss_of_batch
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss_of_batch(self.model, batch)
+
+
+def _num_examples(batch: Any) -> int:
+    tensors = [
+        leaf for leaf in tree_leaves(getattr(batch, "data", batch)) if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    return len(tensors[0]) if tensors else 1
+
+
+class Run:
+    """One trial, for the function that trains it.
+
+    Attributes:
+        params: the settings of the trial by name, fixed and searched ones.
+        device: the device to train on.
+        precision: the precision that the trial has: `run.precision.name`, and its formats.
+    """
+
+    def __init__(self, trial: OwnTrial) -> None:
+        self._trial = trial
+        self.params: Params = trial.config.params
+        self.device = torch.device(trial.parts.device.torch_device)
+        self.precision: Precision = trial.parts.resolution.precision
+
+    @property
+    def folder(self) -> Path:
+        """A folder for files of the function. It stays as long as the trial's checkpoints."""
+        return self._trial.files()
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps so far, those before a resume included."""
+        return self._trial.state.step
+
+    def prepare(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Amp:
+        """Check the trial's precision with this model and batch, give the model its weights, and observe it.
+
+        The check is that of `hpo.check_precision`, with the bounds of `compat`. It leaves the model as it is.
+        The trial ends here if its precision does not work. Several modules that train together go into one.
+
+        Args:
+            model: on `run.device`, with weights in fp32.
+            loss_of_batch: the loss, a scalar tensor, of `(model, batch)`. It calls the model it is given,
+                which may be a copy.
+            batch: a batch on `run.device`. Floating-point tensors are bf16 under `bf16-true`.
+        """
+        trial, amp = self._trial, self._trial.mixed_precision
+        if trial.prepared is not None:
+            raise InputError("run.prepare: must be called once. Put several modules into one.")
+        found = device_of(model)
+        if found.type != amp.device.type:
+            raise InputError(
+                f"run.prepare: the model must be on run.device ({self.device}), but it is on {found.type}. "
+                "Call model.to(run.device)."
+            )
+        trial.judge(self._check(model, loss_of_batch, batch))
+        prepare_model(model, amp.precision)
+        trial.prepared = model
+        trial.observed(model, observe_model(model, amp, work_of_loss(loss_of_batch, batch).observed))
+        return Amp(trial, model)
+
+    def _check(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Compatibility:
+        amp, bounds = self._trial.mixed_precision, self._trial.parts.study.compat
+        if not bounds.enabled:
+            return Compatibility("skipped", (), Measurement(amp.precision.name))
+        try_loss(model, loss_of_batch, batch)
+        # The scale of fp16 is searched, so it is that of an object of its own.
+        trying = MixedPrecision(amp.precision, amp.config, amp.device)
+        return judge(measure_work(model, trying, work_of_loss(loss_of_batch, batch)), bounds)
+
+    def observe(self, model: nn.Module) -> None:
+        """Observe in which precision another library's loop computes, for a loop without `amp.step`.
+
+        The first call of the model in training and the first in evaluation are made twice: once watched, with
+        the model and the random numbers put back, and once as the library made it. The trial ends as
+        `invalid` if the products are not those of `run.precision`.
+        """
+        trial, seen_modes = self._trial, set[bool]()
+        trial.checks_end()
+
+        def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module.training in seen_modes or torch.compiler.is_compiling():
+                return
+            seen_modes.add(module.training)
+            with left_as_it_was(module), observe(module) as seen:
+                module(*args, **kwargs)
+            agreement = trial.observed(module, seen)
+            if agreement.agrees is False:
+                mode = "training" if module.training else "evaluation"
+                raise Invalid(
+                    f"the loop must compute in the trial's `fp_precision`, {self.precision.name}, but in "
+                    f"{mode} {agreement.reason} Give the loop that precision: `run.precision` has it."
+                )
+
+        model.register_forward_pre_hook(watch, with_kwargs=True)
+
+    def keep(self, **named: Any) -> None:
+        """Put modules, optimisers, schedulers and generators into the checkpoints of the trial.
+
+        In a resumed trial they get the state of its last checkpoint at once. Anything with `state_dict` and
+        `load_state_dict` can be kept, and a torch.Generator.
+        """
+        self._trial.keep(named)
+
+    def steps(self, number: int) -> Iterator[int]:
+        """Yield the rounds of the training, such as its epochs, from 0, or from where the checkpoint ended.
+
+        Between two rounds the trial is checkpointed if that is due, and may pause or stop.
+        """
+        prepared, modules = self._trial.prepared, self._trial.modules
+        is_kept = any(prepared is one for kept in modules.values() for one in kept.modules())
+        if self._trial.keeps and prepared is not None and not is_kept:
+            raise InputError(
+                "run.keep: must hold the model that `run.prepare` was given, so that a resumed trial has its "
+                "weights."
+            )
+        return self._trial.rounds(number)
+
+    def report(self, metrics: Mapping[str, float], done: float | None = None) -> None:
+        """Store an evaluation of the trial: a number for each metric, by the names of objectives and limits.
+
+        The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. A metric
+        with `/` in its name is one of a task. A loop without `run.steps` gives `done`, and pauses here.
+
+        Args:
+            done: the share of the training that is over, above 0 and at most 1; None: the share of
+                `run.steps`, or 1 without it.
+        """
+        if done is not None and not 0 < done <= 1:
+            raise InputError(f"run.report: `done` must be above 0 and at most 1, but got {done!r}.")
+        self._trial.report(_checked(metrics), done)
+
+    def count_step(self, num_examples: int) -> None:
+        """Count an optimiser step of a loop without `amp.step`. The trial may stop here if it is told to."""
+        self._trial.setup_ends()
+        self._trial.count_step(None, num_examples)
+        self._trial.heartbeat()
+
+
+def _checked(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as floats. Raises InputError, and Nonfinite for NaN and infinity."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        raise InputError(f"run.report: must be given a mapping of names to numbers, but got {metrics!r}.")
+    checked: dict[str, float] = {}
+    for name, value in metrics.items():
+        number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != () else value
+        if not isinstance(name, str) or name in MEASURED_METRICS:
+            raise InputError(f"run.report: a metric must have a name of its own, but got {name!r}.")
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            raise InputError(f"run.report: `{name}` must be a number, but got {value!r}.")
+        checked[name] = float(number)
+    if broken := [name for name, value in checked.items() if not math.isfinite(value)]:
+        raise Nonfinite(
+            f"a reported metric must be finite, but {broken[0]} is {checked[broken[0]]}. Leave a metric out "
+            "where it is not defined."
+        )
+    return checked

@@ -1,0 +1,461 @@
+"""A trial of a study whose own code trains (`@hpo.trial`).
+
+`OwnTrial` is a `BaseRun`: evaluations, limits, the best weights, checkpoints and the end of a trial are the
+same code. The function of the study replaces the steps in between. It sees a `hpo.trial.own_loop.Run`.
+
+A round is what `Run.steps` counts, such as an epoch. Checkpoints to go on from are written between rounds,
+when no code of the study's function is in the middle of something. They hold the states of all random number
+generators, so that a resumed trial draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpo.config.limits import ENERGY, MEASURED_METRICS
+from hpo.config.resolved_study import ResolvedStudy
+from hpo.config.search_space import decode
+from hpo.config.study_config import StudyConfig
+from hpo.config.trial_settings import OWN_LOOP_SETTINGS, TrialSettings
+from hpo.data.tasks import Task
+from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
+from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
+from hpo.precision.effective import Agreement, Observation
+from hpo.precision.environment import environment_overrides
+from hpo.precision.table import PRECISION, AmpConfig, Resolution, resolve, support
+from hpo.random_numbers import all_states, seed_all, set_all_states
+from hpo.training.checkpoint import Checkpoint, CheckpointMirror
+from hpo.training.compilation import compiled_modules
+from hpo.training.evaluate import Evaluation
+from hpo.training.optimizer_states import state_facts
+from hpo.training.progress import TrainingClock
+from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
+from hpo.trial.callbacks import Callbacks
+from hpo.trial.objectives import task_and_name
+from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
+
+_logger = logging.getLogger(__name__)
+
+COMPILED = "the loop compiles the model, and a compiled model was not measured."
+
+
+class Checked(HpoError):
+    """The check of the study before its first trial has seen enough of the training function."""
+
+
+class Params(Mapping[str, Any]):
+    """The settings of a trial by name. It notes which are read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._unread = {*values} - {*OWN_LOOP_SETTINGS}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            known = ", ".join(self._values)
+            raise InputError(
+                f"run.params: the study must fix `{name}` under `training` or search it in `search_space`, "
+                f"but it has {known}. Where a `when` leaves a setting out, use run.params.get(...)."
+            )
+        self._unread.discard(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    @property
+    def unread(self) -> list[str]:
+        """The names of the settings of the function's own that nothing has read."""
+        return sorted(self._unread)
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """The settings of a trial whose loop is the study's own."""
+
+    params: Params
+    seed: int
+    max_grad_norm: float | None
+    amp: AmpConfig
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """What is known of such a trial before its function runs. The names are those of `TrialParts`."""
+
+    study: StudyConfig
+    device: DeviceInfo
+    config: OwnConfig
+    resolution: Resolution
+    model: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    """The modules that the function keeps."""
+
+
+def build_own_parts(
+    resolved: ResolvedStudy, params: Mapping[str, Any], note: Callable[..., None] = lambda **_: None
+) -> OwnParts:
+    """Resolve the settings and the precision of a trial; `note` is told of the precision.
+
+    Raises the TrialEnd of a precision that cannot run here.
+    """
+    study, device = resolved.config, resolved.device
+    fixed = study.training.model_dump(exclude_unset=True)
+    own = fixed.pop("option", {})
+    values = {**fixed, **own, **decode(study.search_space, params)}
+    known = TrialSettings.model_validate({key: values[key] for key in OWN_LOOP_SETTINGS if key in values})
+    requested = known.fp_precision or resolved.preset_precision
+    amp = resolved.amp
+    if known.init_scale is not None:
+        amp = amp.model_copy(update={"init_scale": known.init_scale})
+    note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
+    resolution = resolve(requested, device, amp)
+    note(precision=asdict(resolution), environment=environment_overrides())
+    services = known.model_dump(include={*OWN_LOOP_SETTINGS}) | {PRECISION: requested}
+    config = OwnConfig(Params({**values, **services}), known.seed, known.max_grad_norm, amp)
+    return OwnParts(study, device, config, resolution)
+
+
+class OwnTrial(BaseRun):
+    """One running trial of a study's own training loop."""
+
+    parts: OwnParts
+
+    def __init__(
+        self,
+        parts: OwnParts,
+        train: Callable[[OwnTrial], object],
+        recorder: TrialRecorder,
+        callbacks: Callbacks,
+        energy_counter: EnergyCounter | None = None,
+    ) -> None:
+        super().__init__(parts, recorder, callbacks, energy_counter)
+        self.config = parts.config
+        self.modules = parts.model
+        self.checks_only = False
+        """Whether the function runs only up to its first step, before the study is made."""
+        self.kept: dict[str, Any] = {}
+        """By name, what is kept and is no module."""
+        self.round = 0
+        self.num_rounds = 0
+        """0: the function has not called `steps`."""
+        self.budget_used = 0.0
+        self._train_function = train
+        self._checkpoint: Checkpoint | None = None
+        self._states: Mapping[str, Any] | None = None
+        """Of the random number generators, to be set at the first round of a resumed trial."""
+        self._paused: Paused | None = None
+        self._is_better = False
+        self._reported_step = 0
+        self._evaluates_since: float | None = None
+        """When the last optimiser step ended; None: a report came after it."""
+        self.prepared: nn.Module | None = None
+        """The model that `Run.prepare` was given."""
+        self._seen: Observation | None = None
+        self._folder: Path | None = None
+        self._closing = ExitStack()
+        self._is_set_up = False
+
+    def run(
+        self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
+    ) -> tuple[float, ...]:
+        self._folder = folder
+        with self._closing:
+            return super().run(folder, resume_key, mirror)
+
+    def files(self) -> Path:
+        """Return the folder for the function's own files; it is made."""
+        if self._folder is None:
+            self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
+        (self._folder / "files").mkdir(parents=True, exist_ok=True)
+        return self._folder / "files"
+
+    # The steps of `BaseRun.run`
+
+    def _checkpoint_key(self, resume_key: str) -> str:
+        parts = self.parts
+        code = "/".join(parts.study.code.values())
+        return f"{resume_key}/{CHECKPOINT_FORMAT}/{parts.resolution.effective}/{parts.device.type}/own/{code}"
+
+    def _run(self) -> None:
+        device = self.parts.device
+        seed_all(self.config.seed)
+        self._resume()
+        self.clock = TrainingClock(self.state, self.meter, self.compile_clock)
+        self.utilization = Utilization(device, torch.get_num_threads())
+        measured = (self.modules, self.mixed_precision, self.clock, self.utilization, self.evaluation_rates)
+        self.recorder.follow(lambda: training_facts(*measured, 1))
+        self.last_saved = time.monotonic()
+        try:
+            self._train_function(self)
+        except Nonfinite as end:
+            self.recorder.note(finite_in_fp32=end.finite_in_fp32)
+            raise
+        except Paused:
+            self.store.share()
+            raise
+        if not self.state.num_evaluations:
+            self.checks_end()
+        if unread := self.config.params.unread:
+            self.recorder.note(unread_settings=unread)
+            _logger.warning("The training function did not read `%s`.", "`, `".join(unread))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, state = checkpoint, checkpoint.state
+        self._states, self.round = state["random_states"], state["round"]
+        self._reported_step = state["progress"]["step"]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self.modules.state_dict())
+
+    def _training_state(self) -> dict[str, Any]:
+        kept = {name: _state_of(one) for name, one in self.kept.items()}
+        return {"kept": kept, "round": self.round, "random_states": all_states()}
+
+    # For `Run`
+
+    def keep(self, named: Mapping[str, Any]) -> None:
+        """Put objects into the checkpoints, and give them the state of the trial's checkpoint if it has one.
+
+        Raises InputError for an object that has no state.
+        """
+        if self.num_rounds:
+            raise InputError("run.keep: must be called before `run.steps`, which begins with what was kept.")
+        for name, one in named.items():
+            if name in self.kept or hasattr(self.modules, name):
+                raise InputError(f"run.keep: `{name}` is taken already. Give each object its own name.")
+            if isinstance(one, nn.Module):
+                self.modules[name] = one
+            else:
+                _state_of(one, name)
+                self.kept[name] = one
+            if self._checkpoint is not None:
+                self._restore(name, one, self._checkpoint)
+
+    def _restore(self, name: str, one: Any, checkpoint: Checkpoint) -> None:
+        if isinstance(one, nn.Module):
+            named = ((key.partition("."), value) for key, value in checkpoint.weights.items())
+            one.load_state_dict({inner: value for (owner, _, inner), value in named if owner == name})
+        elif isinstance(one, torch.Generator):
+            one.set_state(checkpoint.state["kept"][name])
+        else:
+            one.load_state_dict(checkpoint.state["kept"][name])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the function keeps anything, so that checkpoints have something to go on from."""
+        return bool(self.kept or len(self.modules))
+
+    def rounds(self, number: int) -> Iterator[int]:
+        """Yield the rounds that are left, with a checkpoint and a chance to stop between them."""
+        if type(number) is not int or number < 1:
+            raise InputError(f"run.steps: must be a whole number of at least 1, but got {number!r}.")
+        if self.num_rounds:
+            raise InputError("run.steps: must be called once. Count all rounds of the trial in it.")
+        self.checks_end()
+        self.num_rounds = number
+        if not self.keeps:
+            self.round = 0  # there is nothing to go on with
+        self.setup_ends()
+        if self._states is not None and self.keeps:
+            set_all_states(self._states)
+        while self.round < number:
+            self.mixed_precision.start_epoch()
+            self.clock.start()
+            yield self.round
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self.round += 1
+        self.state.epoch = self.round
+        self.budget_used = self.round / self.num_rounds
+        paused, self._paused = self._paused, None
+        due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
+        if self.round < self.num_rounds and (paused or due or self._is_better):
+            self._save()
+            self._is_better = False
+        if paused:
+            raise paused
+        if self.round < self.num_rounds:
+            self.heartbeat()
+
+    def setup_ends(self) -> None:
+        """Count time and memory from here on as training."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            if self._seen and self.prepared is not None and compiled_modules(self.prepared):
+                self.observed(self.prepared, self._seen)
+            self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
+            self._forget_setup_memory()
+            self.clock.start()
+
+    def observed(self, model: nn.Module, seen: Observation) -> Agreement:
+        """Record the products of a model, beside those that were seen before."""
+        for name, formats in self._seen.products.items() if self._seen else ():
+            seen.products[name] |= formats
+        self._seen = seen
+        is_compiled = bool(compiled_modules(model))
+        if is_compiled:
+            seen.compiled = Agreement(None, COMPILED)
+        return self.note_observed(seen, compiled=is_compiled)
+
+    def checks_end(self) -> None:
+        """End a check of the study before its first trial: the function is about to train."""
+        if self.checks_only:
+            raise Checked
+
+    def heartbeat(self) -> None:
+        """Tell the progress, and raise Preempted if the trial is to stop."""
+        self.checks_end()
+        self.setup_ends()
+        self._after_step(self._progress())
+
+    def _stop_if_told(self) -> None:
+        if self.callbacks.should_stop():
+            saved = "its last checkpoint" if self.keeps else "its start"
+            raise Preempted(f"told to stop after step {self.state.step}; the trial goes on from {saved}.")
+
+    def count_step(self, loss: Tensor | None, num_examples: int) -> None:
+        """Count an optimiser step that was made."""
+        if loss is not None:
+            self.state.count_step(loss, num_examples, 0)
+        else:
+            self.state.step += 1
+            self.state.num_examples += num_examples
+        self.meter.step(num_examples, num_examples, 0, 0)
+        self.state.step_seconds = self.clock.lap()
+        self._evaluates_since = self.clock.now()
+
+    def report(self, metrics: Mapping[str, float], done: float | None) -> None:
+        """Store an evaluation. Raises Pruned, or Paused where no round is under way."""
+        self.checks_end()
+        self.setup_ends()
+        in_round = self.num_rounds > self.round
+        if done is None:
+            done = (self.round + 1) / self.num_rounds if in_round else 1.0
+        self.mixed_precision.check()
+        synchronize(self.parts.device)
+        self.meter.stop()
+        self._count_report()
+        self.budget_used = done
+        paused = None
+        try:
+            self._on_evaluation(self._evaluation(metrics, done))
+        except Paused as told:
+            paused = told
+        if in_round:
+            self._paused = paused or self._paused
+        elif done < 1:
+            self._save()
+            if paused:
+                raise paused
+        self.clock.start()
+
+    def _count_report(self) -> None:
+        """Count an evaluation; each is at a later step than the one before."""
+        state = self.state
+        if self._evaluates_since is not None:
+            state.evaluation_seconds += self.clock.now() - self._evaluates_since
+            self._evaluates_since = None
+        state.step = max(state.step, self._reported_step + 1)
+        state.num_evaluations += 1
+        self._reported_step = state.step
+
+    def _evaluation(self, metrics: Mapping[str, float], done: float) -> Evaluation:
+        state, nested = self.state, dict[str, dict[str, float]]()
+        for metric, value in metrics.items():
+            task, name = task_and_name(metric)
+            nested.setdefault(task, {})[name] = value
+        return Evaluation(
+            step=state.step,
+            epoch=min(self.round + 1, self.num_rounds) if self.num_rounds else done,
+            budget_used=done,
+            seconds=state.train_seconds,
+            metrics=nested,
+            decisions={},
+            examples_per_second=None,
+            train_loss=state.take_mean_loss() if state.num_losses else math.nan,
+            index=state.num_evaluations,
+            rates=self.meter.summary(),
+        )
+
+    # For `BaseRun`
+
+    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
+        """Write the best weights, inside a round, or between rounds what the trial goes on from."""
+        del at_end
+        if self.keeps:
+            self._is_better = self._is_better or best is not None
+            super()._save(best, at_end=best is not None)
+
+    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
+        return {"precision": self.parts.resolution.effective, "best": asdict(scored)}
+
+    def _keep_best(self, best: ScoredEvaluation) -> bool:
+        return not self.keeps or super()._keep_best(best)
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        optimizers = [one for one in self.kept.values() if isinstance(one, torch.optim.Optimizer)]
+        return state_facts([state for one in optimizers for state in one.state.values()])
+
+    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
+        """Do nothing: the function calls its own callbacks."""
+
+    def _tasks(self) -> Sequence[Task]:
+        return ()
+
+    def _progress(self) -> Progress:
+        loss = float(self.state.loss_sum) / self.state.num_losses if self.state.num_losses else None
+        rate = self.meter.summary()["train_examples_per_second"]
+        return Progress(self.state.step, self.budget_used, loss, rate, self.store.write_seconds)
+
+    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
+        del evaluation
+        if metric == ENERGY:
+            return (
+                self.energy_counter and self.energy_counter.missing
+            ) or "no stretch of steps was long enough."
+        return "`amp.step` measures it, and the training function made no step with it."
+
+    def _why_undefined(self) -> str:
+        if not self.state.num_evaluations:
+            return (
+                "the training function must call `run.report` with the metric of each objective, but it has "
+                "returned without a report."
+            )
+        measured = ", ".join(MEASURED_METRICS)
+        return (
+            "each objective and limit must name a metric that the training function reports, but no report "
+            f"had `{self.undefined}` beside the others. Report it, or name another, or one of {measured}."
+        )
+
+
+def _state_of(one: Any, name: str = "") -> Any:
+    """Return the state of an object for a checkpoint. Raises InputError for an object without one."""
+    if isinstance(one, torch.Generator):
+        return one.get_state()
+    if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        raise InputError(
+            f"run.keep: `{name}` must have `state_dict` and `load_state_dict`, or be a torch.Generator, but "
+            f"it is a {type(one).__name__}."
+        )
+    return one.state_dict()

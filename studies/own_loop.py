@@ -1,0 +1,48 @@
+"""A training loop of your own, which a study file gets by `code: own_loop.py`: a ConvNet on 8x8 digits."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hpo
+
+
+def loss_of_batch(model, batch):
+    images, digits = batch
+    return cross_entropy(model(images), digits)
+
+
+@hpo.trial
+def train(run):
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32, device=run.device)[:, None] / 16
+    digits = torch.tensor(data.target, device=run.device)
+    train_set, test_set = (images[:1400], digits[:1400]), (images[1400:], digits[1400:])
+
+    width = run.params["width"]
+    model = nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(16 * width, 10),
+    ).to(run.device)
+    # Ends the trial if its precision does not work with this model and batch.
+    amp = run.prepare(model, loss_of_batch, (images[:32], digits[:32]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.params["learning_rate"])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run.keep(model=model, optimizer=optimizer, schedule=schedule)
+
+    for _ in run.steps(run.params["epochs"]):  # begins where the checkpoint ended
+        model.train()
+        for rows in torch.randperm(len(train_set[0]), device="cpu").split(run.params["batch_size"]):
+            amp.step(loss_of_batch, (train_set[0][rows], train_set[1][rows]), optimizer)
+        schedule.step()
+        model.eval()
+        with amp.evaluation():
+            right = model(amp.inputs(test_set[0])).argmax(1) == test_set[1]
+        run.report({"accuracy": right.float().mean()})  # the trial may pause or be pruned here

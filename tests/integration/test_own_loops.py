@@ -1,0 +1,143 @@
+"""The examples with a training loop of their own: killed and resumed, by two workers, in two precisions."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
+from safetensors.torch import load_file
+
+from hpo.study.reading.study_record import StudyRecord
+
+EXAMPLES = ["own_loop", "own_trainer"]
+PARAMS = {"learning_rate": {"type": "float", "low": 1e-3, "high": 5e-3}}
+
+
+def write_example(name: str, folder: Path, **changes: Any) -> None:
+    """Write an example with fewer and shorter trials, in fp32, with a checkpoint after each round."""
+    content = yaml.safe_load((ROOT / "studies" / f"{name}.yaml").read_text())
+    searched = {**content["search_space"], **PARAMS, "fp_precision": fp32()}
+    content |= {
+        "n_trials": 1,
+        "pruner": {"name": "none"},
+        "checkpoint": {"every_seconds": 1e-6, "top_k": 9},
+        "search_space": searched,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content | changes))
+    (folder / f"{name}.py").write_text((ROOT / "studies" / f"{name}.py").read_text())
+
+
+def fp32() -> dict[str, Any]:
+    return {"type": "categorical", "choices": ["fp32"]}
+
+
+def best_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob(f"runs/{name}/checkpoints-*/trial-00000/best-*/model.safetensors")))
+
+
+def saved(folder: Path, name: str) -> list[Path]:
+    return list(folder.glob(f"runs/{name}/checkpoints-*/trial-00000/step-*"))
+
+
+def evaluations(record: StudyRecord) -> list[Any]:
+    return [(row.step, dict(row.metrics)) for row in record.trials[0].evaluations]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_killed_in_a_trial_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+        # Long enough to be met in the middle.
+        write_example(name, folder, training={"seed": 0, "epochs": 6, "batch_size": 50})
+    # All in processes of their own: one that has trained before may differ in the last bits.
+    ok(finish(start_hpo(whole, "run", f"{name}.yaml")))
+    process = start_hpo(cut, "run", f"{name}.yaml")
+    wait_until(lambda: len(saved(cut, name)) > 1, process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(cut, name).trials[0].state == "RUNNING", "killed too late to test anything"
+    ok(finish(start_hpo(cut, "run", f"{name}.yaml")))
+    first, second = stored(whole, name), stored(cut, name)
+    assert second.trials[0].telemetry["resumed_from_step"] > 0
+    assert second.trials[0].outcome == "complete"
+    assert second.trials[0].values == first.trials[0].values
+    assert evaluations(second) == evaluations(first)
+    before, after = best_weights(whole, name), best_weights(cut, name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert second.trials[0].telemetry["precision"]["agrees"] is True
+
+
+def test_two_workers_search_the_digits_over_precision(tmp_path: Path) -> None:
+    write_example(
+        "own_loop",
+        tmp_path,
+        n_trials=4,
+        amp={"allow_emulated": True},
+        sampler={"name": "grid"},
+        training={"seed": 0, "epochs": 2, "batch_size": 50},
+        search_space={
+            "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+            "learning_rate": {"type": "categorical", "choices": [0.001, 0.01]},
+            "width": {"type": "categorical", "choices": [8]},
+        },
+    )
+    ok(hpo_command(tmp_path, "run", "own_loop.yaml", "--workers", "2"))
+    record = stored(tmp_path, "own_loop")
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 4
+    observed = {
+        (trial.params["fp_precision"], *trial.telemetry["precision"]["observed"]["linear_products"])
+        for trial in record.trials
+    }
+    assert observed == {("fp32", "float32"), ("bf16", "bfloat16")}
+    status = ok(hpo_command(tmp_path, "status", "own_loop.yaml", "--json")).json
+    assert status["best"][0]["values"]["accuracy"] > 0.5
+    assert "accuracy" in ok(hpo_command(tmp_path, "best", "own_loop.yaml")).out
+    ok(hpo_command(tmp_path, "report", "own_loop.yaml"))
+    assert (tmp_path / "runs/own_loop/report/report.html").is_file()
+    for command, *options in (["best", "--evaluate", "test"], ["deploy"], ["verify"]):
+        asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
+        refused(asked, "needs the `data` and the `model`")
+    refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")
+
+
+def test_trials_of_the_digits_pause_and_go_on(tmp_path: Path) -> None:
+    pruner = {"name": "promote", "starts": 0.25, "keep": 1, "reduction_factor": 2}
+    training = {"seed": 0, "epochs": 4, "batch_size": 100}
+    write_example("own_loop", tmp_path, n_trials=4, pruner=pruner, training=training)
+    ok(hpo_command(tmp_path, "run", "own_loop.yaml"))
+    outcomes = [trial.outcome for trial in stored(tmp_path, "own_loop").trials]
+    assert set(outcomes) == {"complete", "pruned"}
+    resumed = [
+        trial.telemetry.get("resumed_from_step", 0)
+        for trial in stored(tmp_path, "own_loop").trials
+        if trial.outcome == "complete"
+    ]
+    assert max(resumed) > 0
+
+
+def test_trainer_in_another_precision_ends_the_trial(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    searched = {"type": "categorical", "choices": ["bf16"]}
+    write_example(
+        "own_trainer",
+        tmp_path,
+        amp={"allow_emulated": True},
+        search_space={"fp_precision": searched, **PARAMS},
+        training={"seed": 0, "epochs": 1},
+    )
+    source = tmp_path / "own_trainer.py"
+    source.write_text(source.read_text().replace('bf16=run.precision.name == "bf16"', "bf16=False"))
+    hpo_command(tmp_path, "run", "own_trainer.yaml")
+    (trial,) = stored(tmp_path, "own_trainer").trials
+    assert trial.outcome == "invalid"
+    assert "fp_precision`, bf16, but in training 14 of 14 weights were not multiplied" in trial.reason
+    assert trial.telemetry["precision"]["agrees"] is False
+    assert trial.telemetry["precision"]["observed"]["linear_products"] == {"float32": 14}
