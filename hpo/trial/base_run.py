@@ -1,6 +1,6 @@
 """The parts that all running trials share: the check, the resume, evaluations, limits, checkpoints and the end.
 
-`TrialRun` adds the training loop of this package, `OwnTrial` a training function of the study's own code.
+`TrialRun` adds the training loop of this package, `OwnTrial` the training function of a study's code.
 """
 
 from __future__ import annotations
