@@ -183,3 +183,27 @@ def test_parameters_from_the_command_line() -> None:
     assert parse_params(["fp32_parts=[heads, layers.0]"]) == {"fp32_parts": ("heads", "layers.0")}
     with pytest.raises(InputError, match="must be `auto` or a list of parts"):
         parse_params(["fp32_parts=heads"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"gradient_checkpointing": True},
+        {"attention": "eager"},
+        {"adapter": "lora", "base_precision": "int8"},
+        {"adapter": "lora", "base_precision": "bf16"},
+        {"freeze_layers": 1},
+        {"optimizer": "sgd", "pooling": "attention", "head_type": "mlp"},
+    ],
+    ids=lambda training: "-".join(training),
+)
+def test_parts_agree_with_other_settings(tmp_path: Path, training: dict[str, Any]) -> None:
+    if "adapter" in training:
+        pytest.importorskip("peft", reason="peft is not installed")
+    parts = ["embeddings", "layers.0", "heads"]
+    result = run(tmp_path, fp_precision="bf16", fp32_parts=parts, **training)
+    assert result.outcome == Outcome.COMPLETE, result.reason
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]["reason"]
+    by_part = result.telemetry["fp32_parts"]["by_part"]
+    assert by_part["layers.0"]["observed"].keys() == by_part["heads"]["observed"].keys() == {"float32"}
