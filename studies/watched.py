@@ -1,9 +1,13 @@
 """A callback and a sampler of your own, for watched.yaml."""
 
+import logging
+
 import optuna
 import torch
 
 import hpo
+
+logger = logging.getLogger("hpo.watched")  # shown as the messages of hpo
 
 
 class Limit(hpo.Section):
@@ -20,14 +24,14 @@ class Divergence:
 
     def on_evaluation(self, state):
         norm = torch.stack([weight.norm() for weight in state.model.parameters()]).norm()
-        print(f"step {state.step}: loss {state.train_loss:.3f}, weights {norm:.1f}", flush=True)
+        logger.info("step %d: loss %.3f, weights %.1f", state.step, state.train_loss, norm)
         self.lowest = min(self.lowest, state.train_loss)
         if state.train_loss > self.ratio * self.lowest:
             return f"the loss rose from {self.lowest:.3f} to {state.train_loss:.3f}"
         return None
 
     def on_end(self, state):
-        print(f"{state.outcome} at step {state.step}", flush=True)
+        logger.info("%s at step %d", state.outcome, state.step)
 
 
 class Candidates(hpo.Section):

@@ -282,7 +282,7 @@ def test_a_trial_with_a_callback_goes_on_after_kill_9(tmp_path: Path) -> None:
     executor_of(  # writes the study
         tmp_path,
         NOTES,
-        training={**STEPS, "max_steps": 300, "notes.file": "notes", "notes.end_at": 280},
+        training={**STEPS, "max_steps": 120, "notes.file": "notes", "notes.end_at": 100},
         evaluation={"per_trial": 10, "patience": 10},
         checkpoint={"every_seconds": 0.05},
         n_trials=1,
@@ -294,11 +294,11 @@ def test_a_trial_with_a_callback_goes_on_after_kill_9(tmp_path: Path) -> None:
     assert stored(tmp_path).counts["done"] == 0, "killed too late to test anything"
     ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
     (trial,) = stored(tmp_path).trials
-    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 280)
+    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 100)
     assert trial.telemetry["resumed_from_step"] > 0
     assert trial.telemetry["stopped_early"].endswith("enough (callback notes).")
     seen = notes_of(tmp_path / "notes")
-    assert [one for one in seen if one[0] == "end"] == [["end", 280, 0.933, seen[-1][3], "complete"]]
+    assert [one for one in seen if one[0] == "end"] == [["end", 100, 0.833, seen[-1][3], "complete"]]
 
 
 def test_of_several_ranks_the_first_alone_has_callbacks(tmp_path: Path) -> None:
