@@ -91,7 +91,7 @@ def costs_of_trial(parts: TrialParts, repeats: int) -> Costs | None:
     """
     split, device = parts.data.train, parts.device
     args = training_args(parts.study, parts.config, split.num_windows)
-    batches = parts.data.batches(args, epoch=0)
+    batches = parts.data.batches(args.batch_size, args.seed, epoch=0)
     batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
     batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
     state = TrainState(micro_batch_size=args.micro_batch_size)

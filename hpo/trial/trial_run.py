@@ -211,6 +211,8 @@ class TrialRun:
         self.utilization = Utilization(parts.device, torch.get_num_threads())
         measured = (parts.model, mixed_precision, clock, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured, num_ranks))
+        drawn = (self.args.batch_size, self.args.seed, self.state)
+        self.recorder.follow(partial(parts.data.drawn_shares, *drawn))
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
         hooks = TrainingHooks(self._on_step, self._stop_if_told if num_ranks == 1 else lambda: None)
