@@ -16,9 +16,10 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Learner, TrainingData, accumulate_gradients, train
+from hpo.training.loop import Learner, accumulate_gradients, train
 from hpo.training.losses import MultitaskLoss
 from hpo.training.progress import Budget, ThroughputMeter, TrainingClock, TrainState
+from hpo.training.training_data import TrainingData
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
 

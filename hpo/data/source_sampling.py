@@ -45,13 +45,18 @@ class SourceSampling:
                 parts.append(first + np.concatenate(orders)[begin : begin + drawn])
         return np.concatenate(parts)
 
-    def facts(self) -> dict[str, dict[str, float]]:
-        """The size of each source and its share of the drawn windows, for a trial's record."""
-        total = sum(self.drawn_S)
+    def facts(self) -> dict[str, dict[str, int]]:
+        """The windows of each source, and how many of them an epoch draws, for a trial's record."""
         return {
-            name: {"num_windows": size, "drawn_share": drawn / total}
+            name: {"num_windows": size, "windows_per_epoch": drawn}
             for name, size, drawn in zip(self.names, self.sizes_S, self.drawn_S, strict=True)
         }
+
+    def drawn_shares(self, num_epochs: int, windows: IntArray) -> dict[str, float]:
+        """The share of each source in `num_epochs` whole epochs and `windows` of the next one."""
+        source_N = np.searchsorted(np.cumsum(self.sizes_S), windows, side="right")
+        drawn_S = num_epochs * np.array(self.drawn_S) + np.bincount(source_N, minlength=len(self.names))
+        return dict(zip(self.names, (drawn_S / max(1, drawn_S.sum())).tolist(), strict=True))
 
 
 def source_sampling(

@@ -258,7 +258,7 @@ def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[
 
 def bits_digest(weights: Mapping[str, Tensor]) -> str:
     """A hash of all bits of some weights, which are on the CPU, and of their names, types and shapes."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy().data)

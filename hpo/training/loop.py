@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpo.data.batches import Batch, collate, evaluation_batches, num_batches, training_batches
-from hpo.data.source_sampling import SourceSampling
-from hpo.data.tokenized_split import IntArray, TokenizedSplit
+from hpo.data.batches import Batch, collate, evaluation_batches, num_batches
+from hpo.data.tokenized_split import IntArray
 from hpo.device import synchronize
 from hpo.errors import Nonfinite
 from hpo.lost_device import raise_if_lost
@@ -62,6 +61,7 @@ from hpo.training.optim import (
 from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.step_graphs import StepGraphs
 from hpo.training.step_seed import step_seed
+from hpo.training.training_data import TrainingData
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
 """Steps between two looks at whether losses and gradients are finite; on a GPU a look waits for it."""
@@ -75,23 +75,6 @@ class Learner(NamedTuple):
     model: nn.Module
     loss_fn: MultitaskLoss
     mixed_precision: MixedPrecision
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The tokens of a trial."""
-
-    train: TokenizedSplit
-    validation: TokenizedSplit
-    pad_id: int
-    sampling: SourceSampling | None = None
-    """How training draws from the sources of the data. None: each window once in an epoch."""
-    validation_rows: Mapping[str, int] = field(default_factory=dict)
-    """The rows of each source, in their order; empty: the data set is one."""
-
-    def batches(self, args: TrainingArgs, epoch: int) -> list[IntArray]:
-        """The windows of each training batch of an epoch."""
-        return training_batches(self.train.lengths_W, args.batch_size, args.seed, epoch, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -155,7 +138,7 @@ def train(
     state, budget = clock.state, args.budget
     state.micro_batch_size = state.micro_batch_size or args.micro_batch_size
     sum_gradients = GradientSum(model)
-    batches = data.batches(args, state.epoch)
+    batches = data.batches(args.batch_size, args.seed, state.epoch)
     first_step, batch, graphs = state.step, None, build_graphs(learner, args)
 
     model.train()
@@ -195,7 +178,7 @@ def train(
         state.step_seconds = _lap(clock)
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
-            batches = data.batches(args, state.epoch)
+            batches = data.batches(args.batch_size, args.seed, state.epoch)
 
 
 def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:

@@ -1,4 +1,4 @@
-"""The parts that all running trials share: the check, the resume, evaluations, limits, checkpoints and the end.
+"""Common code of running trials: the check, the resume, evaluations, limits, checkpoints and the end.
 
 `TrialRun` adds the training loop of this package, `OwnTrial` the training function of a study's code.
 """

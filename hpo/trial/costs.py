@@ -129,7 +129,7 @@ def _on_micro_batch(parts: TrialParts, measure: Callable[[Work], _T]) -> _T | No
     """`measure` on a micro-batch of a batch of median size. None: not one example fits into memory."""
     split = parts.data.train
     args = training_args(parts.study, parts.config, split.num_windows)
-    batches = parts.data.batches(args, epoch=0)
+    batches = parts.data.batches(args.batch_size, args.seed, epoch=0)
     batches.sort(key=lambda windows: len(windows) * int(split.lengths_W[windows].max()))
     batch = collate(split, batches[len(batches) // 2], parts.loss_fn.tasks, parts.data.pad_id)
     state = TrainState(micro_batch_size=args.micro_batch_size)

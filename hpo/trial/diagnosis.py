@@ -219,7 +219,7 @@ def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]
         state.load_state_dict(start.state["progress"])
     split, model = parts.data.train, parts.model.train()
     args = training_args(parts.study, parts.config, split.num_windows)
-    windows = parts.data.batches(args, state.epoch)[state.batch]
+    windows = parts.data.batches(args.batch_size, args.seed, state.epoch)[state.batch]
     batch = collate(split, windows, parts.loss_fn.tasks, parts.data.pad_id)
     num_items = parts.loss_fn.count(batch)
 

@@ -173,6 +173,8 @@ class TrialRun(BaseRun):
         if self.user_callbacks:
             state = self.state
             self.recorder.follow(lambda: {"callback_seconds": state.callback_seconds})
+        drawn = (self.args.batch_size, self.args.seed, self.state)
+        self.recorder.follow(partial(parts.data.drawn_shares, *drawn))
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
         hooks = TrainingHooks(self._on_step, self._stop_if_told if num_ranks == 1 else lambda: None)

@@ -44,9 +44,11 @@ def test_sources_are_counted_in_windows() -> None:
     assert sampling is not None
     assert sampling.sizes_S == (3, 3)
     assert sampling.facts() == {
-        "a": {"num_windows": 3, "drawn_share": 0.5},
-        "b": {"num_windows": 3, "drawn_share": 0.5},
+        "a": {"num_windows": 3, "windows_per_epoch": 3},
+        "b": {"num_windows": 3, "windows_per_epoch": 3},
     }
+    assert sampling.drawn_shares(0, np.array([], dtype=np.int64)) == {"a": 0.0, "b": 0.0}
+    assert sampling.drawn_shares(1, np.array([0, 2])) == {"a": 5 / 8, "b": 3 / 8}
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 7])

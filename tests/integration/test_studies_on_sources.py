@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
 from resumed_trials import check_resume_is_exact, weights_of
@@ -30,13 +29,17 @@ def test_a_trial_on_sampled_sources_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert resumed.telemetry["data"]["num_examples"] == 36
     # 24^(1/3) to 2 * 12^(1/3) is 2.88 to 4.58: 13.9 and 22.1 windows of 36
     assert resumed.telemetry["data"]["sources"] == {
-        "news": {"num_windows": 24, "drawn_share": pytest.approx(14 / 36)},
-        "mail": {"num_windows": 12, "drawn_share": pytest.approx(22 / 36)},
+        "news": {"num_windows": 24, "windows_per_epoch": 14},
+        "mail": {"num_windows": 12, "windows_per_epoch": 22},
     }
+    assert resumed.telemetry["drawn_share"] == {"news": 14 / 36, "mail": 22 / 36}
 
 
-def test_training_draws_the_recorded_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
+@pytest.mark.parametrize("num_steps", [3, 10, 13])
+def test_training_draws_the_recorded_shares(
+    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
     collate = loop.collate
 
     def recorded(split: Any, windows: Any, *rest: Any) -> Any:
@@ -44,13 +47,14 @@ def test_training_draws_the_recorded_shares(tmp_path: Path, monkeypatch: pytest.
         return collate(split, windows, *rest)
 
     monkeypatch.setattr(loop, "collate", recorded)
-    monkeypatch.setattr("hpo.training.evaluate.collate", collate)
-    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training={**TRAINING, "epochs": 2})
+    training = {**TRAINING, "max_steps": num_steps}
+    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training=training)
     result = executor.run(SAMPLED, None, "trial")
     counts = {name: sum(one.startswith(name) for one in drawn) for name in ("news", "mail")}
-    assert counts == {"news": 28, "mail": 44}
-    facts = result.telemetry["data"]["sources"]
-    assert [facts[name]["drawn_share"] for name in counts] == pytest.approx(np.divide([28, 44], 72))
+    total = sum(counts.values())
+    assert result.telemetry["drawn_share"] == {name: num / total for name, num in counts.items()}
+    if num_steps == 10:
+        assert counts == {"news": 28, "mail": 44}, "two epochs of 36"
 
 
 def test_a_source_of_weight_0_is_not_trained_on(tmp_path: Path) -> None:
@@ -58,7 +62,7 @@ def test_a_source_of_weight_0_is_not_trained_on(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 6})
     result = executor.run({"sampling_weight.mail": 0.0}, tmp_path / "trial", "trial")
     assert result.outcome == "complete"
-    assert result.telemetry["data"]["sources"]["mail"]["drawn_share"] == 0
+    assert result.telemetry["drawn_share"] == {"news": 1.0, "mail": 0.0}
     untrained = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 1})
     untrained.run({"sampling_weight.mail": 0.0}, tmp_path / "one_step", "trial")
     six, one = weights_of(tmp_path / "trial"), weights_of(tmp_path / "one_step")
@@ -106,10 +110,9 @@ def test_a_killed_study_on_sources_goes_on(killed: Path) -> None:
     assert record.trials[0].telemetry["resumed_from_step"] > 0
     for trial in record.trials:
         assert trial.params.keys() == {"sampling_temperature", "sampling_weight.mail"}
-        facts = trial.telemetry["data"]["sources"]
         weight, root = trial.params["sampling_weight.mail"], 1 / trial.params["sampling_temperature"]
         share = weight * 12**root / (24**root + weight * 12**root)
-        assert facts["mail"]["drawn_share"] == pytest.approx(share, abs=1 / 36)
+        assert trial.telemetry["drawn_share"]["mail"] == pytest.approx(share, abs=1 / 36)
         assert trial.telemetry["metrics"].keys() == METRICS
 
 
