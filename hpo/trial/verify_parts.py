@@ -54,18 +54,16 @@ class PartsCheck:
 
 
 def verify_parts(executor: Executor, repeats: int) -> list[PartsCheck]:
-    """Measure the parts in bf16 and fp16, if this device runs them natively or emulated."""
+    """Measure the parts in bf16 and fp16, if this device may run them in a trial of the study."""
     checks = []
     for name, precision in PRECISIONS.items():
         supported = support(name, executor.device)
         if precision.autocast is None or precision.float8:  # which is compiled
             continue
-        if supported.level == "unsupported":
-            checks.append(PartsCheck(name, supported, note=supported.reason))
-            continue
         try:
-            emulating = executor.resolved.with_amp(allow_emulated=True)
-            parts = build_trial(emulating, {PRECISION: name, "fp32_parts": ()}, executor.loader)
+            params = {PRECISION: name, "fp32_parts": ()}
+            resolved = executor.resolved.with_amp(on_unsupported="prune")
+            parts = build_trial(resolved, params, executor.loader)
             checks.append(_verify(parts, supported, repeats))
         except TrialEnd as error:
             checks.append(PartsCheck(name, supported, note=str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from trial.test_part_search import SECOND, enlarge
 from hpo.report.part_screens import parts_verification
 from hpo.report.terminal import print_parts
 from hpo.trial.costs import costs_of_parts
+from hpo.trial.part_search import check_of
 from hpo.trial.trial_parts import build_trial
 from hpo.trial.verify_parts import PartsCheck, verify_parts
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 MODEL = {"encoder": ENCODER | {"num_hidden_layers": 1}}
+BF16_CPU = replace(CPU, cpu_features=frozenset({"avx512_bf16"}))
 PARTS = ["embeddings", "layers.0", "encoder.pooler"]
 
 
@@ -69,3 +72,21 @@ def test_costs_are_against_no_part(tmp_path: Path) -> None:
     assert costs is not None
     assert [*costs] == [("heads",), ()]
     assert costs[("heads",)].seconds > 0
+
+
+@pytest.mark.slow
+def test_minilm_in_bf16(tmp_path: Path) -> None:
+    """The fastest set passes the check, whatever the machine found to be the fastest. Prints the table."""
+    executor = tiny_executor(
+        tmp_path, BF16_CPU, model={"encoder": "minilm"}, training=TRAINING | {"max_length": 32}, amp={}
+    )
+    bf16, fp16 = verify_parts(executor, repeats=1)
+    assert fp16.found is None, "it would be emulated"
+    print_parts(parts_verification([bf16], BF16_CPU.describe()))
+    assert bf16.found is not None
+    assert (bf16.found.parts, bf16.found.after) == ((), "ok")
+    errors = [part.own.error for part in bf16.parts if part.own.part.startswith("layers.")]
+    assert len(errors) == 6
+    assert 0 < max(errors) < 0.1
+    parts = build_trial(executor.resolved, {"fp_precision": "bf16"}, executor.loader)
+    assert check_of(parts, None)(bf16.fastest).verdict == "ok"
