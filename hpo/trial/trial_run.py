@@ -286,8 +286,11 @@ class TrialRun:
             if state.num_losses:
                 self.train_loss = float(state.loss_sum) / state.num_losses
             self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        used = self.args.budget.used(state)
+        used = self._budget_used()
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
+
+    def _budget_used(self) -> float:
+        return self.args.budget.used(self.state)
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.examples_per_second is not None:
