@@ -33,6 +33,7 @@ from hpo.training.checkpoint import (
     bits_digest,
 )
 from hpo.training.evaluate import Evaluation
+from hpo.training.loop import CHECK_EVERY
 from hpo.training.progress import CompileClock, ThroughputMeter, TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility, checked_on
@@ -80,6 +81,8 @@ class BaseRun(ABC):
         self.best: ScoredEvaluation | None = None
         self.undefined = ""
         """The metric that the last evaluation lacks, though an objective or a limit needs it."""
+        self.train_loss: float | None = None
+        self.examples_per_second: float | None = None
         self.last_saved = time.monotonic()
 
     def run(
@@ -129,8 +132,8 @@ class BaseRun(ABC):
         """Return the format and the bytes of the optimizer's state."""
 
     @abstractmethod
-    def _progress(self) -> Progress:
-        """Return how far the trial is."""
+    def _budget_used(self) -> float:
+        """Return the share of the trial's budget that is used up."""
 
     @abstractmethod
     def _tasks(self) -> Sequence[Task]:
@@ -204,18 +207,34 @@ class BaseRun(ABC):
         self.recorder.note(precision=asdict(resolution) | observed)
         return agreement
 
+    def _progress(self) -> Progress:
+        state = self.state
+        if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # after which no value is waited for
+            if state.num_losses:
+                self.train_loss = float(state.loss_sum) / state.num_losses
+            self.examples_per_second = self.meter.summary()["train_examples_per_second"]
+        return Progress(
+            state.step,
+            self._budget_used(),
+            self.train_loss,
+            self.examples_per_second,
+            self.store.write_seconds,
+        )
+
     def _stop_if_told(self) -> None:
         if self.callbacks.should_stop():
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
-    def _after_step(self, progress: Progress) -> None:
+    def _after_step(self) -> Progress:
         """Tell the progress, sample the device, and stop the trial where that is due."""
+        progress = self._progress()
         self.callbacks.on_progress(progress)
         self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
             raise Pruned(told)
+        return progress
 
     def _on_evaluation(self, evaluation: Evaluation) -> bool:
         """Report an evaluation and save the best weights. Returns whether the training ends early with it."""

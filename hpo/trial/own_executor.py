@@ -20,7 +20,8 @@ from hpo.training.distributed import world_size
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import NO_CALLBACKS, Executor
 from hpo.trial.own_loop import Run
-from hpo.trial.own_trial import Checked, OwnTrial, build_own_parts
+from hpo.trial.own_parts import build_own_parts
+from hpo.trial.own_trial import Checked, OwnTrial
 from hpo.trial.telemetry import TrialRecorder
 
 

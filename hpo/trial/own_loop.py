@@ -38,7 +38,8 @@ from hpo.training.optim import gradient_norm
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, measure_work
-from hpo.trial.own_trial import OwnTrial, Params
+from hpo.trial.own_parts import Params
+from hpo.trial.own_trial import OwnTrial
 
 
 class Amp:

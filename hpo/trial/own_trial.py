@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
-from hpo.config.resolved_study import ResolvedStudy
-from hpo.config.search_space import decode
-from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import OWN_LOOP_SETTINGS, TrialSettings
 from hpo.data.tasks import Task
-from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
+from hpo.device import EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
 from hpo.precision.effective import Agreement, Observation
-from hpo.precision.environment import environment_overrides
-from hpo.precision.table import PRECISION, AmpConfig, Resolution, resolve, support
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.compilation import compiled_modules
@@ -43,7 +37,8 @@ from hpo.training.progress import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.objectives import task_and_name
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
+from hpo.trial.own_parts import OwnParts
+from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 
 _logger = logging.getLogger(__name__)
 
@@ -52,87 +47,6 @@ COMPILED = "the loop compiles the model, and a compiled model was not measured."
 
 class Checked(HpoError):
     """The check of the study before its first trial has seen enough of the training function."""
-
-
-class Params(Mapping[str, Any]):
-    """The settings of a trial by name. It notes which are read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-        self._unread = {*values} - {*OWN_LOOP_SETTINGS}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._values:
-            known = ", ".join(self._values)
-            raise InputError(
-                f"run.params: the study must fix `{name}` under `training` or search it in `search_space`, "
-                f"but it has {known}. Where a `when` leaves a setting out, use run.params.get(...)."
-            )
-        self._unread.discard(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    @property
-    def unread(self) -> list[str]:
-        """The names of the settings of the function's own that nothing has read."""
-        return sorted(self._unread)
-
-
-@dataclass(frozen=True)
-class OwnConfig:
-    """The settings of a trial whose loop is the study's own."""
-
-    params: Params
-    seed: int
-    max_grad_norm: float | None
-    amp: AmpConfig
-
-
-@dataclass(frozen=True)
-class OwnParts:
-    """What is known of such a trial before its function runs. The names are those of `TrialParts`."""
-
-    study: StudyConfig
-    device: DeviceInfo
-    config: OwnConfig
-    resolution: Resolution
-    model: nn.ModuleDict = field(default_factory=nn.ModuleDict)
-    """The modules that the function keeps."""
-
-
-def build_own_parts(
-    resolved: ResolvedStudy, params: Mapping[str, Any], note: Callable[..., None] = lambda **_: None
-) -> OwnParts:
-    """Resolve the settings and the precision of a trial; `note` is told of the precision.
-
-    Raises the TrialEnd of a precision that cannot run here.
-    """
-    study, device = resolved.config, resolved.device
-    fixed = study.training.model_dump(exclude_unset=True)
-    own = fixed.pop("option", {})
-    values = {**fixed, **own, **decode(study.search_space, params)}
-    known = TrialSettings.model_validate({key: values[key] for key in OWN_LOOP_SETTINGS if key in values})
-    requested = known.fp_precision or resolved.preset_precision
-    amp = resolved.amp
-    if known.init_scale is not None:
-        amp = amp.model_copy(update={"init_scale": known.init_scale})
-    note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
-    resolution = resolve(requested, device, amp)
-    note(precision=asdict(resolution), environment=environment_overrides())
-    services = known.model_dump(include={*OWN_LOOP_SETTINGS}) | {PRECISION: requested}
-    config = OwnConfig(Params({**values, **services}), known.seed, known.max_grad_norm, amp)
-    return OwnParts(study, device, config, resolution)
 
 
 class OwnTrial(BaseRun):
@@ -327,7 +241,7 @@ class OwnTrial(BaseRun):
         """Tell the progress, and raise Preempted if the trial is to stop."""
         self.checks_end()
         self.setup_ends()
-        self._after_step(self._progress())
+        self._after_step()
 
     def _stop_if_told(self) -> None:
         if self.callbacks.should_stop():
@@ -423,10 +337,8 @@ class OwnTrial(BaseRun):
     def _tasks(self) -> Sequence[Task]:
         return ()
 
-    def _progress(self) -> Progress:
-        loss = float(self.state.loss_sum) / self.state.num_losses if self.state.num_losses else None
-        rate = self.meter.summary()["train_examples_per_second"]
-        return Progress(self.state.step, self.budget_used, loss, rate, self.store.write_seconds)
+    def _budget_used(self) -> float:
+        return self.budget_used
 
     def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
         del evaluation

@@ -30,7 +30,7 @@ from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
 from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import CHECK_EVERY, AfterStep, Learner, TrainingHooks, train
+from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
 from hpo.training.progress import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
@@ -73,8 +73,6 @@ class TrialRun(BaseRun):
         self.state.micro_batch_size = self.args.micro_batch_size
         self.no_parts = ""
         """The reason if `fp32_parts: auto` found nothing that helps."""
-        self.train_loss: float | None = None
-        self.examples_per_second: float | None = None
 
     def run(
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
@@ -201,8 +199,7 @@ class TrialRun(BaseRun):
                 raise
 
     def _on_step(self) -> AfterStep:
-        progress = self._progress()
-        self._after_step(progress)
+        progress = self._after_step()
         watched = self.user_callbacks.watch_steps
         if watched and self._call("on_step", progress):
             return "ended"
@@ -233,14 +230,8 @@ class TrialRun(BaseRun):
             progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
             self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
 
-    def _progress(self) -> Progress:
-        state = self.state
-        if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # after which no value is waited for
-            if state.num_losses:
-                self.train_loss = float(state.loss_sum) / state.num_losses
-            self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        used = self.args.budget.used(state)
-        return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
+    def _budget_used(self) -> float:
+        return self.args.budget.used(self.state)
 
     def _optimizer_facts(self) -> dict[str, Any]:
         return optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
