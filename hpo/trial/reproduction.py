@@ -7,6 +7,7 @@ compared too, so a result that differs comes with what may have caused it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from hpo.outcome import Outcome
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
+
+_logger = logging.getLogger(__name__)
 
 DEVICE = ("name", "compute_capability", "gcn_arch", "cpu_features", "num_threads")
 VERSIONS = ("torch", "transformers", "cuda", "rocm")
@@ -114,6 +117,7 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
 
     def note(scored: ScoredEvaluation) -> None:
         evaluations.append((scored.evaluation.step, scored.evaluation.metrics))
+        _logger.info("trial %d, trained again: step %d", trial.number, scored.evaluation.step)
 
     with _threads(trial.telemetry.get("device", {}).get("num_threads")):
         result = executor.run(params, folder, "reproduction", Callbacks(note))

@@ -189,7 +189,7 @@ def test_the_best_trial_is_reproduced(folder: Path) -> None:
     )
 
 
-def test_a_result_that_is_not_reproduced_has_exit_code_1(folder: Path) -> None:
+def test_another_result_has_exit_code_1(folder: Path) -> None:
     with sqlite3.connect(folder / "runs" / "hpo.db") as database:
         database.execute("UPDATE trial_params SET param_value = param_value * 1.5")
     finished = hpo_command(folder, "best", "tiny.yaml", "--reproduce")

@@ -42,7 +42,7 @@ def test_a_shared_regression_is_scaled_by_the_rows_of_all_sources(tmp_path: Path
     assert size.target_mean == pytest.approx(sum(targets) / 17)
 
 
-def test_a_test_split_holds_the_sources_that_have_one(tmp_path: Path) -> None:
+def test_a_source_may_have_no_test_split(tmp_path: Path) -> None:
     section = write_sources(tmp_path)
     (tmp_path / "mail" / "test.jsonl").unlink()
     assert load(**section).sources["test"] == {"news": 6}

@@ -10,7 +10,7 @@ from tiny import write_study
 from hpo.study.reading.study_record import best_trials
 
 
-def test_a_winner_that_was_paused_at_rungs_is_reproduced(tmp_path: Path) -> None:
+def test_a_winner_with_pauses_at_rungs_is_reproduced(tmp_path: Path) -> None:
     write_study(
         tmp_path,
         pruner={"name": "promote"},

@@ -115,7 +115,12 @@ def test_one_bit_of_a_metric_is_found(executor: Executor, record: RecordedTrial,
     )
 
 
-def test_an_evaluation_that_is_missing_is_a_difference(
+def test_other_weights_are_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+    found = reproduce(executor, changed(record, weights_digest="0" * 64), tmp_path / "again")
+    assert (found.same, found.weights, found.results) == (False, "different", ())
+
+
+def test_a_missing_evaluation_is_a_difference(
     executor: Executor, record: RecordedTrial, tmp_path: Path
 ) -> None:
     found = reproduce(executor, replace(record, evaluations=record.evaluations[:1]), tmp_path / "again")
@@ -123,7 +128,7 @@ def test_an_evaluation_that_is_missing_is_a_difference(
     assert "evaluation 2: step: recorded nothing, now 6" in found.text()
 
 
-def test_conditions_that_differ_are_named(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_different_conditions_are_named(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     device = {**record.telemetry["device"], "name": "Other CPU", "torch": "1.0"}
     found = reproduce(executor, changed(record, device=device), tmp_path / "again")
     assert [one.name for one in found.conditions] == ["name", "torch"]
@@ -148,7 +153,7 @@ def test_a_record_without_a_digest(executor: Executor, record: RecordedTrial, tm
     assert "the record has no digest of the weights" in found.text()
 
 
-def test_a_trial_that_halved_its_micro_batch(
+def test_a_halved_micro_batch_is_reproduced(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_backward = loop.forward_backward
@@ -178,7 +183,7 @@ def test_a_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path
     assert caution.startswith("The budget was 0.2 seconds, so learning rates followed the clock.")
 
 
-def test_a_trial_that_cannot_run_here(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_an_unsupported_precision_is_told(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     found = reproduce(executor, replace(record, params={"fp_precision": "fp8"}), tmp_path / "again")
     assert not found.same
     assert found.outcome == "unsupported"
