@@ -89,7 +89,7 @@ def find_parts(
         return FoundParts((), "", "", reason="fp8 needs `compile`, and parts are checked uncompiled.")
     key = _key(parts)
     if cache and (known := cache.get_compat(key)):
-        return FoundParts(**dict(known) | {"parts": tuple(known["parts"])})
+        return FoundParts(**{**known, "parts": tuple(known["parts"])})
     check = check_of(parts, cache, before_check)
     found = search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
     if cache and found.before in _RANKS:

@@ -280,11 +280,28 @@ def wide(stored: FrozenLinear, x: Tensor) -> Tensor:
         return FrozenLinear.forward(stored, x.float()).bfloat16()
 
 
-@pytest.mark.parametrize("part", ["heads", "encoder.dense"])
+def seen_eagerly(model: MultitaskModel) -> Observation:
+    amp, inputs = MixedPrecision(PRECISIONS["bf16"], EMULATED, CPU), tiny_batch().inputs
+    return observe_model(model, amp, lambda model: model(*inputs))
+
+
+@pytest.mark.parametrize("part", ["heads.0", "encoder.dense"])
 def test_a_part_in_fp32_is_seen_in_the_compiled_model(part: str) -> None:
     model, step = prepared("bf16", plain)
-    run_in_float32(model.get_submodule("encoder.dense") if part != "heads" else model.heads[0])
-    assert judged(model, partial(step, model), "bf16") == (True, "")
+    run_in_float32(model.get_submodule(part))
+    seen = seen_eagerly(model)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert judged(model, partial(step, model), "bf16", seen) == (True, "")
+
+
+def test_a_compiled_layer_in_fp32_outside_the_parts_is_found() -> None:
+    model, step = prepared("bf16", plain)
+    seen = seen_eagerly(model)
+    run_in_float32(model.get_submodule("encoder.dense"))  # after it was observed
+    agrees, reason = judged(model, partial(step, model), "bf16", seen)
+    assert agrees is False
+    assert "encoder.dense.weight was multiplied in more than bfloat16" in reason
 
 
 def test_a_part_whose_output_is_rounded_later_is_unverified() -> None:
