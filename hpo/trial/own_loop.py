@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from hpo.config.limits import MEASURED_METRICS
 from hpo.errors import InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
-from hpo.precision.effective import left_as_it_was, observe, observe_model
+from hpo.precision.effective import Agreement, left_as_it_was, observe, observe_model
 from hpo.precision.table import Precision
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
 from hpo.training.optim import gradient_norm
@@ -67,6 +67,13 @@ class Amp:
             loss_of_batch: the loss, a scalar tensor, of `(model, batch)`.
             num_examples: the examples of the batch; None: the length of its first tensor.
         """
+        with self._trial.ending():
+            rows = _num_examples(batch) if num_examples is None else num_examples
+            return self._step(loss_of_batch, batch, optimizer, rows)
+
+    def _step(
+        self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: int
+    ) -> Tensor:
         trial, model, amp = self._trial, self._model, self._mixed_precision
         trial.setup_ends()
         amp.start_step()
@@ -79,7 +86,7 @@ class Amp:
         )
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
         apply_gradients(model, optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
-        trial.count_step(loss, _num_examples(batch) if num_examples is None else num_examples)
+        trial.count_step(loss, num_examples)
         if trial.state.step % CHECK_EVERY[amp.device.type] == 0:
             with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32)):
                 amp.check()
@@ -168,6 +175,10 @@ class Run:
                 which may be a copy.
             batch: a batch on `run.device`. Floating-point tensors are bf16 under `bf16-true`.
         """
+        with self._trial.ending():
+            return self._prepare(model, loss_of_batch, batch)
+
+    def _prepare(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Amp:
         trial, amp = self._trial, self._trial.mixed_precision
         if trial.prepared is not None:
             raise InputError("run.prepare: must be called once. Put several modules into one.")
@@ -208,15 +219,18 @@ class Run:
             seen_modes.add(module.training)
             with left_as_it_was(module), observe(module) as seen:
                 module(*args, **kwargs)
-            agreement = trial.observed(module, seen)
-            if agreement.agrees is False:
-                mode = "training" if module.training else "evaluation"
-                raise Invalid(
-                    f"the loop must compute in the trial's `fp_precision`, {self.precision.name}, but in "
-                    f"{mode} {agreement.reason} Give the loop that precision: `run.precision` has it."
-                )
+            with trial.ending():
+                self._check_agreement(trial.observed(module, seen), module)
 
         model.register_forward_pre_hook(watch, with_kwargs=True)
+
+    def _check_agreement(self, agreement: Agreement, module: nn.Module) -> None:
+        if agreement.agrees is False:
+            mode = "training" if module.training else "evaluation"
+            raise Invalid(
+                f"the loop must compute in the trial's `fp_precision`, {self.precision.name}, but in {mode} "
+                f"{agreement.reason} Give the loop that precision: `run.precision` has it."
+            )
 
     def keep(self, **named: Any) -> None:
         """Put modules, optimisers, schedulers and generators into the checkpoints of the trial.
@@ -250,15 +264,17 @@ class Run:
             done: the share of the training that is over, above 0 and at most 1; None: the share of
                 `run.steps`, or 1 without it.
         """
-        if done is not None and not 0 < done <= 1:
-            raise InputError(f"run.report: `done` must be above 0 and at most 1, but got {done!r}.")
-        self._trial.report(_checked(metrics), done)
+        with self._trial.ending():
+            if done is not None and not 0 < done <= 1:
+                raise InputError(f"run.report: `done` must be above 0 and at most 1, but got {done!r}.")
+            self._trial.report(_checked(metrics), done)
 
     def count_step(self, num_examples: int) -> None:
         """Count an optimiser step of a loop without `amp.step`. The trial may stop here if it is told to."""
-        self._trial.setup_ends()
-        self._trial.count_step(None, num_examples)
-        self._trial.heartbeat()
+        with self._trial.ending():
+            self._trial.setup_ends()
+            self._trial.count_step(None, num_examples)
+            self._trial.heartbeat()
 
 
 def _checked(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ class OwnTrial(BaseRun):
         self.prepared: nn.Module | None = None
         """The model that `Run.prepare` was given."""
         self._seen: Observation | None = None
+        self._ended: HpoError | None = None
         self._folder: Path | None = None
         self._closing = ExitStack()
         self._is_set_up = False
@@ -127,6 +128,8 @@ class OwnTrial(BaseRun):
         except Paused:
             self.store.share()
             raise
+        if self._ended is not None:
+            raise self._ended
         if not self.state.num_evaluations:
             self.checks_end()
         if unread := self.config.params.unread:
@@ -196,7 +199,8 @@ class OwnTrial(BaseRun):
             self.mixed_precision.start_epoch()
             self.clock.start()
             yield self.round
-            self._end_round()
+            with self.ending():
+                self._end_round()
 
     def _end_round(self) -> None:
         self.round += 1
@@ -221,6 +225,17 @@ class OwnTrial(BaseRun):
             self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
             self._forget_setup_memory()
             self.clock.start()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Keep what ends the trial in this block, so that the function cannot swallow it."""
+        if self._ended is not None:
+            raise self._ended
+        try:
+            yield
+        except HpoError as end:
+            self._ended = end
+            raise
 
     def observed(self, model: nn.Module, seen: Observation) -> Agreement:
         """Record the products of a model, beside those that were seen before."""

@@ -12,15 +12,16 @@ import yaml
 from command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
 from safetensors.torch import load_file
 
+from hpo.code import use_code
 from hpo.study.reading.study_record import StudyRecord
 
 EXAMPLES = ["own_loop", "own_trainer"]
 PARAMS = {"learning_rate": {"type": "float", "low": 1e-3, "high": 5e-3}}
 
 
-def write_example(name: str, folder: Path, **changes: Any) -> None:
+def write_example(example: str, folder: Path, **changes: Any) -> None:
     """Write an example with fewer and shorter trials, in fp32, with a checkpoint after each round."""
-    content = yaml.safe_load((ROOT / "studies" / f"{name}.yaml").read_text())
+    content = yaml.safe_load((ROOT / "studies" / f"{example}.yaml").read_text())
     searched = {**content["search_space"], **PARAMS, "fp_precision": fp32()}
     content |= {
         "n_trials": 1,
@@ -28,8 +29,8 @@ def write_example(name: str, folder: Path, **changes: Any) -> None:
         "checkpoint": {"every_seconds": 1e-6, "top_k": 9},
         "search_space": searched,
     }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content | changes))
-    (folder / f"{name}.py").write_text((ROOT / "studies" / f"{name}.py").read_text())
+    (folder / f"{example}.yaml").write_text(yaml.safe_dump(content | changes))
+    (folder / f"{example}.py").write_text((ROOT / "studies" / f"{example}.py").read_text())
 
 
 def fp32() -> dict[str, Any]:
@@ -106,6 +107,22 @@ def test_two_workers_search_the_digits_over_precision(tmp_path: Path) -> None:
         asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
         refused(asked, "needs the `data` and the `model`")
     refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")
+
+
+def test_a_worker_that_knows_the_study_by_name_needs_the_code(tmp_path: Path) -> None:
+    study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
+    study.mkdir()
+    elsewhere.mkdir()
+    write_example("own_loop", study, name="digits", training={"seed": 0, "epochs": 1, "batch_size": 200})
+    ok(hpo_command(study, "init", "own_loop.yaml"))
+    at = ("--storage", f"sqlite:///{study}/runs/hpo.db")
+    use_code({}, "a reader")  # which has none
+    ok(hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rate=0.004", *at))
+    asked = hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rates=0.004", *at)
+    refused(asked, "`learning_rates`, which is not searched. Did you mean `learning_rate`?")
+    ok(hpo_command(elsewhere, "worker", "digits", *at, "--trust-code", str(study / "own_loop.py")))
+    (trial,) = stored(study, "digits").trials
+    assert (trial.outcome, trial.params["learning_rate"]) == ("complete", 0.004)
 
 
 def test_trials_of_the_digits_pause_and_go_on(tmp_path: Path) -> None:

@@ -113,6 +113,36 @@ def test_how_a_trial_ends(
     assert reason in result.reason
 
 
+@pytest.mark.parametrize(
+    ("step", "outcome"),
+    [
+        ("amp.step(loss_of_batch, (ROWS[rows] * torch.inf, CLASSES[rows]), optimizer)", "nonfinite"),
+        ("run.report({'accuracy': torch.nan})", "nonfinite"),
+        ("run.report({})", InputError),
+    ],
+)
+def test_the_end_of_a_trial_is_not_swallowed(tmp_path: Path, step: str, outcome: Any) -> None:
+    careless = (
+        f"            try:\n                {step}\n            except Exception:\n                pass"
+    )
+    loop = changed("            amp.step(loss_of_batch, (ROWS[rows], CLASSES[rows]), optimizer)", careless)
+    executor = own_executor(tmp_path, loop)
+    if outcome is InputError:
+        with pytest.raises(InputError, match="must be given a mapping"):
+            run(executor)
+    else:
+        assert run(executor).outcome == outcome
+
+
+def test_a_limit_on_a_reported_metric_is_judged(tmp_path: Path) -> None:
+    loop = changed("run.report({", "run.report({'size': 3.0, 'topic/f1': 0.5, ")
+    limits = {"size": {"max": 2.0}, "topic/f1": {"min": 0.4}}
+    result = run(own_executor(tmp_path, loop, constraints=limits))
+    assert (result.outcome, result.constraints["size"]) == ("complete", 0.5)
+    assert result.constraints["topic/f1"] <= 0
+    assert result.telemetry["metrics"]["topic"] == {"f1": 0.5}
+
+
 def test_a_step_with_bad_gradients_is_repeated_in_fp32(tmp_path: Path) -> None:
     """The model works in the check, so that its fault is in the later batches alone."""
     loop = OVERFLOW.replace("== torch.float32", "== torch.float32 or len(rows) < 16") + LOOP
