@@ -20,6 +20,7 @@ from hpo.errors import StoppedError
 from hpo.study.store import database
 from hpo.study.store.failures import is_locked
 
+_RANDOM = random.SystemRandom()  # the generator of `random` belongs to training loops
 _POSTGRES_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
 
 
@@ -36,7 +37,7 @@ def exclusive(engine: sa.Engine, stop: threading.Event | None = None) -> Iterato
             if _lock(connection, deadline):
                 yield connection
                 return
-        seconds = random.uniform(0.01, 0.1)
+        seconds = _RANDOM.uniform(0.01, 0.1)
         if stop is None:
             time.sleep(seconds)
         elif stop.wait(seconds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -145,3 +146,16 @@ def test_processes_create_the_tables_of_an_empty_database_at_once(storage_url: s
     finish(*(start_process(create_tables, storage_url, folder, number) for number in range(NUM_AT_ONCE)))
     with open_storage(storage_url) as storage:
         create_or_resume_study(storage, study(1))
+
+
+def test_waiting_for_the_lock_leaves_the_generator_of_a_training_loop_alone(tmp_path: Path) -> None:
+    """A resumed trial must draw the same numbers, however long its worker has waited for the database."""
+    url, stop = f"sqlite:///{tmp_path}/hpo.db", threading.Event()
+    stop.set()
+    before = random.getstate()
+    holder, waiting = connect(url), connect(url)
+    with exclusive(holder), pytest.raises(StoppedError), exclusive(waiting, stop):
+        pass
+    assert random.getstate() == before
+    holder.dispose()
+    waiting.dispose()
