@@ -184,10 +184,12 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the user has named in this process, as each process begins: nothing."""
+    """Forget the code that earlier tests have named, as in a new process."""
+    before = {id(registry): dict(registry) for registry in own_code._registries}
+    for registry, name, _ in [thing for code in own_code._codes.values() for thing in code.things or ()]:
+        registry.pop(name, None)
     monkeypatch.setattr(own_code, "_codes", {})
     monkeypatch.setattr(own_code, "_classes", {})
-    before = {id(registry): dict(registry) for registry in own_code._registries}
     yield
     for registry in own_code._registries:
         registry.clear()
