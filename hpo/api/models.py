@@ -1,10 +1,11 @@
-"""What is done with the checkpoint of one trial of a study: evaluated in detail, exported, diagnosed."""
+"""Uses of one trial of a study: evaluate it in detail, export it, diagnose it, train it again."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpo.api.opening import RUNS, make_runs_folder
@@ -21,7 +22,7 @@ from hpo.study.store.studies import check_data
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
 from hpo.trial.executor import Executor
-from hpo.trial.reproduction import RecordedTrial
+from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -105,6 +106,18 @@ def trial_to_reproduce(
     executor = _executor_of(config_of(record), database, trial)
     evaluations = [(row.step, row.metrics) for row in trial.evaluations]
     return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
+
+
+def check_new_folder(folder: str | Path | None) -> None:
+    """Raise InputError if the folder has files."""
+    if folder is not None and Path(folder).exists() and any(Path(folder).iterdir()):
+        raise InputError(f"{folder}: must be a new or an empty folder, but it has files.")
+
+
+def reproduce_in(folder: str | Path | None, executor: Executor, trial: RecordedTrial) -> Reproduction:
+    """Train the trial again with its checkpoints in `folder`; None: in a folder that is then removed."""
+    with TemporaryDirectory(prefix="reproduce-", dir=RUNS / executor.study.name) as temporary:
+        return reproduce(executor, trial, Path(folder or temporary))
 
 
 def _executor_of(

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpo.api.messages import progress_shown
@@ -272,16 +271,13 @@ class Study(NamedStudy):
         The study is not changed. `folder`, which must be new or empty, takes the checkpoints; left out, they
         are removed. Raises RunError if no trial is complete, InputError if the data or the code have changed.
         """
-        from hpo.api.models import trial_to_reproduce
-        from hpo.trial.reproduction import reproduce
+        from hpo.api.models import check_new_folder, reproduce_in, trial_to_reproduce
 
-        if folder is not None and Path(folder).exists() and any(Path(folder).iterdir()):
-            raise InputError(f"{folder}: must be a new or an empty folder, but it has files.")
+        check_new_folder(folder)
         with progress_shown(quiet=self._quiet):
             with self.opened() as (database, record):
                 executor, trial = trial_to_reproduce(database, record, self.config_of)
-            with TemporaryDirectory(prefix="reproduce-", dir=RUNS / record.name) as temporary:
-                return reproduce(executor, trial, Path(folder or temporary))
+            return reproduce_in(folder, executor, trial)
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial` and what helps; changes nothing in the study."""
