@@ -166,7 +166,7 @@ def callback(name: str, options: type[Section] = Section) -> Callable[[Thing], T
 
 
 def trial(train: Thing) -> Thing:
-    """Make a training loop known, a decorator of the function that trains one trial.
+    """Register the function that trains a trial, a decorator.
 
     The function is called with a `hpo.trial.own_loop.Run`. A study has at most one such function, and then
     neither `data` nor `model`. Its `search_space` and `training` may have any names.
@@ -186,7 +186,7 @@ def has_own_loop() -> bool:
 def own_loop_of(study: object) -> Iterator[None]:
     """Let `has_own_loop` speak of this content of a study file or definition inside the block.
 
-    Code that is not in use cannot tell, as for readers of a study: then a study without data has a loop.
+    Code that is not loaded cannot tell. Then a study without data counts as one with its own loop.
     """
     content = study if isinstance(study, Mapping) else {}
     code, data = content.get("code"), content.get("data")

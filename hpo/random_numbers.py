@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ def seed_all(seed: int) -> None:
     manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Restore the generators of `seed_all` after the block."""
+    states = all_states()
+    try:
+        yield
+    finally:
+        set_all_states(states)
 
 
 def all_states() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _executor_of(
 ) -> Executor:
     """An executor of the study that a trial is of, on the data that the study is bound to."""
     if said := refusal(config.search_space, trial.params):
-        raise InputError(f"Trial {trial.number} is none of the study `{config.name}`: {said}")
+        raise InputError(f"Trial {trial.number} does not belong to the study `{config.name}`: {said}")
     make_runs_folder(config.name)
     executor = Executor(resolve_study(config, probe_device(device or config.device)), RUNS)
     check_data(database, config.name, executor.dataset.fingerprint)

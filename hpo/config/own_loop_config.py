@@ -1,4 +1,4 @@
-"""Studies whose own code trains a trial (`@hpo.trial`): the sections that mean nothing there."""
+"""Study files with their own training loop (`@hpo.trial`): the sections that they must leave out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ UNREAD = {
 """The sections that a training loop of the study's own code does not read, and the reasons."""
 
 
-def data_or_none(given: Any) -> Any:
+UNMEASURED = ("train_tokens_per_second", "evaluation_examples_per_second")
+"""The measured metrics that such a trial does not have."""
+
+
+def data_or_own_loop(given: Any) -> Any:
     """Return the section `data`, which a study leaves out if it has its own training loop."""
     if given is None and has_own_loop():
         return DataConfig.of_own_loop()
@@ -28,8 +32,17 @@ def data_or_none(given: Any) -> Any:
     return given
 
 
-def own_loop_problems(given: Collection[str]) -> Iterator[Problem]:
-    """Refuse the sections that a training loop does not read; `given` are the keys of the study file."""
+def own_loop_problems(given: Collection[str], metrics: Collection[str]) -> Iterator[Problem]:
+    """Refuse what a training loop of the study's own does not read or measure.
+
+    `given` are the keys of the study file, `metrics` those of its objectives and limits.
+    """
+    for metric in UNMEASURED:
+        if metric in metrics:
+            told = (
+                f"{metric} is not measured where the study's code has a training loop. Report a number of it."
+            )
+            yield Problem(("objective" if "constraints" not in given else "constraints",), told)
     for section, why in UNREAD.items():
         if any(key.partition(".")[0] == section for key in given):
             told = f"must be left out: the study's code has a training loop (`@hpo.trial`), and {why}."

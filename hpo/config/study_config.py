@@ -35,7 +35,7 @@ from hpo.config.exclusions import measures_parts, study_problems
 from hpo.config.known import EarlierResults, First, parse_first
 from hpo.config.limits import MEASURED_METRICS, Limits
 from hpo.config.objective import ObjectiveConfig, as_tuple
-from hpo.config.own_loop_config import data_or_none, own_loop_definition, own_loop_problems
+from hpo.config.own_loop_config import data_or_own_loop, own_loop_definition, own_loop_problems
 from hpo.config.sampled_sources import sampling_problems
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
@@ -134,7 +134,7 @@ class StudyConfig(CheckedSection):
     """Where `hpo run` shows the trials too, in a process beside, as `hpo track --follow` does."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
-    data: Annotated[DataConfig, BeforeValidator(data_or_none)] = Field(None, validate_default=True)
+    data: Annotated[DataConfig, BeforeValidator(data_or_own_loop)] = Field(None, validate_default=True)
     """The data set. A study whose `code` has a training loop (`@hpo.trial`) has none."""
     model: ModelConfig = ModelConfig()
     """The encoder."""
@@ -308,7 +308,7 @@ class StudyConfig(CheckedSection):
 
     def problems(self) -> Iterator[Problem]:
         if has_own_loop():
-            yield from own_loop_problems(self.given)
+            yield from own_loop_problems(self.given, self.named_metrics)
             return
         first = self.objective[0].metric
         if self.evaluation.patience is not None and first in MEASURED_METRICS:

@@ -181,13 +181,14 @@ class TrialSettings(CheckedSection):
     compile: Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         "none"
     )
-    """`torch.compile` mode. `none` runs eagerly. `reduce-overhead` is `default` with `cuda_graphs`."""
+    """`torch.compile` mode. `none` runs eagerly. PyTorch's CUDA graphs are never used (see `cuda_graphs`),
+    so `reduce-overhead` is the same as `default`, and `max-autotune` as `max-autotune-no-cudagraphs`."""
     compile_scope: Literal["model", "layers"] = "model"
     """Compile the whole model, or each encoder layer (one graph for all of them)."""
     cuda_graphs: Switch | None = None
-    """On an NVIDIA GPU, record the kernels of a training step of each shape once, and launch them together
-    from then on. Left out, `true` without `code`, which may do what a recording repeats wrongly. A step that
-    cannot be recorded runs without."""
+    """Record the training pass of each batch shape once as a CUDA graph, and replay it (NVIDIA GPUs, one
+    process for a trial, without `amp.fallback_to_fp32`). Left out, `true` if the study has no `code`, because
+    code may do what a replay repeats wrongly. A pass that cannot be recorded runs as usual."""
 
     optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
     """Optimiser. It steps in fp32 in every precision."""
@@ -303,7 +304,7 @@ def _is_option(name: str) -> bool:
 
 
 def _misspelled(name: str) -> str:
-    """Return why a name is taken for another spelling of a setting, where most names are the study's own."""
+    """Return an error if the name looks like a misspelled `OWN_LOOP_SETTINGS`; empty otherwise."""
     if not has_own_loop() or name in OWN_LOOP_SETTINGS:
         return ""
     near = get_close_matches(name, OWN_LOOP_SETTINGS, n=1, cutoff=0.85)

@@ -32,7 +32,7 @@ _logger = logging.getLogger("hpo.data")
 
 NEEDS_DATA = (
     "this needs the `data` and the `model` of a study, but the study's own code (`@hpo.trial`) loads its "
-    "data and builds its model. Such a study has `hpo run`, `train`, `worker`, `status`, `report` and `best`."
+    "data and builds its model."
 )
 
 

@@ -7,7 +7,7 @@ attention            the attention of every layer
 norms                every layer norm and RMS norm
 heads                the pooling and the head of every task
 heads.<task>         the head of one task
-<name of a module>   as PyTorch names it: encoder.layer.0.output.dense
+<name of a module>   as PyTorch names it: encoder.encoder.layer.0.output.dense
 """
 
 from __future__ import annotations

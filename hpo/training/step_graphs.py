@@ -7,10 +7,10 @@ A replay runs the kernels of the recorded pass on the same addresses. So inputs 
 gradients are added to fixed tensors, and numbers of labels are tensors. Dropout draws from the state that the
 generator has at the replay, like a pass that is not recorded.
 
-A pass is recorded when its shape comes for the second time. The first replay of a trial must give what the
-pass itself gives, and tells up to which number of tokens the GPU waits for launches: larger shapes are not
-recorded. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the trial goes on
-without graphs, and `problem` says why.
+A pass is recorded when its shape comes for the second time. The first replay is compared with the pass. It
+also shows how long launches and kernels take, and so up to which number of tokens a recording pays. Larger
+shapes are not recorded. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the
+trial goes on without graphs, and `problem` says why.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hpo.device import DeviceInfo, synchronize
 from hpo.lost_device import raise_if_lost
 
 MAX_GRAPHS = 48
-"""Number of shapes that a trial records at most."""
+"""Most shapes that a trial records."""
 TOLERANCE = 0.02
 """Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
 run."""
-MIN_GAIN = 1.5
-"""Least time of a pass's launches, as a multiple of its replay's, for which it is recorded."""
+MIN_LAUNCH_RATIO = 1.5
+"""A pass is recorded if its launches take at least this many times as long as its replay."""
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
 """Runs a micro-batch on the device forward and backward and returns its loss, detached. The other arguments
@@ -185,7 +185,7 @@ class StepGraphs:
     ) -> bool:
         """Whether a replay gives what the pass gives, and takes less time than its launches.
 
-        Values that are not finite tell nothing. Then another pass is recorded later.
+        Values that are not finite say nothing. Then a later pass is recorded.
         """
         state, results, seconds = torch.cuda.get_rng_state(), [], []
         for run in (self._passes, lambda *arguments: self._replay(recording, *arguments)):
@@ -201,8 +201,8 @@ class StepGraphs:
                 parameter.grad = None
         torch.cuda.set_rng_state(state)
         # The time of launches is the same for all shapes, that of the kernels grows with the tokens.
-        num_tokens, gain = batch.input_ids_BL.numel(), seconds[0][0] / seconds[1][1]
-        self._most_tokens = num_tokens * gain / MIN_GAIN
+        num_tokens, ratio = batch.input_ids_BL.numel(), seconds[0][0] / seconds[1][1]
+        self._most_tokens = num_tokens * ratio / MIN_LAUNCH_RATIO
         return self._is_same(*results) and num_tokens <= self._most_tokens
 
     def _is_same(self, passed: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:

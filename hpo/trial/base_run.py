@@ -42,7 +42,7 @@ from hpo.trial.patience import patience_over
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder
 
 CHECKPOINT_FORMAT = 11
-"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
+"""Raise it when the state in a checkpoint changes. A trial does not resume from another format."""
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation, and two looks at a limit of memory."""
@@ -90,7 +90,7 @@ class BaseRun(ABC):
     ) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
         parts, recorder, device = self.parts, self.recorder, self.parts.device
-        # What is followed must not be of `self`, which would hold the model until garbage is collected.
+        # The function must not refer to `self`, or the model stays in memory until garbage is collected.
         recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
         key = self._checkpoint_key(resume_key)
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
@@ -121,7 +121,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _training_state(self) -> dict[str, Any]:
-        """Return what a checkpoint to go on from holds beside the progress of the trial."""
+        """Return the state for a resume, beside the progress of the trial."""
 
     @abstractmethod
     def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
-        """Do more with an evaluation before it is reported."""
+        """Handle an evaluation before it is reported."""
 
     # All trials do these.
 
@@ -165,15 +165,15 @@ class BaseRun(ABC):
                 raise end(" ".join((*compatibility.reasons, *more)))
 
     def _forget_setup_memory(self) -> None:
-        """Begin to measure the peak memory: before this it is that of the check and of loading the model."""
+        """Reset the peak memory, which so far is that of loading and of the check."""
         release_free_memory(self.parts.device)
         reset_peak_memory(self.parts.device)
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.
 
-        The best weights may be newer, of an evaluation that will be made again: its value, which was
-        reported before they were written, stays the trial's best until there is a better one.
+        The best weights may be newer than the last checkpoint. Their evaluation is then made again, but its
+        reported value stays the best until there is a better one.
         """
         # Rank 0 alone reads checkpoints, so that all go on from the same.
         best, last = distributed.decide(lambda: (self.store.best(), self.store.latest()))
@@ -265,7 +265,7 @@ class BaseRun(ABC):
         except Paused as end:
             paused = end
         if better:
-            # After the report: a trial never goes on from behind one that was not made.
+            # After the report, so that a resumed trial never lacks one.
             at_end = evaluation.budget_used >= 1 or bool(self.stopped_early)
             self._save(self._best_state(scored), at_end=at_end)
         if broken:
@@ -282,7 +282,7 @@ class BaseRun(ABC):
             self.recorder.note(stopped_early=self.stopped_early)
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
-        """Which limits the trial breaks, of those that it can be known of before its end; empty: none.
+        """Return the limits that the trial is already known to break; empty: none.
 
         Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
         """

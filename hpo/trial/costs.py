@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one forward and backward pass in a precision, against fp32."""
+    """Costs of one forward and backward pass, against a reference: fp32, or no part in fp32."""
 
     seconds: float
-    """Wall seconds of the fastest pass in the precision."""
+    """Wall seconds of the fastest pass."""
     speed_ratio: float
-    """fp32's seconds over the precision's, the median over pairs of passes: above 1 is faster than fp32."""
+    """Seconds of the reference over those of the pass, the median over pairs. Above 1 is faster."""
     memory_ratio: float | None
-    """The precision's peak memory of a pass over fp32's. None: too small to be measured."""
+    """Peak memory of a pass over that of the reference. None: too small to be measured."""
     least_speed_ratio: float
     """The smallest ratio of a pair."""
 

@@ -11,7 +11,8 @@
                 amp.step(loss_of_batch, batch, optimizer)
             run.report({"accuracy": accuracy(model)})
 
-The steps are those of `hpo.training.loop`, and the rest of the trial is `hpo.trial.trial_run`.
+A step is made as in `hpo.training.loop`. The rest of the trial is in `hpo.trial.own_trial` and
+`hpo.trial.base_run`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `OwnTrial` is a `BaseRun`: evaluations, limits, the best weights, checkpoints and the end of a trial are the
 same code. The function of the study replaces the steps in between. It sees a `hpo.trial.own_loop.Run`.
 
-A round is what `Run.steps` counts, such as an epoch. Checkpoints to go on from are written between rounds,
-when no code of the study's function is in the middle of something. They hold the states of all random number
+A round is what `Run.steps` counts, such as an epoch. Checkpoints for a resume are written between rounds,
+when the study's function is not in the middle of a step. They hold the states of all random number
 generators, so that a resumed trial draws the same numbers.
 """
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
+from hpo.config.own_loop_config import UNMEASURED
 from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
@@ -330,7 +331,7 @@ class OwnTrial(BaseRun):
     # For `BaseRun`
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
-        """Write the best weights, inside a round, or between rounds what the trial goes on from."""
+        """Write a checkpoint: inside a round the best weights alone, between rounds also the state."""
         del at_end
         if self.keeps:
             self._is_better = self._is_better or best is not None
@@ -361,7 +362,7 @@ class OwnTrial(BaseRun):
             return (
                 self.energy_counter and self.energy_counter.missing
             ) or "no stretch of steps was long enough."
-        return "`amp.step` measures it, and the training function made no step with it."
+        return "the trial made too few steps after its warm-up, with `amp.step` or `run.count_step`."
 
     def _why_undefined(self) -> str:
         if not self.state.num_evaluations:
@@ -369,7 +370,7 @@ class OwnTrial(BaseRun):
                 "the training function must call `run.report` with the metric of each objective, but it has "
                 "returned without a report."
             )
-        measured = ", ".join(MEASURED_METRICS)
+        measured = ", ".join(name for name in MEASURED_METRICS if name not in UNMEASURED)
         return (
             "each objective and limit must name a metric that the training function reports, but no report "
             f"had `{self.undefined}` beside the others. Report it, or name another, or one of {measured}."

@@ -10,14 +10,12 @@ The callbacks of a trial are made when it starts or resumes in a process. They k
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +25,7 @@ from hpo.errors import Failed, InputError, TrialEnd, shorten
 from hpo.extensions import CALLBACK_METHODS, CALLBACKS, options_of
 from hpo.memory import is_out_of_memory
 from hpo.outcome import Outcome
-from hpo.random_numbers import generator_states, set_generator_states
+from hpo.random_numbers import same_random_numbers
 from hpo.training.progress import TrainState
 
 _logger = logging.getLogger(__name__)
@@ -99,8 +97,8 @@ class UserCallbacks:
     def call(self, method: str, **changes: Any) -> str:
         """Call the method of all callbacks with the state after `changes`.
 
-        Returns why the training shall end, as the first callback says that wants it to; empty: it goes on.
-        Raises Failed if a callback raises, returns anything else than a text, or changes the weights.
+        Returns the reason of the first callback that ends the training; empty: none does. Raises Failed if a
+        callback raises, returns neither None nor a text, or changes the weights.
         """
         self.state = replace(self.state, **changes)
         started, told = time.perf_counter(), ""
@@ -114,7 +112,7 @@ class UserCallbacks:
     def _call(self, called: Callable[[CallbackState], Any], name: str, method: str) -> str:
         model, weights = self.state.model, _versions(self.state.model)
         is_training = model.training
-        with _errors(name, method), _same_random_numbers(), torch.no_grad():
+        with _errors(name, method), same_random_numbers(), torch.no_grad():
             reason = called(self.state)
         if model.training != is_training:
             model.train(is_training)
@@ -138,13 +136,13 @@ class UserCallbacks:
             try:
                 self.call("on_end", outcome=str(outcome))
             except Failed as fault:
-                _logger.warning("%s The trial has ended as %s before.", fault, outcome)
+                _logger.warning("%s The trial had already ended as %s.", fault, outcome)
             raise
 
 
 @contextmanager
 def _errors(name: str, method: str) -> Iterator[None]:
-    """Raise Failed for an error of a callback, with its line. Want of memory passes."""
+    """Raise Failed for an error of a callback, with its line. Out-of-memory errors pass through."""
     of = f"The callback `{name}`" if name else "A callback"
     try:
         with errors_of_code():
@@ -155,18 +153,6 @@ def _errors(name: str, method: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise Failed(f"{of} failed in {method}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Restore the global random generators after the block."""
-    of_torch, of_python, of_numpy = generator_states(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        set_generator_states(of_torch)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _versions(model: nn.Module) -> list[int]:

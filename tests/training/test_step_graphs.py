@@ -74,7 +74,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda values: values)
     monkeypatch.setattr(hpo.training.step_graphs, "_recording_stream", lambda _: None)
-    monkeypatch.setattr(hpo.training.step_graphs, "MIN_GAIN", 1e-9)
+    monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e-9)
 
 
 def uncertain_learner(name: str = "bf16") -> Learner:
@@ -152,7 +152,7 @@ def test_a_pass_without_a_recording_runs_by_itself(error: Exception, problem: st
 def test_shapes_whose_kernels_take_longer_than_their_launches_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hpo.training.step_graphs, "MIN_GAIN", 1e9)
+    monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e9)
     learner = uncertain_learner()
     graphs = graphs_of(learner)
     run_steps(learner, graphs)

@@ -9,8 +9,8 @@ ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to
   pause by several objectives.
 - Random and QMC do not learn: with them, such a trial ends before training.
 
-A sampler that is a class of other code (`named_class`) is shown the study as it is, and is wrapped in
-`InfeasibleFilterSampler`.
+A sampler that is a class of other code (`named_class`) sees the study as `DeviceSampler` shows it, and is
+wrapped in `InfeasibleFilterSampler`.
 
 TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
 are chosen with the claim of a trial (`points`). A sampler draws only what they leave open.
