@@ -29,10 +29,11 @@ def generator_states() -> list[Tensor]:
 
 
 def set_generator_states(states: list[Tensor]) -> None:
-    """Set the generators to the states of `generator_states`."""
+    """Set the generators to the states of `generator_states`, which may be those of more GPUs."""
     cpu, *gpus = states
     torch.set_rng_state(cpu)
-    torch.cuda.set_rng_state_all(gpus)
+    for index, state in enumerate(gpus[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)
 
 
 def seed_all(seed: int) -> None:

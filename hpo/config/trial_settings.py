@@ -303,10 +303,18 @@ def _is_option(name: str) -> bool:
     return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
 
 
+NOT_OF_OWN_LOOPS = ("fp32_parts", "base_precision", "cuda_graphs")
+"""Settings that would seem to change a training loop of the study's own."""
+
+
 def _misspelled(name: str) -> str:
     """Return an error if the name looks like a misspelled `OWN_LOOP_SETTINGS`; empty otherwise."""
     if not has_own_loop() or name in OWN_LOOP_SETTINGS:
         return ""
+    if name in NOT_OF_OWN_LOOPS:
+        return (
+            "must be left out: the study's code has a training loop (`@hpo.trial`), which this cannot change."
+        )
     near = get_close_matches(name, OWN_LOOP_SETTINGS, n=1, cutoff=0.85)
     return f"there is no such setting. Did you mean `{near[0]}`?" if near else ""
 

@@ -194,10 +194,14 @@ class BaseRun(ABC):
         self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
-    def note_observed(self, seen: Observation, *, compiled: bool = False) -> Agreement:
-        """Record in which precision the model was seen to compute."""
+    def note_observed(self, seen: Observation, *, compiled: bool = False, unverified: str = "") -> Agreement:
+        """Record in which precision the model was seen to compute.
+
+        `unverified` is a reason why what was seen does not tell how the trial trains.
+        """
         resolution = self.parts.resolution
-        agrees, reason = agreement = seen.agreement(resolution.precision)
+        agreement = Agreement(None, unverified) if unverified else seen.agreement(resolution.precision)
+        agrees, reason = agreement
         observed = {
             "observed": seen.telemetry(compiled=compiled),
             "agrees": agrees,
@@ -352,8 +356,9 @@ class BaseRun(ABC):
             self._check_measured(self.last_evaluation)
         if not self._keep_best(self.best):
             self.recorder.note(weights_lost=True)
-        elif kept := best_checkpoint(self.store.folder):
-            self.recorder.note(weights_digest=bits_digest(kept.weights))
+        else:
+            kept = best_checkpoint(self.store.folder)
+            self.recorder.note(weights_digest=kept and bits_digest(kept.weights))
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
 
     def _keep_best(self, best: ScoredEvaluation) -> bool:

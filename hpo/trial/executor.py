@@ -302,7 +302,7 @@ class Executor:
         with errors_of_code():
             parts = build_trial(self.resolved, params, self.loader)
             self._check_float32_parts(parts.model, params.get("encoder"))
-            callbacks = make_callbacks(parts.config)
+            callbacks = make_callbacks(parts.config, self.study.code)
         if ENERGY in self.study.named_metrics and (name := watcher_of_steps(callbacks)):
             raise InputError(
                 f"The callback `{name}` has `on_step`, so {ENERGY}, which needs steps without interruption, "

@@ -220,6 +220,7 @@ class Run:
             seen_modes.add(module.training)
             with left_as_it_was(module), observe(module) as seen:
                 module(*args, **kwargs)
+            trial.is_watched = True
             with trial.ending():
                 self._check_agreement(trial.observed(module, seen), module)
 
@@ -283,10 +284,14 @@ def _checked(metrics: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(metrics, Mapping) or not metrics:
         raise InputError(f"run.report: must be given a mapping of names to numbers, but got {metrics!r}.")
     checked: dict[str, float] = {}
+    groups = {name.partition("/")[0] for name in metrics if isinstance(name, str) and "/" in name}
     for name, value in metrics.items():
         number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != () else value
-        if not isinstance(name, str) or name in MEASURED_METRICS:
-            raise InputError(f"run.report: a metric must have a name of its own, but got {name!r}.")
+        if not isinstance(name, str) or name in MEASURED_METRICS or name in (*groups, "reported"):
+            raise InputError(
+                f"run.report: a metric must have a name of its own, but got {name!r}. It must be no measured "
+                "metric, not `reported`, and not the part before `/` of another one."
+            )
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise InputError(f"run.report: `{name}` must be a number, but got {value!r}.")
         checked[name] = float(number)

@@ -86,6 +86,9 @@ class OwnTrial(BaseRun):
         self.prepared: nn.Module | None = None
         """The model that `Run.prepare` was given."""
         self._seen: Observation | None = None
+        self.is_watched = False
+        """Whether `Run.observe` has seen a call of a library."""
+        self._has_foreign_steps = False
         self._ended: HpoError | None = None
         self._folder: Path | None = None
         self._closing = ExitStack()
@@ -133,6 +136,7 @@ class OwnTrial(BaseRun):
             raise self._ended
         if not self.state.num_evaluations:
             self.checks_end()
+        self._note_unverified()
         if unread := self.config.params.unread:
             self.recorder.note(unread_settings=unread)
             _logger.warning("The training function did not read `%s`.", "`, `".join(unread))
@@ -248,6 +252,17 @@ class OwnTrial(BaseRun):
             seen.compiled = Agreement(None, COMPILED)
         return self.note_observed(seen, compiled=is_compiled)
 
+    def _note_unverified(self) -> None:
+        """Record if nothing shows in which precision the trial trained."""
+        told = ""
+        if self._seen is None:
+            told = "nothing was observed: call `run.prepare`, or `run.observe` with the model that trains."
+        elif self._has_foreign_steps and not self.is_watched:
+            told = "steps were made without `amp.step`, so their products were not observed."
+        if told:
+            self.note_observed(self._seen or Observation(), unverified=told)
+            _logger.warning("Precision unverified: %s", told)
+
     def checks_end(self) -> None:
         """End a check of the study before its first trial: the function is about to train."""
         if self.checks_only:
@@ -269,6 +284,7 @@ class OwnTrial(BaseRun):
         if loss is not None:
             self.state.count_step(loss, num_examples, 0)
         else:
+            self._has_foreign_steps = True
             self.state.step += 1
             self.state.num_examples += num_examples
         self.meter.step(num_examples, num_examples, 0, 0)

@@ -143,9 +143,13 @@ def _params(executor: Executor, trial: RecordedTrial) -> tuple[dict[str, Any], l
         params = {name: value for name, value in params.items() if name not in BUDGETS}
         params["max_steps"] = telemetry["num_steps"]
         cautions.append(
-            f"The budget was {config.max_seconds:g} seconds, so learning rates followed the clock. It was "
-            f"trained again for the {telemetry['num_steps']} steps that the trial made."
+            f"The budget was {config.max_seconds:g} seconds, so learning rates followed the clock. Now the "
+            f"budget is the {telemetry['num_steps']} steps that the trial made."
         )
+    if parts := telemetry.get("fp32_parts"):  # those that `auto` found, perhaps in another trial
+        params["fp32_parts"] = parts["resolved"]
+    if config.max_seconds is not None and telemetry.get("stopped_early"):
+        cautions.append("The trial ended early, so its evaluations fell at other steps of its whole budget.")
     if telemetry.get("oom_halvings"):
         params["micro_batch_size"] = telemetry["micro_batch_size"]
         cautions.append(
@@ -190,6 +194,7 @@ def _conditions(telemetry: Mapping[str, Any]) -> Conditions:
     return {
         **facts,
         "precision": precision.get("effective"),
+        "fp32_parts": list((telemetry.get("fp32_parts") or {}).get("resolved", ())),
         "environment": telemetry.get("environment") or {},
         **{name: telemetry.get(name) for name in names},
     }

@@ -261,10 +261,14 @@ def build_trial(
     if resolution.precision.float8 and base != "fp32":
         raise Incompatible(f"fp8 has linear layers of its own, so the base cannot be {base}. Use bf16.")
     if config.fp32_parts and resolution.precision.weights != "float32":
-        raise Incompatible(
-            f"fp32_parts: `{resolution.effective}` has no weights in fp32, so no part can compute in it. "
-            "Search `fp32_parts` with `when: {fp_precision: [bf16, fp16]}`."
-        )
+        if study.comparison is None:
+            raise Incompatible(
+                f"fp32_parts: `{resolution.effective}` has no weights in fp32, so no part can compute in it. "
+                "Search `fp32_parts` with `when: {fp_precision: [bf16, fp16]}`."
+            )
+        # A comparison gives the same settings to all precisions.
+        note(fp32_parts={"requested": config.fp32_parts, "resolved": ()})
+        config = config.model_copy(update={"fp32_parts": ()})
     note(precision=asdict(resolution), environment=environment_overrides())
     parts = assemble(study, config, resolution, loader)
     split, sampling = parts.data.train, parts.data.sampling

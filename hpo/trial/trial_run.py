@@ -94,7 +94,7 @@ class TrialRun(BaseRun):
         self._forget_setup_memory()
         self._resume()
         self._observe_and_compile()
-        self.user_callbacks = UserCallbacks(parts.config, parts.model, self.state)
+        self.user_callbacks = UserCallbacks(parts.config, parts.study.code, parts.model, self.state)
         distributed.decide(self.user_callbacks.make)
         self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
         self._train()

@@ -55,9 +55,14 @@ class CallbackState:
     """How the trial ended, for `on_end`: `complete`, `pruned`, `paused`, `preempted`, ..."""
 
 
-def make_callbacks(config: TrialConfig) -> dict[str, Any]:
-    """Return the callbacks of a trial by their names. Raises InputError if one has no method to call."""
-    made = {name: extension.make(options_of(name, config.option)) for name, extension in CALLBACKS.items()}
+def make_callbacks(config: TrialConfig, code: Mapping[str, str]) -> dict[str, Any]:
+    """Return the callbacks that a study's `code` brings by their names.
+
+    Other code may be in use in the process, such as that of a loaded model. Raises InputError if a callback
+    has no method to call.
+    """
+    own = {name: made for name, made in CALLBACKS.items() if CALLBACKS.hash_of(name) in code.values()}
+    made = {name: extension.make(options_of(name, config.option)) for name, extension in own.items()}
     for name, callback in made.items():
         given = {method: getattr(callback, method, None) for method in CALLBACK_METHODS}
         if not any(map(callable, given.values())):
@@ -76,15 +81,18 @@ def watcher_of_steps(callbacks: Mapping[str, Any]) -> str:
 class UserCallbacks:
     """The callbacks of one trial in this process."""
 
-    def __init__(self, config: TrialConfig, model: nn.Module, progress: TrainState) -> None:
+    def __init__(
+        self, config: TrialConfig, code: Mapping[str, str], model: nn.Module, progress: TrainState
+    ) -> None:
         self.state = CallbackState(config, model)
+        self._code = code
         self._progress = progress
         self._callbacks: dict[str, Any] = {}
 
     def make(self) -> None:
         """Make the callbacks; of several ranks, the first alone has them."""
         with _errors("", "its making"):
-            self._callbacks = make_callbacks(self.state.config)
+            self._callbacks = make_callbacks(self.state.config, self._code)
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
@@ -111,11 +119,11 @@ class UserCallbacks:
 
     def _call(self, called: Callable[[CallbackState], Any], name: str, method: str) -> str:
         model, weights = self.state.model, _versions(self.state.model)
-        is_training = model.training
+        modes = [(module, module.training) for module in model.modules()]
         with _errors(name, method), same_random_numbers(), torch.no_grad():
             reason = called(self.state)
-        if model.training != is_training:
-            model.train(is_training)
+        for module, is_training in modes:
+            module.training = is_training
         if _versions(model) != weights:
             raise Failed(f"The callback `{name}` must not change the weights of the model, but {method} did.")
         if not (reason is None or isinstance(reason, str)):
@@ -155,6 +163,6 @@ def _errors(name: str, method: str) -> Iterator[None]:
         raise Failed(f"{of} failed in {method}: {type(error).__name__}: {error}") from error
 
 
-def _versions(model: nn.Module) -> list[int]:
-    """How often each weight was changed in place."""
-    return [weight._version for weight in model.parameters()]
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Return where each weight and buffer lies, and how often it was changed in place."""
+    return [(one.data_ptr(), one._version) for one in (*model.parameters(), *model.buffers())]

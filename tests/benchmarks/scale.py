@@ -101,7 +101,7 @@ class Executor:
 
         self.study, self.device = config, probe_device("cpu")
         self.amp = SimpleNamespace(memory_fraction=None)
-        self.dataset = SimpleNamespace(fingerprint="made")
+        self.fingerprint = "made"
         self.times: list[tuple[float, float]] = []
         self._folder, self._stop, self._runs = folder, stop, runs
         self._shares = evaluation_shares(config)

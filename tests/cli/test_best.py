@@ -152,7 +152,7 @@ def test_weights_that_a_full_disk_did_not_take_are_told(
 def test_an_export_of_older_weights_has_their_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the best evaluation they could not be written any more."""
     write_study(tmp_path, n_trials=1, evaluation={"per_trial": 2})
-    monkeypatch.setattr("hpo.trial.trial_run.is_better", lambda *_: True)
+    monkeypatch.setattr("hpo.trial.base_run.is_better", lambda *_: True)
     full_disk_from(2, monkeypatch)
     assert "The best weights of trial 0 were not kept" in ok(hpo_command(tmp_path, "run", "tiny.yaml")).out
     ok(hpo_command(tmp_path, "best", "tiny.yaml", "--export", "model"))

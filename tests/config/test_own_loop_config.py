@@ -93,6 +93,20 @@ def test_an_ordinary_study_is_read_beside_the_code_of_a_training_loop(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"fp32_parts": ["heads"]}}, "which this cannot change"),
+        ({"objective": {"metric": "train_tokens_per_second"}}, "train_tokens_per_second is not measured"),
+    ],
+)
+def test_settings_and_metrics_without_a_meaning_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load_study(write_own(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
     ("loop", "message"),
     [
         (LOOP + LOOP.replace("def train", "def again"), r"there is a training loop `trial` already"),

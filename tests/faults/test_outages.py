@@ -82,7 +82,7 @@ def _evaluation(step: int) -> Any:
     index = EVALUATED.index(step) + 1
     shares: Any = {"index": index, "budget_used": step / STEPS, "seconds": float(step), "epoch": 1.0}
     measured = SimpleNamespace(step=step, metrics={}, rates={}, **shares)
-    return SimpleNamespace(evaluation=measured, values=(step / STEPS,), broken="")
+    return SimpleNamespace(evaluation=measured, values=(step / STEPS,), is_last=step == STEPS)
 
 
 def work(

@@ -88,7 +88,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         noted.append(peak_memory_bytes(of))
         reset_peak_memory(of)
 
-    for module in ("executor", "trial_run"):
+    for module in ("executor", "base_run"):
         monkeypatch.setattr(f"hpo.trial.{module}.reset_peak_memory", note_and_reset)
     return noted
 

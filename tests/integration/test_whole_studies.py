@@ -17,7 +17,7 @@ from hpo.report.tables import StudyTables
 from hpo.study.running import stopping
 from hpo.study.running.stopping import WORKERS_ON_DEVICE
 from hpo.study.running.worker import RunSummary
-from hpo.trial import trial_run
+from hpo.trial import base_run
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -116,7 +116,7 @@ def test_a_study_without_any_complete_trial_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_study(tmp_path, max_retries=0)
-    monkeypatch.setattr("hpo.trial.trial_run.MixedPrecision", lambda *_: 1 / 0)
+    monkeypatch.setattr("hpo.trial.base_run.MixedPrecision", lambda *_: 1 / 0)
     finished = hpo_command(tmp_path, "run", "tiny.yaml")
     assert finished.exit_code == 1
     assert "has ended without a complete trial" in finished.err
@@ -138,9 +138,9 @@ def test_a_run_fails_if_more_than_half_of_its_trials_failed(
 ) -> None:
     """A supervisor counts the trials of all its workers, and must not start one again for this."""
     write_study(tmp_path, n_trials=3, max_retries=0)
-    make, made = trial_run.MixedPrecision, itertools.count()
+    make, made = base_run.MixedPrecision, itertools.count()
     monkeypatch.setattr(
-        trial_run, "MixedPrecision", lambda *args: make(*args) if next(made) >= num_failed else 1 / 0
+        base_run, "MixedPrecision", lambda *args: make(*args) if next(made) >= num_failed else 1 / 0
     )
     if supervised:
         monkeypatch.setenv(WORKERS_ON_DEVICE, "1")

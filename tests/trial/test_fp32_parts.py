@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tiny import tiny_executor, tiny_study
 from torch import Tensor, nn
 
 from hpo.config.trial_config import build_trial_config, parse_params
-from hpo.errors import InputError, ModelError, StudyFileError
+from hpo.errors import Incompatible, InputError, ModelError, StudyFileError
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.trial.compat import cache_key
@@ -54,6 +55,20 @@ def test_a_trial_records_what_each_part_computed_in(tmp_path: Path, precision: s
             assert facts["observed"].keys() == {expected}
     counted = sum(sum(facts["observed"].values()) for facts in record["by_part"].values())
     assert counted == sum(result.telemetry["precision"]["observed"]["linear_products"].values())
+
+
+def test_a_comparison_leaves_out_the_parts_of_a_precision_without_fp32_weights(tmp_path: Path) -> None:
+    """All precisions get the settings of the compared trial."""
+    executor, low = executor_of(tmp_path, fp32_parts=["heads"]), {"fp_precision": "bf16-true"}
+    with pytest.raises(Incompatible, match="`bf16-true` has no weights in fp32"):
+        parts_of(executor, **low)
+    noted: dict[str, Any] = {}
+    compared = executor.study.model_copy(update={"comparison": object()})
+    resolved = replace(executor.resolved, config=compared)
+    parts = build_trial(resolved, low, executor.loader, lambda **facts: noted.update(facts))
+    assert parts.config.fp32_parts == ()
+    assert [*noted["fp32_parts"]["requested"]] == ["heads"]
+    assert noted["fp32_parts"]["resolved"] == ()
 
 
 class Autocast(nn.Linear):

@@ -176,6 +176,7 @@ def test_a_step_with_bad_gradients_is_repeated_in_fp32(tmp_path: Path) -> None:
         ('{"accuracy": accuracy(model, amp)}', "{}", "must be given a mapping"),
         ('{"accuracy": accuracy(model, amp)}', '{"accuracy": "high"}', "`accuracy` must be a number"),
         ('{"accuracy": accuracy(model, amp)}', '{"peak_memory_bytes": 1}', "a name of its own"),
+        ('{"accuracy": accuracy(model, amp)}', '{"loss": 1, "loss/box": 1}', "but got 'loss'"),
         ('{"accuracy": accuracy(model, amp)}', '{"accuracy": 1}, done=7', "must be above 0 and at most 1"),
         ("net(run", "net(run.params['seed']).bfloat16() or (run", "all weights must be in torch.float32"),
     ],
@@ -281,7 +282,10 @@ def test_a_loop_of_another_library_is_observed(tmp_path: Path, precision: str) -
     assert result.telemetry["num_steps"] == 4
     unobserved = own_executor(tmp_path / "other", foreign("run.precision.name == 'bf16'", "pass"))
     plain = run(unobserved, tmp_path / "plain", fp_precision=precision)
-    assert "agrees" not in plain.telemetry["precision"], "unverified"
+    assert plain.telemetry["precision"]["agrees"] is None
+    assert plain.telemetry["precision"]["observed_reason"].startswith(
+        "nothing was observed: call `run.prepare`, or "
+    )
     first, second = weights_of(tmp_path / "trial"), weights_of(tmp_path / "plain")
     assert all(torch.equal(value, second[name]) for name, value in first.items()), "it changes nothing"
 
@@ -304,6 +308,15 @@ def test_a_loop_in_another_precision_ends_the_trial(
     result = run(own_executor(tmp_path, foreign(enabled)), fp_precision=precision)
     assert result.outcome == "invalid"
     assert re.search(where, result.reason), result.reason
+
+
+def test_steps_without_the_observed_call_are_unverified(tmp_path: Path) -> None:
+    """The check says nothing about steps that the function makes by itself."""
+    prepare = "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"
+    result = run(own_executor(tmp_path, foreign("False", prepare)), fp_precision="bf16")
+    assert result.outcome == "complete", result.traceback or result.reason
+    assert result.telemetry["precision"]["agrees"] is None
+    assert result.telemetry["precision"]["observed_reason"].startswith("steps were made without `amp.step`")
 
 
 UNMEASURED = """

@@ -183,6 +183,18 @@ def test_a_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path
     assert caution.startswith("The budget was 0.2 seconds, so learning rates followed the clock.")
 
 
+def test_the_recorded_parts_in_fp32_are_used(executor: Executor, tmp_path: Path) -> None:
+    """`auto` may have found them for a trial with another seed."""
+    params = {**PARAMS, "fp_precision": "bf16", "fp32_parts": ["heads"]}
+    record = recorded(executor, tmp_path / "trial", params)
+    searched = replace(record, params={**params, "fp32_parts": "auto"})
+    found = reproduce(executor, searched, tmp_path / "again")
+    assert found.same, found.text()
+    other = changed(record, fp32_parts={"resolved": []})
+    told = reproduce(executor, other, tmp_path / "other")
+    assert not told.same
+
+
 def test_an_unsupported_precision_is_told(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     found = reproduce(executor, replace(record, params={"fp_precision": "fp8"}), tmp_path / "again")
     assert not found.same

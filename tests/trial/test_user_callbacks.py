@@ -18,15 +18,19 @@ from command_line import finish, hpo_command, ok, saved_steps, start_hpo, start_
 from own_code_studies import write
 from resumed_trials import check_resume_is_exact, weights_of
 from tiny import CPU
+from tiny_loop import config_of
 
+from hpo.code import use_code
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
+from hpo.extensions import CALLBACKS
+from hpo.models.multitask import MultitaskModel
 from hpo.training.progress import TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
-from hpo.trial.user_callbacks import UserCallbacks
+from hpo.trial.user_callbacks import UserCallbacks, make_callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -95,6 +99,46 @@ def numpy_state() -> list[Any]:
 
 def notes_of(file: Path) -> list[list[Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+CHANGES = """
+import hpo
+
+@hpo.callback("changes")
+class Changes:
+    def __init__(self, options):
+        pass
+
+    def on_step(self, state):
+        state.model.heads[0].eval()
+"""
+
+
+def test_the_mode_of_every_module_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(tmp_path, CHANGES, training=STEPS | {"max_steps": 3})
+    modes: list[bool] = []
+    forward = MultitaskModel.forward
+
+    def note(model: MultitaskModel, *inputs: Any) -> Any:
+        if model.training and torch.is_grad_enabled():
+            modes.append(model.heads[0].training)
+        return forward(model, *inputs)
+
+    monkeypatch.setattr(MultitaskModel, "forward", note)
+    assert run(executor).outcome == "complete"
+    assert len(modes) >= 3
+    assert all(modes)
+
+
+def test_a_callback_of_another_study_is_not_called(tmp_path: Path) -> None:
+    """Code of a loaded model stays in use beside that of the study."""
+    for name in ("other", "own"):
+        (tmp_path / name).mkdir()
+    other = executor_of(tmp_path / "other", NOTES)
+    use_code(other.study.code, "a model", stays=True)
+    executor = executor_of(tmp_path / "own", CHANGES, training=STEPS | {"max_steps": 2})
+    assert "notes" in CALLBACKS
+    assert list(make_callbacks(config_of(executor), executor.study.code)) == ["changes"]
 
 
 def test_a_callback_sees_each_step_evaluation_and_end(tmp_path: Path) -> None:
@@ -199,7 +243,7 @@ def test_a_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
 def test_the_global_generators_are_restored(tmp_path: Path) -> None:
     executor_of(tmp_path, DRAWS)
     config: Any = SimpleNamespace(option={})
-    callbacks = UserCallbacks(config, torch.nn.Linear(2, 2), TrainState())
+    callbacks = UserCallbacks(config, {}, torch.nn.Linear(2, 2), TrainState())
     callbacks.make()
     states = torch.get_rng_state(), random.getstate(), numpy_state()
     callbacks.call("on_step")

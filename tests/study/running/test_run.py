@@ -31,6 +31,7 @@ from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.compat import checked_on
+from hpo.trial.trial_parts import fit_pruner
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
 
@@ -45,9 +46,13 @@ class FakeExecutor:
     def __init__(self, resolved: ResolvedStudy, *_: Any) -> None:
         self.resolved = resolved
         self.study, self.device, self.amp = resolved.config, resolved.device, resolved.amp
-        self.dataset = SimpleNamespace(fingerprint="x", splits={"train": range(48), "validation": range(24)})
+        self.fingerprint = "x"
         self.num_checks = 0
         self.made.append(self)
+
+    def fit_pruner(self) -> tuple[Any, str]:
+        splits: Any = {"train": range(48), "validation": range(24)}
+        return fit_pruner(self.study, SimpleNamespace(splits=splits))  # type: ignore[arg-type]
 
     def check_study(self) -> None:
         self.num_checks += 1
@@ -62,7 +67,7 @@ class FakeExecutor:
 def executors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeExecutor]]:
     """The class of the executors that are made; `made` has them."""
     FakeExecutor.made, FakeExecutor.folder = [], tmp_path
-    monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=FakeExecutor))
+    monkeypatch.setitem(sys.modules, "hpo.trial.own_executor", SimpleNamespace(build_executor=FakeExecutor))
     yield FakeExecutor
     FakeExecutor.problem = None
 
