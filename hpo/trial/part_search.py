@@ -91,7 +91,8 @@ def find_parts(
     if cache and (known := cache.get_compat(key)):
         return FoundParts(**{**known, "parts": tuple(known["parts"])})
     check = check_of(parts, cache, before_check)
-    found = search(check, smallest_named_parts(parts.model), lambda part: inner_parts(parts.model, part))
+    names = smallest_named_parts(parts.model)
+    found = search(CheckedSets(check), names, lambda part: inner_parts(parts.model, part))
     if cache and found.before in _RANKS:
         cache.put_compat(key, {name: of for name, of in vars(found).items() if name != "own_errors"})
     return found
@@ -121,11 +122,8 @@ def check_of(
     return check
 
 
-def search(
-    check: Check, parts: Sequence[str], inner: Callable[[str], Sequence[str]], max_checks: int = MAX_CHECKS
-) -> FoundParts:
-    """Search the parts of a model, and the parts `inner` each; see this file's docstring."""
-    sets = _Sets(check, max_checks)
+def search(sets: CheckedSets, parts: Sequence[str], inner: Callable[[str], Sequence[str]]) -> FoundParts:
+    """Search the parts of a model. `inner` returns the parts inside one. See the docstring of this file."""
     before = sets.verdict(())
     if before not in _RANKS or before == "ok":  # without a reference there is nothing to compare with
         return FoundParts((), before, before, len(sets.checks))
@@ -134,7 +132,9 @@ def search(
         return FoundParts(
             (), before, before, len(sets.checks), _no_help(sets.checks[frozenset(parts)], len(parts))
         )
-    _logger.info("searching the parts that need fp32 among %d, in at most %d checks", len(parts), max_checks)
+    _logger.info(
+        "searching the parts that need fp32 among %d, in at most %d checks", len(parts), sets.max_checks
+    )
     errors = own_errors(sets.check, parts)
     ordered = [one.part for one in sorted(errors, key=lambda one: one.error)]
     found = sets.without(ordered, ordered, _RANKS[best])
@@ -147,8 +147,8 @@ def search(
             found = sets.without(finer, inside, _RANKS[best])
             queue += [one for one in found if one in inside]
     reason = ""
-    if len(sets.checks) >= max_checks:
-        reason = f"the search stopped after {max_checks} checks, so a part of these may not be needed."
+    if len(sets.checks) >= sets.max_checks:
+        reason = f"the search stopped after {sets.max_checks} checks, so a part of these may not be needed."
     order = {part: number for number, part in enumerate(parts)}
     found.sort(key=lambda part: (order.get(part, len(order)), part))
     return FoundParts(tuple(found), before, best, len(sets.checks), reason, tuple(errors))
@@ -167,12 +167,12 @@ def _no_help(check: Compatibility, num_parts: int) -> str:
     )
 
 
-class _Sets:
+class CheckedSets:
     """Checks of sets of parts, each made once."""
 
-    def __init__(self, check: Check, max_checks: int) -> None:
+    def __init__(self, check: Check, max_checks: int = MAX_CHECKS) -> None:
         self._check = check
-        self._max_checks = max_checks
+        self.max_checks = max_checks
         self.checks: dict[frozenset[str], Compatibility] = {}
 
     def check(self, parts: Sequence[str]) -> Compatibility:
@@ -186,7 +186,7 @@ class _Sets:
 
     def is_good(self, parts: Sequence[str], wanted: int) -> bool:
         """Whether the verdict is at least the wanted one. A set that may not be checked any more is not."""
-        if frozenset(parts) not in self.checks and len(self.checks) >= self._max_checks:
+        if frozenset(parts) not in self.checks and len(self.checks) >= self.max_checks:
             return False
         return _RANKS.get(self.verdict(parts), 3) <= wanted
 

@@ -22,7 +22,7 @@ from hpo.precision.table import PRECISION, PRECISIONS, Support, support
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs, costs_of_parts
 from hpo.trial.executor import Executor
-from hpo.trial.part_search import Check, FoundParts, PartError, check_of, own_errors, search
+from hpo.trial.part_search import Check, CheckedSets, FoundParts, PartError, check_of, own_errors, search
 from hpo.trial.trial_parts import TrialParts, build_trial
 
 _logger = logging.getLogger(__name__)
@@ -72,21 +72,19 @@ def verify_parts(executor: Executor, repeats: int) -> list[PartsCheck]:
 
 def _verify(parts: TrialParts, supported: Support, repeats: int) -> PartsCheck:
     names = smallest_named_parts(parts.model)
-    known: dict[frozenset[str], Compatibility] = {}
     measure = check_of(parts, None)
 
     def check(of: Sequence[str]) -> Compatibility:
-        if frozenset(of) not in known:
-            _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(of) or "no part")
-            known[frozenset(of)] = measure(of)
-        return known[frozenset(of)]
+        _logger.info("checking %s with fp32 in %s", parts.resolution.effective, some(of) or "no part")
+        return measure(of)
 
-    found = search(check, names, lambda part: inner_parts(parts.model, part))
-    errors = own_errors(check, names)
+    sets = CheckedSets(check)
+    found = search(sets, names, lambda part: inner_parts(parts.model, part))
+    errors = own_errors(sets.check, names)
     _logger.info("timing each of %d parts in fp32, %d times", len(names), repeats)
     costs = costs_of_parts(parts, [(name,) for name in names], repeats) or {}
     checks = tuple(PartCheck(one, costs.get((one.part,))) for one in errors)
-    fastest, of_fastest = _fastest(parts, check, found, checks, repeats)
+    fastest, of_fastest = _fastest(parts, sets.check, found, checks, repeats)
     return PartsCheck(
         parts.resolution.effective, supported, checks, found, fastest, of_fastest, supported.reason
     )

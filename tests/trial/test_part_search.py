@@ -24,7 +24,7 @@ from hpo.trial.compat import Compatibility
 from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
-from hpo.trial.part_search import FoundParts, check_of, find_parts, search
+from hpo.trial.part_search import CheckedSets, FoundParts, check_of, find_parts, search
 from hpo.trial.trial_parts import build_trial
 from hpo.trial.verify import check_precision
 
@@ -46,7 +46,7 @@ class Checks:
         return Compatibility(verdict, (f"{verdict}.",), Measurement("fp16", finite=verdict == "ok"))
 
     def search(self, **options: Any) -> FoundParts:
-        return search(self, LETTERS, lambda _: (), **options)
+        return search(CheckedSets(self, **options), LETTERS, lambda _: ())
 
 
 @pytest.mark.parametrize("num_bad", [1, 2, 3, 8])
@@ -110,12 +110,13 @@ def test_a_part_is_replaced_by_the_modules_inside() -> None:
         return "f" in kept and bool(kept & {"c", "c.2", "c.2.y"})
 
     checks = Checks(is_good)
-    found = search(checks, LETTERS, lambda part: inner.get(part, ()))
+    found = search(CheckedSets(checks), LETTERS, lambda part: inner.get(part, ()))
     assert found.parts == ("f", "c.2.y")
 
 
 def test_a_part_whose_modules_do_not_help_stays() -> None:
-    found = search(Checks(lambda kept: "c" in kept), LETTERS, lambda part: (f"{part}.1", f"{part}.2"))
+    sets = CheckedSets(Checks(lambda kept: "c" in kept))
+    found = search(sets, LETTERS, lambda part: (f"{part}.1", f"{part}.2"))
     assert found.parts == ("c",)
 
 
