@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import COMMANDS
-from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
+from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, REFERENCE, ROOT, with_reference
 
 from hpo.config.definition import CHANGEABLE
 from hpo.config.study_config import load_study
@@ -18,7 +18,7 @@ ALL = "\n".join(file.read_text() for file in READMES)
 
 
 def test_the_reference_is_made_from_the_models() -> None:
-    text = STUDIES.read_text()
+    text = REFERENCE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert with_reference(text) == text, "run `make reference`"
 
