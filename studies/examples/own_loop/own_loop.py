@@ -1,7 +1,6 @@
-"""A training loop of your own, which a study file gets by `code: own_loop.py`: a ConvNet on 8x8 digits."""
+"""A training loop of your own, which a study file gets by `code: own_loop.py`: a ConvNet on 8x8 pictures."""
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -9,16 +8,22 @@ import hpo
 
 
 def loss_of_batch(model, batch):
-    images, digits = batch
-    return cross_entropy(model(images), digits)
+    images, classes = batch
+    return cross_entropy(model(images), classes)
+
+
+def pictures(number):
+    """Ten patterns in noise, and which of them a picture has."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.rand(10, 1, 8, 8, generator=generator)
+    classes = torch.randint(0, 10, (number,), generator=generator)
+    return patterns[classes] + 0.5 * torch.randn(number, 1, 8, 8, generator=generator), classes
 
 
 @hpo.trial
 def train(run):
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32, device=run.device)[:, None] / 16
-    digits = torch.tensor(data.target, device=run.device)
-    train_set, test_set = (images[:1400], digits[:1400]), (images[1400:], digits[1400:])
+    images, classes = (given.to(run.device) for given in pictures(1800))
+    train_set, test_set = (images[:1400], classes[:1400]), (images[1400:], classes[1400:])
 
     width = run.params["width"]
     model = nn.Sequential(
@@ -32,7 +37,7 @@ def train(run):
         nn.Linear(16 * width, 10),
     ).to(run.device)
     # Ends the trial if its precision does not work with this model and batch.
-    amp = run.prepare(model, loss_of_batch, (images[:32], digits[:32]))
+    amp = run.prepare(model, loss_of_batch, (images[:32], classes[:32]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.params["learning_rate"])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     run.keep(model=model, optimizer=optimizer, schedule=schedule)
