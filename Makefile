@@ -75,7 +75,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check hpo tests
 	$(BIN)/mypy
 
-# The study file's reference in studies/README.md is made from the models.
+# The study file's reference in studies/REFERENCE.md is made from the models.
 reference: $(VENV)/.installed-dev
 	$(BIN)/python tests/readme.py
 

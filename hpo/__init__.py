@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     kind = registry.register
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 _PLACES = {

@@ -9,7 +9,7 @@ from command_line import ROOT
 from jsonl_sets import write_set
 from tiny import write_study
 
-EXAMPLE = (ROOT / "studies" / "own_kind.py").read_text()
+EXAMPLE = (ROOT / "studies/examples/own_kind/own_kind.py").read_text()
 NOTED = "\nwith open(__file__ + '.ran', 'a') as note:\n    note.write('x')  # each time it is run\n"
 TASKS = {"times": {"kind": "count"}, "tone": {"kind": "single_label", "classes": ["no", "yes"]}}
 TRAINING = {"max_steps": 60, "batch_size": 8, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"}

@@ -1,4 +1,4 @@
-"""The READMEs. As a program, writes the study file's reference into `studies/README.md`: `make reference`."""
+"""The READMEs. As a program, writes the reference of study files into `studies/REFERENCE.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ README = ROOT / "README.md"
 STUDIES, PACKAGE, CLUSTER, BENCHMARKS = (
     ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks")
 )
-READMES = (README, STUDIES, PACKAGE, CLUSTER, BENCHMARKS)
+REFERENCE = ROOT / "studies" / "REFERENCE.md"
+READMES = (README, STUDIES, REFERENCE, PACKAGE, CLUSTER, BENCHMARKS)
 BEGIN, END = "<!-- reference: made by `make reference` -->\n", "<!-- end of reference -->\n"
 
 
@@ -22,4 +23,4 @@ def with_reference(text: str) -> str:
 
 
 if __name__ == "__main__":
-    STUDIES.write_text(with_reference(STUDIES.read_text()))
+    REFERENCE.write_text(with_reference(REFERENCE.read_text()))

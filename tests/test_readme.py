@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import COMMANDS
-from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
+from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, REFERENCE, ROOT, with_reference
 
 from hpo.config.definition import CHANGEABLE
-from hpo.config.study_config import load_study
+from hpo.config.study_config import load_study, study_files
 
 TEXT = README.read_text()
 ALL = "\n".join(file.read_text() for file in READMES)
 
 
 def test_the_reference_is_made_from_the_models() -> None:
-    text = STUDIES.read_text()
+    text = REFERENCE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert with_reference(text) == text, "run `make reference`"
 
@@ -74,13 +74,14 @@ def test_links_lead_somewhere(readme: Path) -> None:
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_studies_load_and_say_how_long_they_take(path: Path) -> None:
+@pytest.mark.parametrize(("name", "path"), study_files(ROOT / "studies").items())
+def test_the_studies_load_and_say_how_long_they_take(name: str, path: Path) -> None:
     study = load_study(path)
-    assert study.name == path.stem
+    assert study.name == name
     head = path.read_text().split("\nname:", 1)[0]
-    assert f"STUDY={path.stem}" in head or f"studies/{path.name}" in head
+    assert f"# Command:  make hpo STUDY={name}" in head or path.parent.parent.name == "examples"
     assert re.search(r"^# Question: \S", head, re.MULTILINE)
+    assert re.search(r"^# Command: +\S", head, re.MULTILINE)
     assert re.search(r"^# Takes: +\S", head, re.MULTILINE)
 
 

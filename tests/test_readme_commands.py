@@ -17,6 +17,8 @@ from command_line import COMMANDS, hpo_command, ok
 from readme import PACKAGE, README, READMES, ROOT
 from tiny import ENCODER, write_study
 
+from hpo.config.study_config import study_files
+
 PROGRAMS = (
     *("hpo", "make", "python", "torchrun", "pip"),
     *("docker", "docker-compose", "podman", "podman-compose", "kubectl", "scancel", "squeue", "ssh"),
@@ -34,7 +36,7 @@ def commands() -> list[str]:
             blocks = [block for language, block in _BLOCK.findall(text) if not language]
             found += [line for block in blocks for line in _lines(block)]
         found += _in_sentences(_BLOCK.sub("", text))
-    for study in sorted((ROOT / "studies").glob("*.yaml")):
+    for study in study_files(ROOT / "studies").values():
         head = study.read_text().split("\nname:", 1)[0].replace("\n#", "\n")
         found += [*re.findall(r"^ Command: +(.*)$", head, re.MULTILINE), *_in_sentences(head)]
     return list(dict.fromkeys(found))
@@ -74,7 +76,7 @@ TYPED = (
     "hpo best STUDY --export model",
     # One's own data, and what is done with studies.
     *("hpo check own_data", "make hpo STUDY=own_data", "hpo studies", "hpo doctor STUDY"),
-    *("hpo doctor", "hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY", "hpo status own_data"),
+    *("hpo doctor", "hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY"),
     "make hpo STUDY=precision",
 )
 """What `test_a_reader_types` executes. Tests of the commands execute the others, with what they need."""

@@ -1,38 +1,69 @@
-"""The command `new`: a folder with a study and code of one's own, to start from."""
+"""The command `new`: copy an example into a folder of your own.
+
+An example is a folder of `studies/examples` with a study.yaml and other files, or a study file of `studies`.
+The comments at the head of the study file state its question and its commands.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
-from hpo.cli.options import Answer, argument, command
-from hpo.errors import InputError
+from hpo.cli.options import Answer, argument, command, optional
+from hpo.errors import InputError, did_you_mean
 
-FILES = {"study.yaml": "study.yaml", "my_tasks.py": "my_tasks.py.txt"}
+DEFAULT = "own_head"
 
 
-@command(folder=argument(Path, "FOLDER", "Its name becomes that of the study."))
-def new(folder: Path) -> Answer:
-    """Write a study file and a commented file of code of your own into a folder, to start from."""
+@command(
+    folder=argument(
+        Path | None, "[FOLDER]", "Its name becomes that of the study. Left out: list the examples."
+    ),
+    example=optional(str, "EXAMPLE", "The example to copy.", DEFAULT, names=("--from",)),
+)
+def new(folder: Path | None = None, example: str | None = None) -> Answer:
+    """Copy an example into a folder, to start from; without a folder, list the examples."""
+    from hpo.config.study_config import INSTALLED, study_files
     from hpo.config.study_name import study_name
 
+    examples = study_files(INSTALLED)
+    if folder is None and example is not None:
+        raise InputError(f"`--from {example}` needs the folder to copy to: hpo new FOLDER --from {example}")
+    if folder is None:
+        questions = {name: _head("Question", path.read_text())[0] for name, path in examples.items()}
+        width = max(map(len, questions))
+        lines = [f"  {name:{width}}  {question}" for name, question in questions.items()]
+        text = "\n".join(["Copy an example with `hpo new FOLDER --from EXAMPLE`:", *lines])
+        return Answer({"examples": questions}, text)
+    example = example or DEFAULT
+    if example not in examples:
+        raise InputError(f"There is no example `{example}`.{did_you_mean(example, list(examples))}")
     try:
         name = study_name(folder.absolute().name)
     except ValueError as error:
         raise InputError(f"The name of the folder {error}") from None
-    if there := [str(folder / file) for file in FILES if (folder / file).exists()]:
+    path = examples[example]
+    sources = {"study.yaml": path}
+    if path.name == "study.yaml":
+        sources = {file.name: file for file in sorted(path.parent.iterdir()) if file.is_file()}
+    if there := [str(folder / file) for file in sources if (folder / file).exists()]:
         told = "must not be there yet; nothing was written. Name another folder."
         raise InputError(f"{' and '.join(there)} {told}")
+    text = re.sub(r"^name: .*", f"name: {name}", path.read_text(), count=1, flags=re.MULTILINE)
+    text = text.replace(f"make hpo STUDY={example}", "hpo run study.yaml")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, template in FILES.items():
-            text = (Path(__file__).parent / "start" / template).read_text()
-            with (folder / file).open("x") as new_file:
-                new_file.write(text.replace("NAME", name))
+        for file, source in sources.items():
+            with (folder / file).open("xb") as new_file:
+                new_file.write(text.encode() if source == path else source.read_bytes())
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}.") from None
-    study, model = (shlex.quote(str(folder / one)) for one in ("study.yaml", "model"))
-    commands = [f"hpo check {study}", f"hpo run {study}", f"hpo best {study} --export {model}"]
-    text = f"{folder} has the study {name} and what it adds, my_tasks.py. Next:\n  " + "\n  ".join(commands)
-    content = {"study": name, "files": [str(folder / file) for file in FILES], "next": commands}
-    return Answer(content, text)
+    commands = [f"cd {shlex.quote(str(folder))}", *_head("Command", text)]
+    shown = f"The example {example} is in {folder}: {', '.join(sources)}. Next:\n  " + "\n  ".join(commands)
+    return Answer({"study": name, "files": [str(folder / file) for file in sources], "next": commands}, shown)
+
+
+def _head(key: str, text: str) -> list[str]:
+    """Return the lines with a key in the comments at the head of a study file."""
+    return re.findall(rf"^# {key}: +(.*)$", text, re.MULTILINE)

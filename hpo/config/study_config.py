@@ -48,6 +48,9 @@ from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
+INSTALLED = (Path(__file__).parents[1] / "studies").resolve()
+"""The studies of the package. In a checkout `hpo/studies` is a link to `studies`."""
+
 
 class ModelConfig(Section):
     """The encoder."""
@@ -351,8 +354,10 @@ def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
 
 
 def load_study(name_or_path: str | Path) -> StudyConfig:
-    """The study called `name_or_path` in the `studies/` of the working folder or of the project, or in the
-    YAML file of that path. Raises StudyFileError, which lists every problem of the file.
+    """Return the study of this name or path.
+
+    A name is looked up in the folder `studies` of the working folder, then among the studies of the package.
+    Raises StudyFileError, which lists every problem of the file.
     """
     path = _find(Path(name_or_path))
     file = read_study_file(path)
@@ -408,15 +413,20 @@ def _not_valid(name: str, why: str) -> str:
     return f"The database's definition of the study {show(name)} is not valid:\n{why}"
 
 
+def study_files(folder: Path) -> dict[str, Path]:
+    """Return the study files of a folder, and of its examples, by name."""
+    examples = {path.parent.name: path for path in sorted(folder.glob("examples/*/study.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} | examples
+
+
 def _find(given: Path) -> Path:
     if given.suffix in (".yaml", ".yml") or len(given.parts) != 1:
         return given.expanduser()
-    folders = (Path("studies"), Path(__file__).parents[2] / "studies")
-    for folder in folders:
-        if (folder / f"{given}.yaml").is_file():
-            return folder / f"{given}.yaml"
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    hint = did_you_mean(str(given), known)
+    here = Path("studies")
+    known = study_files(INSTALLED) | study_files(here)
+    if path := known.get(str(given)):
+        return path
+    hint = did_you_mean(str(given), sorted(known))
     if Path(f"{given}.yaml").is_file():
         hint = f" Did you mean `./{given}.yaml`?"
-    raise StudyFileError(f"there is no study {show(str(given))} in {' or '.join(map(str, folders))}.{hint}")
+    raise StudyFileError(f"there is no study {show(str(given))} in {here} or {INSTALLED}.{hint}")

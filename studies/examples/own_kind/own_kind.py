@@ -17,7 +17,7 @@ class Count(Regression):
     losses = ("poisson",)
 
     def label(self, value):
-        if type(value) is not int or value < 0:
+        if type(value) not in (int, float) or value < 0 or value % 1:
             raise ValueError(f" must be a whole number of at least 0, but got {value!r}")
         return float(value)
 

@@ -7,10 +7,11 @@ The hash of this file is part of the study: to go on with other code, give the s
 that has only the study's name needs `--trust-code my_tasks.py`, and `hpo.load` needs `code="my_tasks.py"`.
 """
 
+import itertools
 import random
 
+import numpy as np
 import torch
-from sklearn.metrics import cohen_kappa_score
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,24 +42,31 @@ def poly1(kind, logits, target, options, class_weight, mask):
 
 
 # A metric, of one truth and one prediction a row: `mood/kappa` as objective or limit, or `primary_metric: kappa`.
+# This one is Cohen's kappa. NaN says that it has no value for these rows.
 @hpo.metric("kappa", ["single_label"])
 def kappa(truths, predictions):
-    return cohen_kappa_score(truths, predictions)
+    truths, predictions = np.array(truths), np.array(predictions)
+    by_chance = sum((truths == mood).mean() * (predictions == mood).mean() for mood in {*truths})
+    return ((truths == predictions).mean() - by_chance) / (1 - by_chance) if by_chance < 1 else float("nan")
 
 
-# A source of data: the rows of a split, as a line of a jsonl file has them. `source: posts`.
+# A source of data: the rows of a split, as a line of a jsonl file has them. `source: posts`. No text is in two
+# splits: a model that has seen the texts of validation would score too well there.
 class Posts(hpo.Section):
-    size: int = 120
+    size: int = 120  # rows to train on, at most 150; validation and test have half as many each
 
 
 @hpo.source("posts", Posts)
 def posts(split, options):
-    words = {"angry": ["late", "broken", "rude", "lost"], "pleased": ["quick", "kind", "neat", "cheap"]}
-    draw = random.Random(split)
-    for number in range(options.size if split == "train" else options.size // 2):
-        mood = draw.choice(["angry", "pleased"])
-        text = f"The {draw.choice(['parcel', 'driver', 'shop'])} was {draw.choice(words[mood])} again."
-        yield {"id": f"{split}-{number}", "text": text, "labels": {"mood": mood}}
+    moods = {"angry": "late broken rude lost dirty", "pleased": "quick kind neat cheap friendly"}
+    things, days = ["parcel", "driver", "shop", "box", "offer", "reply"], ["today", "again", "at last", "once", "now"]
+    words = [(word, mood) for mood, of_mood in moods.items() for word in of_mood.split()]
+    rows = list(itertools.product(things, words, days))
+    random.Random(0).shuffle(rows)
+    half = options.size // 2
+    first, number = {"train": (0, 2 * half), "validation": (2 * half, half), "test": (3 * half, half)}[split]
+    for thing, (word, mood), day in rows[first : first + number]:
+        yield {"id": f"{thing}-{word}-{day}", "text": f"The {thing} was {word} {day}.", "labels": {"mood": mood}}
 
 
 # An encoder, with `model: {encoder: bag}`: any module of input_ids and attention_mask [B, L] that returns states

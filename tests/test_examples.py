@@ -1,0 +1,118 @@
+"""Each example of `studies/examples`, copied by `hpo new` and run with fewer steps; the template as it is."""
+
+from __future__ import annotations
+
+import re
+import stat
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from command_line import PYTHON_PATH, hpo_command, ok, refused, stored
+from nbclient import NotebookClient
+from readme import ROOT, STUDIES
+from slurm import SlurmCluster
+from tiny import ENCODER
+
+pytestmark = pytest.mark.usefixtures("forgotten")
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("studies/examples/*/study.yaml"))
+NO_CHECK = ("own_loop", "own_trainer")
+"""Examples without data of a study, which `hpo check` needs."""
+
+
+def copied(folder: Path, example: str, name: str = "mine") -> Path:
+    """Copy an example with one short trial and, in place of MiniLM, a tiny encoder."""
+    ok(hpo_command(folder, "new", name, "--from", example))
+    path = folder / name / "study.yaml"
+    study = yaml.safe_load(path.read_text())
+    assert study["name"] == name
+    study |= {"n_trials": 1, "amp": {"preset": "basic"}}
+    if study.get("model") == {"encoder": "minilm"}:
+        study["model"] = {"encoder": ENCODER}
+    if "max_steps" in study["training"]:
+        study["training"]["max_steps"] = 20
+    path.write_text(yaml.safe_dump(study))
+    return path.parent
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs(example: str, tmp_path: Path) -> None:
+    if example == "own_trainer":
+        pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    if example == "lora_decoder":
+        pytest.importorskip("peft", reason="LoRA needs peft")
+    folder = copied(tmp_path, example)
+    if example not in NO_CHECK:
+        checked = ok(hpo_command(folder, "check", "study.yaml", "--json")).json
+        assert checked["advice"] == []
+    ok(hpo_command(folder, "run", "study.yaml"))
+    (trial,) = stored(folder, "mine").trials
+    assert trial.outcome == "complete", trial
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPO_STORAGE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    folder = copied(tmp_path, "tickets")
+    notebook = nbformat.read(folder / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "stored without outputs"
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [cell.outputs[-1] for cell in notebook.cells if cell.get("outputs")]
+    texts = [one.get("text", one.get("data", {}).get("text/plain", "")) for one in outputs]
+    assert "'finished'" in texts
+    assert len(texts[-1].splitlines()) == 2, "a prediction for each text"
+    assert stored(folder, "mine").trials[0].outcome == "complete"
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_the_slurm_example_submits_two_workers(slurm: SlurmCluster) -> None:
+    folder = copied(slurm.folder, "slurm")
+    program = slurm.folder / "bin" / "hpo"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={PYTHON_PATH} exec {sys.executable} -m hpo "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    settings = f"PATH={program.parent}:$PATH MEM=1500M DATABASE_MEM=500M"
+    slurm.run("bash -c", f"cd {folder} && {settings} bash submit.sh low")
+    slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-mine"), 120)
+    status = ok(hpo_command(folder, "status", "mine", "--storage", "@runs/postgres/url", "--json")).json
+    slurm.run("scancel --name hpo-database")
+    assert status["outcomes"] == {"complete": 1}
+
+
+def test_the_list_has_every_example_and_study(tmp_path: Path) -> None:
+    shown = ok(hpo_command(tmp_path, "new")).out
+    listed = ok(hpo_command(tmp_path, "new", "--json")).json["examples"]
+    studies = [path.stem for path in (ROOT / "studies").glob("*.yaml")]
+    assert (
+        set(listed)
+        == {*studies, *EXAMPLES}
+        == set(re.findall(r"^\| \[(\w+)\]", STUDIES.read_text(), re.MULTILINE))
+    )
+    assert all(f"  {name} " in shown and question in shown for name, question in listed.items())
+
+
+def test_a_study_without_a_folder_is_copied_too(tmp_path: Path) -> None:
+    answer = ok(hpo_command(tmp_path, "new", "mine", "--from", "own_data", "--json")).json
+    assert answer["files"] == ["mine/study.yaml"]
+    assert answer["next"] == ["cd mine", "hpo run study.yaml"]
+    assert yaml.safe_load((tmp_path / "mine/study.yaml").read_text())["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mine", "--from", "own_lop"], "no example `own_lop`. Did you mean `own_loop`?"),
+        (
+            ["--from", "own_loop"],
+            "`--from own_loop` needs the folder to copy to: hpo new FOLDER --from own_loop",
+        ),
+    ],
+)
+def test_a_wrong_example_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    assert message in " ".join(refused(hpo_command(tmp_path, "new", *words)).err.split())
+    assert not list(tmp_path.iterdir())

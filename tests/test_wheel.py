@@ -1,0 +1,84 @@
+"""The wheel of the package: its files, and its commands in an empty folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from readme import ROOT
+
+STUDIES = ROOT / "studies"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the unpacked wheel, built from a copy of the checkout."""
+    pytest.importorskip("pip", reason="building a wheel needs pip")
+    source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    for folder in ("hpo", "studies"):
+        ignored = shutil.ignore_patterns("__pycache__", "runs")
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
+    build = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    subprocess.run([sys.executable, *build, "--wheel-dir", str(wheels), str(source)], check=True)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(wheels / "site")
+    return wheels / "site"
+
+
+def hpo_of(installed: Path, folder: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HPO_STORAGE": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpo", *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package(installed: Path) -> None:
+    names = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "hpo").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    ]
+    missing = [name for name in names if not (installed / name).is_file()]
+    assert missing == ["hpo/README.md"]
+    assert (installed / "hpo/py.typed").is_file()
+
+
+def test_the_wheel_holds_the_studies(installed: Path) -> None:
+    expected = {
+        path.relative_to(STUDIES)
+        for path in STUDIES.rglob("*")
+        if path.is_file() and path.parent.name not in ("pictures", "__pycache__")
+    }
+    there = installed / "hpo" / "studies"
+    found = {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
+    assert {path for path in found if "__pycache__" not in path.parts} == expected
+
+
+def test_the_wheel_installs_the_package_alone(installed: Path) -> None:
+    (about,) = importlib.metadata.distributions(path=[str(installed)])
+    assert {path.name for path in installed.iterdir()} == {"hpo", f"precision_hpo-{about.version}.dist-info"}
+
+
+def test_installed_studies_run_by_name_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    assert "topic" in hpo_of(installed, tmp_path, "check", "tickets"), "data beside an installed study"
+    assert "1 complete" in hpo_of(installed, tmp_path, "run", "own_loop", "--n-trials", "1"), (
+        "code beside one"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+def test_an_installed_example_is_copied(installed: Path, tmp_path: Path) -> None:
+    assert "own_loop" in hpo_of(installed, tmp_path, "new")
+    hpo_of(installed, tmp_path, "new", "mine", "--from", "own_loop")
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"study.yaml", "own_loop.py"}
