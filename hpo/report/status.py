@@ -38,6 +38,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "n_trials": sum(record.counts.values()),
         "trials": dict(record.counts),
         "states": dict(Counter(trial.state for trial in record.trials)),
+        "foreign_trials": record.num_foreign,
         "outcomes": dict(Counter(trial.outcome for trial in record.trials)),
         "best": [
             {

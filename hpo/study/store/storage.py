@@ -138,11 +138,16 @@ class Storage:
 
     @cached_property
     def optuna(self) -> BaseStorage:
-        """Optuna's storage, which keeps finished trials in memory. A command that only reads needs none."""
+        """Optuna's storage, which keeps finished trials in memory and hides foreign ones.
+
+        A command that only reads needs none.
+        """
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        return optuna.storages.get_storage(self.persist(lambda: optuna_storage(self.engine)))
+        from hpo.study.store.optuna_internals import OwnTrials
+
+        return OwnTrials(self.persist(lambda: optuna_storage(self.engine)))
 
     def __enter__(self) -> Storage:
         return self
