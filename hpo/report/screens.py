@@ -214,7 +214,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
     elif not numbers["workers"]:
         yield "No live worker."
     if record.num_foreign:
-        yield f"Not made by hpo: {record.num_foreign}. These trials of the database count for nothing here."
+        yield f"Trials that hpo did not make: {record.num_foreign}. They count for nothing in this study."
     if numbers["trials_per_hour"]:
         yield f"Rate: {format_number(numbers['trials_per_hour'])} trials an hour."
     if numbers["estimated_end"]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
 from worker_process import begin, evaluate, result, run_trials, study, worker_on
 
@@ -80,6 +81,21 @@ FOREIGN = {
 }
 
 
+@pytest.fixture
+def load(storage: Storage) -> Iterator[Callable[[], optuna.Study]]:
+    """Loads the study as a plain Optuna script does."""
+    opened: list[RDBStorage] = []
+
+    def load_study() -> optuna.Study:
+        opened.append(RDBStorage(storage.url))
+        return optuna.load_study(study_name="tiny", storage=opened[-1])
+
+    yield load_study
+    for one in opened:
+        one.remove_session()
+        one.engine.dispose()
+
+
 @pytest.mark.parametrize(
     ("sampler", "kind"),
     [
@@ -87,13 +103,15 @@ FOREIGN = {
         *((name, "optimized") for name in ("random", "tpe", "nsga2", "grid")),
     ],
 )
-def test_trials_run_beside_foreign_ones(storage: Storage, sampler: str, kind: str) -> None:
+def test_trials_run_beside_foreign_ones(
+    storage: Storage, load: Callable[[], optuna.Study], sampler: str, kind: str
+) -> None:
     space = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]}}
     if sampler != "grid":
         space[NAME] = {"type": "float", "low": 1e-5, "high": 1e-3, "log": True}
     config = study(3, search_space=space, sampler={"name": sampler})
     create_or_resume_study(storage, config)
-    outside = optuna.load_study(study_name="tiny", storage=storage.url)
+    outside = load()
     foreign = FOREIGN[kind]
     foreign(outside)
     assert not storage.read(lambda connection: has_complete(connection, "tiny"))
@@ -130,7 +148,9 @@ def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> Non
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_trial_of_hpo_that_somebody_else_ends_counts_as_failed(storage: Storage, paused: bool) -> None:
+def test_a_trial_of_hpo_that_somebody_else_ends_counts_as_failed(
+    storage: Storage, load: Callable[[], optuna.Study], paused: bool
+) -> None:
     config = study(2, pruner={"name": "promote"})
     with worker_on(storage, config) as worker:
         lease, trial = begin(worker)
@@ -138,7 +158,7 @@ def test_a_trial_of_hpo_that_somebody_else_ends_counts_as_failed(storage: Storag
         if paused:
             lease.pause(0.1, [0.5])
             worker.record_outcome(lease, result("paused"))
-        optuna.load_study(study_name="tiny", storage=storage.url).tell(trial.number, 99.0)
+        load().tell(trial.number, 99.0)
     run_trials(storage, config)
     record = read_study(storage, "tiny")
     assert [trial.outcome for trial in record.trials] == ["failed", "complete"]
