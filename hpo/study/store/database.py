@@ -167,8 +167,8 @@ def redact(text: str) -> str:
 def without_password(url: str, text: str) -> str:
     """Return a message about the database at `url` without its password.
 
-    It is hidden in URLs and behind `password=`. Elsewhere it is hidden only if nobody can mistake it for a word
-    of the message or a part of the URL.
+    It is hidden in URLs and behind `password=`. Elsewhere it is hidden only if nobody can mistake it for a
+    word of the message or a part of the URL.
     """
     parsed = sa.make_url(url)
     password, others = str(parsed.password or ""), parsed.set(password="").render_as_string()
