@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
+from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
@@ -276,7 +276,7 @@ class Storage:
         if row is None:
             names = self.read(lambda it: it.execute(sa.select(studies.c.name)).scalars().all())
             hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
-            raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
+            raise NoStudyError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
         return row[0]
 
     def studies(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
