@@ -6,11 +6,13 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     HpoError
     ├── InputError                 the user's input is wrong (exit code 2)
     │   ├── StudyFileError         the study file: syntax, an unknown key, a value out of range
+    │   │   └── NoStudyFileError   there is no study file of that name
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
     │   │   └── BrokenEncoderError no settings help: NaN among its weights, a token without an embedding
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
-    │   │   └── NoDatabaseError    there is none yet at that place
+    │   │   ├── NoDatabaseError    there is none yet at that place
+    │   │   └── NoStudyError       the database has no study of that name
     │   └── StudyChangedError      the stored study has another search space than the study file
     ├── RunError                   the run cannot go on (exit code 1)
     │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
@@ -57,6 +59,10 @@ class StudyFileError(InputError):
     """A study file cannot be used."""
 
 
+class NoStudyFileError(StudyFileError):
+    """There is no study file of the name that the user gave."""
+
+
 class DataError(InputError):
     """A data set cannot be used."""
 
@@ -75,6 +81,10 @@ class StorageError(InputError):
 
 class NoDatabaseError(StorageError):
     """There is no study database yet at the place that the user named."""
+
+
+class NoStudyError(StorageError):
+    """The database has no study of the name that the user gave."""
 
 
 class StudyChangedError(InputError):

@@ -12,6 +12,7 @@ from hpo.api.messages import progress_shown
 from hpo.api.opening import (
     check_positive,
     existing_database,
+    file_error_first,
     find_study,
     is_path,
     load_file,
@@ -95,8 +96,13 @@ class NamedStudy:
 
         A name is that of a study in the database, if there is one, whatever lies in `studies/`.
         """
-        with existing_database(self._storage) as database:
+        with self._database() as database:
             yield database, read_study(database, self._name_in(database), brief=brief)
+
+    @contextmanager
+    def _database(self) -> Iterator[Storage]:
+        with file_error_first(self._word), existing_database(self._storage) as database:
+            yield database
 
     @property
     def name(self) -> str:
@@ -149,7 +155,7 @@ class NamedStudy:
     @contextmanager
     def _stored(self) -> Iterator[tuple[Storage, str]]:
         """The database, and the name of the study to change: as it was given, or of the given file."""
-        with progress_shown(quiet=self._quiet), existing_database(self._storage) as database:
+        with progress_shown(quiet=self._quiet), self._database() as database:
             is_name = self._word and not is_path(self._word)
             yield database, self._word if is_name else self.file.name
 

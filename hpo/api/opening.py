@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +86,10 @@ def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyCon
     that the database does not have, are a study file. `stop` as in `existing_database`.
     """
     from hpo.config.study_config import load_study, stored_study
-    from hpo.errors import NoDatabaseError, StudyFileError
+    from hpo.errors import NoDatabaseError, NoStudyFileError
     from hpo.study.store.database import place
 
-    unknown = ""
+    unknown = f"There is no study `{study}` in {place(url)}."
     if not is_path(study):
         try:
             with existing_database(url, stop) as storage:
@@ -97,11 +99,10 @@ def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyCon
             unknown = str(error)
     try:
         return load_study(study), True
-    except StudyFileError as error:
+    except NoStudyFileError as error:
         if is_path(study):
             raise
-        nowhere = unknown or f"There is no study `{study}` in {place(url)}."
-        raise InputError(f"{nowhere} As a file, {error}") from None
+        raise InputError(f"{unknown} As a file, {error}") from None
 
 
 def is_path(study: str) -> bool:
@@ -134,6 +135,20 @@ def load_file(study: str) -> StudyConfig | None:
         if is_path(study):
             raise
         return None
+
+
+@contextmanager
+def file_error_first(study: str) -> Iterator[None]:
+    """Raise the error of a study file that is not valid, where the database does not have the study."""
+    from hpo.config.study_config import load_study
+    from hpo.errors import NoDatabaseError, NoStudyError, NoStudyFileError
+
+    try:
+        yield
+    except (NoDatabaseError, NoStudyError):
+        with suppress(NoStudyFileError):
+            _ = study and load_study(study)
+        raise
 
 
 def existing_database(storage: str | None, stop: Stop | None = None) -> Storage:

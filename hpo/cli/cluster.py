@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hpo.api.messages import progress_shown
-from hpo.api.opening import RUNS, file_given, load_file, load_to_work, make_runs_folder
+from hpo.api.opening import (
+    RUNS,
+    existing_database,
+    file_error_first,
+    file_given,
+    load_file,
+    load_to_work,
+    make_runs_folder,
+)
 from hpo.cli.options import TRUST, Answer, StudyArgument, command, flag, optional
 from hpo.errors import InputError
 
@@ -89,6 +97,9 @@ def submit(
     array.check_time()
     script = array.script()  # refuses options that contradict each other, before the study is made
     if options["dry_run"]:
+        if config is None:  # then it must be in the database
+            with file_error_first(study), existing_database(options.get("storage")) as database:
+                database.check_study(study)
         return Answer({"study": name, "script": script}, script)
     return _submit(study, array, options.get("n_trials"), quiet=as_json)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import hpo
-from hpo.api.opening import RUNS, existing_database, load_file
+from hpo.api.opening import RUNS, existing_database, file_error_first, load_file
 from hpo.cli.options import (
     TRUST,
     WORK,
@@ -112,11 +112,12 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
     url = storage_url(storage)
     config = load_file(study) if study else None
     findings = []
-    for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
-        findings.append(finding)
-        if not as_json:
-            typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
-            typer.echo(finding.text())
+    with file_error_first(study or ""):
+        for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
+            findings.append(finding)
+            if not as_json:
+                typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
+                typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
     return Answer(content, summary(findings, place(url)), int(is_left))

@@ -43,7 +43,7 @@ from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of,
 from hpo.config.study_name import study_name
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
+from hpo.errors import InputError, NoStudyFileError, StorageError, StudyFileError, did_you_mean
 from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
@@ -420,6 +420,8 @@ def study_files(folder: Path) -> dict[str, Path]:
 
 
 def _find(given: Path) -> Path:
+    if not given.parts:
+        raise StudyFileError(f"a study must be a name or a YAML file, but got {show(str(given))}.")
     if given.suffix in (".yaml", ".yml") or len(given.parts) != 1:
         return given.expanduser()
     here = Path("studies")
@@ -429,4 +431,6 @@ def _find(given: Path) -> Path:
     hint = did_you_mean(str(given), sorted(known))
     if Path(f"{given}.yaml").is_file():
         hint = f" Did you mean `./{given}.yaml`?"
-    raise StudyFileError(f"there is no study {show(str(given))} in {here} or {INSTALLED}.{hint}")
+    elif given.is_dir():
+        hint = f" {show(str(given))} is a folder: name the YAML file in it."
+    raise NoStudyFileError(f"there is no study {show(str(given))} in {here} or {INSTALLED}.{hint}")

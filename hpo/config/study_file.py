@@ -263,6 +263,8 @@ class _Document:
 
 def _yaml_problem(error: Exception) -> str:
     """`:line: what is wrong` of an error of ruamel.yaml."""
+    if isinstance(error, UnicodeDecodeError):
+        return f": the file must be text in UTF-8, but its byte {error.start} begins no character."
     mark = getattr(error, "problem_mark", None)
     at = f":{mark.line + 1}" if mark else ""
     parts = [getattr(error, key, None) for key in ("context", "problem")]

@@ -23,15 +23,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
+from zipfile import is_zipfile
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -86,7 +88,7 @@ def encoder_folder(name: str, revision: str | None = None) -> Path:
             folder = Path(MODEL_DIR)
         except ModuleNotFoundError:
             folder = _minilm_of_hub(revision)
-    elif Path(name).is_dir():
+    elif name and Path(name).is_dir():
         folder = Path(name).resolve()
     elif _HUB_ID.fullmatch(name):
         folder = download(name, revision)
@@ -130,7 +132,7 @@ def load_tokenizer(
         raise ModelError(f"encoder: `tokenizer` must be a name or a folder, but got {source!r}.")
     source = ENCODERS[source].tokenizer if source in ENCODERS else source
     folder = encoder_folder(source, revision)
-    with _as_model_error(f"the tokenizer of {source}"):
+    with _as_model_error(f"the tokenizer of {source}", folder=folder):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -203,7 +205,7 @@ def load_encoder(
     folder = None
     if isinstance(encoder, str):
         shown, folder = encoder, encoder_folder(encoder, revision)
-        with _as_model_error(shown):
+        with _as_model_error(shown, folder=folder):
             config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -227,14 +229,15 @@ def load_encoder(
         "dtype": torch.float32,
         "trust_remote_code": trust_remote_code,
     }
-    with _as_model_error(shown, attention):
+    with _as_model_error(shown, attention, folder):
         if folder is None:
-            model, loading = AutoModel.from_config(**options), {"missing_keys": ()}
+            model, loading = AutoModel.from_config(**options), {}
         else:
+            options |= {"ignore_mismatched_sizes": True}  # `_check_weights` names them, the library does not
             model, loading = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, **options
             )
-    _check_weights(model, loading["missing_keys"], shown)
+    _check_weights(model, loading, shown)
     if attention == "sdpa":
         attend_with_fast_dropout(model)
     if isinstance(getattr(model, "pooler", None), nn.Module):
@@ -358,9 +361,17 @@ def _say_of_weights(shown: str, dtype: torch.dtype | str | None) -> None:
         _logger.info("the weights of %s are stored in %s; they are loaded, and trained, in fp32", shown, name)
 
 
-def _check_weights(model: nn.Module, missing: Iterable[str], shown: str) -> None:
-    """Raise ModelError for weights that the checkpoint lacks, and for NaN and infinite ones."""
-    lost = sorted(key for key in missing if not key.startswith("pooler."))
+def _check_weights(model: nn.Module, loading: Mapping[str, Any], shown: str) -> None:
+    """Raise ModelError for weights that are missing or of another shape, and for NaN and infinite ones."""
+    shapes = sorted(one for one in loading.get("mismatched_keys", ()) if not one[0].startswith("pooler."))
+    if shapes:
+        named = [f"{key} is {tuple(stored)} and must be {tuple(own)}" for key, stored, own in shapes[:3]]
+        raise ModelError(
+            f"{shown}: the weights must have the shapes that config.json gives, but {len(shapes)} "
+            f"tensor{'s have others' if len(shapes) > 1 else ' has another'}: {'; '.join(named)}"
+            f"{'; ...' if len(shapes) > 3 else ''}. Do config.json and the weights belong together?"
+        )
+    lost = sorted(key for key in loading.get("missing_keys", ()) if not key.startswith("pooler."))
     if lost:
         raise ModelError(
             f"{shown}: the weights must hold all of the encoder, but {len(lost)} tensors are missing and "
@@ -392,8 +403,42 @@ def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) ->
             setattr(config, key, rate)
 
 
+def _broken_file(folder: Path) -> str:
+    """Name the first file of a model's folder that cannot be read, and say why; empty if all can be."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            is_object = isinstance(json.loads(path.read_bytes()), dict)
+        except ValueError as error:
+            return f"{path.name} is no valid JSON: {error}"
+        if not is_object:
+            return f"{path.name} must hold a JSON object"
+    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin"))):
+        with path.open("rb") as file:
+            is_pointer = file.read(20) == b"version https://git-"
+        if is_pointer:
+            return f"{path.name} is a pointer of Git LFS. Run `git lfs pull` there"
+        try:
+            if path.suffix == ".safetensors":
+                safe_open(path, "pt")
+            elif not is_zipfile(path):
+                return f"{path.name} is damaged, or of a PyTorch before 1.6"
+        except SafetensorError as error:
+            return f"{path.name} is damaged: {error}"
+    return ""
+
+
+def _text_of(error: Exception, folder: Path | None) -> str:
+    if folder is not None and (broken := _broken_file(folder)):
+        return f"{broken}. Download or save it again."
+    if isinstance(error, KeyError):
+        return f"{error} is missing in a file of the folder, or transformers does not know it."
+    if "above report" in str(error):
+        return f"{error} To see that report, set TRANSFORMERS_VERBOSITY=warning."
+    return shorten(str(error), 200)
+
+
 @contextmanager
-def _as_model_error(shown: str, attention: str | None = None) -> Iterator[None]:
+def _as_model_error(shown: str, attention: str | None = None, folder: Path | None = None) -> Iterator[None]:
     """Turn what transformers raises (OSError, ValueError, KeyError, ...) into one clear message."""
     try:
         yield
@@ -410,5 +455,5 @@ def _as_model_error(shown: str, attention: str | None = None) -> Iterator[None]:
                 f"attention: `{attention}` does not work for {shown} here: {shorten(text, 200)} Use {others}."
             )
         else:
-            message = f"{shown} could not be loaded ({type(error).__name__}: {shorten(text, 200)})."
+            message = f"{shown} could not be loaded ({type(error).__name__}: {_text_of(error, folder)})."
         raise ModelError(message) from error

@@ -213,10 +213,8 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         yield f"Unfinished, with no worker: {len(stranded)}. The next worker continues them."
     elif not numbers["workers"]:
         yield "No live worker."
-    # Also those of plain Optuna.
-    others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
-    if others:
-        yield f"RUNNING, but of no worker of this study: {len(others)}. `hpo doctor` says more."
+    if record.num_foreign:
+        yield f"Trials that hpo did not make: {record.num_foreign}. They count for nothing in this study."
     if numbers["trials_per_hour"]:
         yield f"Rate: {format_number(numbers['trials_per_hour'])} trials an hour."
     if numbers["estimated_end"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "n_trials": sum(record.counts.values()),
         "trials": dict(record.counts),
         "states": dict(Counter(trial.state for trial in record.trials)),
+        "foreign_trials": record.num_foreign,
         "outcomes": dict(Counter(trial.outcome for trial in record.trials)),
         "best": [
             {
@@ -64,7 +65,6 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         ],
         "warnings": [
             *(" ".join(said) for said in (*lost_weights(record), *unverified_precisions(record))),
-            *_unclaimed(record),
         ],
         "trials_per_hour": rate,
         "estimated_end": end and end.isoformat(timespec="seconds"),
@@ -77,17 +77,6 @@ def num_shares(record: StudyRecord) -> int:
     if record.definition.get("budget") is None:
         return len(live)
     return len({(worker.host, worker.device or worker.id) for worker in live})
-
-
-def _unclaimed(record: StudyRecord) -> Iterator[str]:
-    """Warn of running trials that no worker takes, in the words of `hpo doctor`."""
-    claimed = {worker.trial_number for worker in record.workers if worker.alive}
-    for trial in record.trials:
-        if trial.outcome == "running" and trial.number not in claimed:
-            yield (
-                f"Trial {trial.number} is RUNNING, but no worker of the study made it. "
-                "`hpo doctor --fix` ends it as FAIL."
-            )
 
 
 def paused_told(record: StudyRecord) -> str:

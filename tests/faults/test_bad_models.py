@@ -17,6 +17,7 @@ from transformers import CanineTokenizer
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
 
+WORDS = "embeddings.word_embeddings.weight"
 FNET = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 
 
@@ -34,7 +35,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 # Names and folders.
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", ""])
 def test_a_name_that_is_neither_folder_nor_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match=r"must be `minilm`, a hub id .* is no folder"):
         load_encoder(name)
@@ -56,9 +57,39 @@ def cut_in_half(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no valid JSON: Expecting"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\x00"), "config.json is no valid JSON: "),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
+        (lambda folder: change_config(folder, hidden_act="gelo"), "'gelo' is missing .* does not know it"),
+        (lambda folder: change_config(folder, hidden_size="16"), "'hidden_size' expected int, got str"),
+        (
+            lambda folder: change_config(folder, vocab_size=31000),
+            f"1 tensor has another: {WORDS} is .30522, 32. ",
+        ),
+        (
+            lambda folder: change_config(folder, hidden_size=64),
+            r"tensors have others: .* and must be \(64,\)",
+        ),
+        (
+            lambda folder: change_config(folder, max_position_embeddings=7),
+            r"position_embeddings\.weight is \(\d+, 32\) and must be \(7, 32\)\. Do config",
+        ),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
-        (lambda folder: cut_in_half(folder / "model.safetensors"), "could not be loaded"),
+        (
+            lambda folder: cut_in_half(folder / "model.safetensors"),
+            "model.safetensors is damaged: .*Download or",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is damaged: "),
+        (
+            lambda folder: (folder / "model.safetensors").write_text(
+                "version https://git-lfs.github.com/spec"
+            ),
+            "model.safetensors is a pointer of Git LFS. Run `git lfs pull` there",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "pytorch_model.bin is damaged",
+        ),
         (
             lambda folder: without_tensors(folder, "layer.1.output.dense.weight"),
             r"1 tensors are missing .*: encoder\.layer\.1\.output\.dense\.weight",
@@ -107,6 +138,14 @@ def test_a_pooler_may_be_missing_or_broken(folder: Path) -> None:
 def lose_the_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_of_a_tokenizer_is_named(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"the tokenizer of .* {name} (is no valid|must hold a) JSON"):
+        load_tokenizer(str(folder))
 
 
 def take_a_slow_tokenizer(folder: Path) -> None:

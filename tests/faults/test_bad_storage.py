@@ -77,7 +77,7 @@ def test_not_a_database(tmp_path: Path) -> None:
         assert isinstance(error, StorageError)
         assert "it must be a SQLite database" in str(error)
         assert path.read_bytes() == before
-    assert "the file cannot be opened" in str(refusal(f"sqlite:///{tmp_path}"))
+    assert "must name a file, but" in str(refusal(f"sqlite:///{tmp_path}"))
 
 
 def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
+from optuna.trial import TrialState
 
 from hpo.config.allowed import check_allowed, checkpoint_place
 from hpo.errors import HpoError, InputError, StorageError, printable
@@ -24,20 +24,19 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.claims.ending import give_up
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
-from hpo.study.store import optuna_tables
 from hpo.study.store.failures import database_errors, explain
+from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.optuna_internals import end_trial
 from hpo.study.store.orphans import (
     count_optuna_orphans,
     deleted_studies,
     remove_deleted,
     remove_optuna_orphans,
 )
-from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -87,29 +86,23 @@ def _is_readable(row: sa.Row[Any]) -> bool:
 def lost_trials(about: Examined) -> Iterator[Finding]:
     """Trials that are RUNNING, and that no worker of the study made."""
     for row in about.studies():
-        lost = about.storage.read(partial(_lost_trials, row.name))
-        trials = about.storage.load_study(row.name).get_trials(deepcopy=False) if lost else []
-        for number in lost:
+        lost = in_state(row.name, "RUNNING").where(is_foreign(row.name))
+        for trial_id, number in about.storage.read(partial(_rows_of, lost)):
             yield Finding(
                 f"Study {row.name}: trial {number} is RUNNING, but no worker of the study made it.",
                 "Ends it as FAIL, which samplers do not see.",
-                partial(about.storage.write, partial(_give_up, trials[number])),
+                partial(about.storage.write, partial(_give_up, trial_id)),
             )
 
 
-def _lost_trials(study: str, connection: sa.Connection) -> Sequence[int]:
-    """The numbers of the RUNNING trials without a claim, which is made together with its trial."""
-    trials, studies = optuna_tables.trials, optuna_tables.studies
-    is_claimed = sa.exists().where(claims.c.study == study, claims.c.trial_number == trials.c.number)
-    query = sa.select(trials.c.number).join(studies, studies.c.study_id == trials.c.study_id)
-    is_running = sa.cast(trials.c.state, sa.String) == "RUNNING"  # PostgreSQL has a type of its own
-    query = query.where(studies.c.study_name == study, is_running, ~is_claimed)
-    return connection.execute(query.order_by(trials.c.number)).scalars().all()
+def _rows_of(query: sa.Select[Any], connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+    return connection.execute(query).all()
 
 
-def _give_up(trial: FrozenTrial, connection: sa.Connection) -> None:
+def _give_up(trial_id: int, connection: sa.Connection) -> None:
     reason = "it was RUNNING, but no worker of the study made it, so no worker continues it."
-    give_up(connection, trial, Outcome.FAILED, reason)
+    attributes = {"outcome": Outcome.FAILED, "outcome_reason": reason}
+    end_trial(connection, trial_id, TrialState.FAIL, user_attrs=attributes)
 
 
 def orphans(about: Examined) -> Iterator[Finding]:

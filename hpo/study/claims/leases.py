@@ -48,8 +48,16 @@ from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
-from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, RESUMED_ATTR, Promotion, is_paused
+from hpo.study.sampling.promotion import (
+    BUDGET_SPENT,
+    PAUSED_ATTR,
+    RESUMED_ATTR,
+    RUN_ATTRS,
+    Promotion,
+    is_paused,
+)
 from hpo.study.store.optuna_internals import (
+    drop_attributes,
     is_unfinished,
     lock_trials,
     make_trial,
@@ -169,10 +177,16 @@ class WorkerLease(Membership):
             yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in list(seen.waiting):
             if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
-                self._storage.write(lambda it: give_up(it, trial, Outcome.FAILED, why))  # noqa: B023
+                self._storage.write(lambda it: self._refuse(it, seen, trial, why))  # noqa: B023
                 seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
                 yield trial
+
+    def _refuse(self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, why: str) -> None:
+        """End a waiting trial. It gets a claim, without which it would be foreign, and takes no place."""
+        if give_up(connection, trial, Outcome.FAILED, why) and trial.number not in seen.rows:
+            this = {"study": self._study.study_name, "trial_number": trial.number}
+            connection.execute(sa.insert(claims).values(**this, counts=False))
 
     def _claim(self, change: Change) -> Lease | None:
         """Make a claim in one transaction; None: there is none, or the database went away.
@@ -255,6 +269,7 @@ class WorkerLease(Membership):
             return connection.execute(take).one_or_none()
         if num_places(connection, self._study.study_name) <= 0:
             return None
+        drop_attributes(connection, trial_id_of(trial), RUN_ATTRS)  # a copy of another trial has them
         fixed = trial.system_attrs.get("fixed_params", {})
         point = None
         if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
@@ -286,7 +301,7 @@ class WorkerLease(Membership):
         allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
         if all(point_key(point) in self._tried for point, _ in allowed):
             return None, {}
-        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials)
+        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
         tried = num_trials_of_points(connection, self._study.study_name)
         self._tried.update(tried, map(point_key, given))
         left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
@@ -392,10 +407,11 @@ class WorkerLease(Membership):
         if result.outcome != Outcome.FAILED or not result.traceback:
             return None
         try:
-            trials = self._storage.persist(lambda: self._study.get_trials(deepcopy=False))
+            read = self._storage.persist(lambda: self._study.get_trials(deepcopy=False))
         except KeyError as error:
             raise LeaseLostError(f"Trial {lease.number} is gone: its study was deleted.") from error
-        num_failures, number = 1, trials[lease.number].user_attrs.get("retry_of")
-        while num_failures <= self.max_retries and isinstance(number, int) and 0 <= number < lease.number:
-            num_failures, number = num_failures + 1, trials[number].user_attrs.get("retry_of")
+        retry_of = {trial.number: trial.user_attrs.get("retry_of") for trial in read}
+        num_failures, number = 1, retry_of[lease.number]
+        while num_failures <= self.max_retries and number in retry_of and number < lease.number:
+            num_failures, number = num_failures + 1, retry_of[number]
         return {"retry_of": lease.number} if num_failures <= self.max_retries else None

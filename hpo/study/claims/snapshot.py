@@ -6,6 +6,7 @@ still as it was seen.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -17,7 +18,6 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.errors import StorageError
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.runnable import Runnable, known_params
 from hpo.study.sampling.infeasible import Choice, Failures, choices_of
@@ -37,8 +37,8 @@ LOOK_AT_ONCE = 8
 class Snapshot:
     """What a worker sees that has no trial."""
 
-    trials: Sequence[FrozenTrial]
-    """All of the study, by number."""
+    trials: Mapping[int, FrozenTrial]
+    """Those of hpo in the study, by number."""
     rows: Mapping[int, sa.Row[Any]]
     """The claims of the unfinished trials, by the trial's number."""
     num_places: int
@@ -106,7 +106,7 @@ class Watch:
         self._failures, self._blamed = Failures(), frozenset[Choice]()
         self._num_objectives = len(study.directions)
         self._unfinished: list[int] = []
-        self._num_seen = 0
+        self._last_seen = -1
         self._dead: set[str] = set()
         self._looks_at = -math.inf  # for dead workers
 
@@ -117,21 +117,19 @@ class Watch:
             runnable: what the worker can run.
             points: the configurations of a grid or a comparison; None: the sampler proposes.
         """
-        trials = self._storage.persist(lambda: read_trials(self._study))
+        read = self._storage.persist(lambda: read_trials(self._study))
+        trials = {trial.number: trial for trial in read}
         unfinished = self._unfinished_of(trials)
         return self._storage.read(lambda it: self._look(it, trials, unfinished, worker, runnable, points))
 
-    def _unfinished_of(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    def _unfinished_of(self, trials: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
         """The unfinished trials; those that have ended since the last look are added to the standings."""
-        if trials and trials[-1].number != len(trials) - 1:
-            raise StorageError(
-                f"The trials of the study `{self._study.study_name}` must have the numbers from 0 to "
-                f"{len(trials) - 1}, but the last one has {trials[-1].number}. Somebody has changed the rows."
-            )
-        looked_at = [*(trials[number] for number in self._unfinished), *trials[self._num_seen :]]
+        known = [trials[number] for number in self._unfinished if number in trials]
+        new = itertools.takewhile(lambda trial: trial.number > self._last_seen, reversed(trials.values()))
         unfinished = []
-        for trial in looked_at:
-            check_attributes(trial, self._num_objectives)
+        for trial in (*known, *reversed([*new])):
+            if trial.state != TrialState.WAITING:
+                check_attributes(trial, self._num_objectives)
             if not trial.state.is_finished():
                 unfinished.append(trial)
                 continue
@@ -140,7 +138,7 @@ class Watch:
                 self._failures.add_ended(trial)
             if self._budget is not None:
                 self._budget.add_ended(trial)
-        self._unfinished, self._num_seen = [trial.number for trial in unfinished], len(trials)
+        self._unfinished, self._last_seen = [trial.number for trial in unfinished], next(reversed(trials), -1)
         return unfinished
 
     def _continues_last(self, trial: FrozenTrial) -> bool:
@@ -150,7 +148,7 @@ class Watch:
     def _look(
         self,
         connection: sa.Connection,
-        trials: Sequence[FrozenTrial],
+        trials: Mapping[int, FrozenTrial],
         unfinished: Sequence[FrozenTrial],
         worker: str,
         runnable: Runnable,
@@ -177,12 +175,12 @@ class Watch:
             if trial.state == TrialState.WAITING:
                 if row is not None or seen.num_places > 0:
                     seen.waiting.append(trial)
-            elif row is not None:  # else plain Optuna made it
+            elif row is not None:  # else somebody has removed its claim
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free
                 kind.append(trial)
         unseen = sa.select(sa.func.count()).where(
-            claims.c.study == name, claims.c.trial_number >= len(trials)
+            claims.c.study == name, claims.c.trial_number > self._last_seen
         )
         seen.num_unseen = connection.execute(unseen).scalar_one()
         seen.hosts = {row.host for row in others}

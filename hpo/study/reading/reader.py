@@ -31,9 +31,10 @@ from hpo.study.reading.study_record import (
     WorkerRecord,
     best_trials,
 )
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR
+from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUN_ATTRS, RUNGS_ATTR
 from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
+from hpo.study.store.foreign import is_foreign
 from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
@@ -41,6 +42,8 @@ _TELEMETRY = "telemetry"
 _FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
 _OUTLINE = ("outcome", "outcome_reason", "worker", "active_seconds", PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR)
 """The user attributes by which all trials are counted and ranked."""
+_BEFORE_A_RUN = {*RUN_ATTRS} - {"retry_of"}
+"""A trial that waits has none of these, unless somebody enqueued it with the attributes of another."""
 _ALL = sa.true()
 _MAX_IDS = 10_000
 """In one query. SQLite takes 32,766 parameters, PostgreSQL 65,535."""
@@ -107,6 +110,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
         counts=dict(counts),
         state=study.state,
         spent={claim.trial_number: claim.device_seconds for claim in claims},
+        num_foreign=reading.num_foreign(),
         comparisons=_read_comparisons(connection, study.study_id),
     )
     shown = trials
@@ -151,6 +155,13 @@ class _Trials:
     study_id: int
     study: str
 
+    def num_foreign(self) -> int:
+        """Return how many trials of the study are foreign."""
+        trials = optuna_tables.trials
+        of_study = (trials.c.study_id == self.study_id, is_foreign(self.study))
+        query = sa.select(sa.func.count()).select_from(trials).where(*of_study)
+        return int(self.connection.execute(query).scalar_one())
+
     def outlines(
         self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]
     ) -> dict[int, TrialRecord]:
@@ -170,25 +181,26 @@ class _Trials:
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
         evaluations = {number: found for number, *found in self.connection.execute(evaluated)}
         trials = optuna_tables.trials
-        query = sa.select(trials).where(trials.c.study_id == self.study_id).order_by(trials.c.number)
+        own = (trials.c.study_id == self.study_id, ~is_foreign(self.study))
+        query = sa.select(trials).where(*own).order_by(trials.c.number)
         found = {}
         for row in self.connection.execute(query):
-            own = attributes.get(row.trial_id, {})
+            stored = attributes.get(row.trial_id, {})
             running_as, owner = state_of.get(row.number, ("running", None))
-            outcome = own.get("outcome") or (Outcome.FAILED if row.state == "FAIL" else row.state.lower())
+            outcome, reason = _ending(row.state, running_as, stored)
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
             num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
             found[row.trial_id] = TrialRecord(
                 number=row.number,
                 state=row.state,
-                outcome=running_as if row.state == "RUNNING" else outcome,
-                reason=own.get("outcome_reason", ""),
+                outcome=outcome,
+                reason=reason,
                 params=NOT_READ,
-                values=tuple(values[row.trial_id]) if row.state == "COMPLETE" else None,
+                values=tuple(values[row.trial_id]) if outcome == Outcome.COMPLETE else None,
                 started=started,
                 ended=ended,
                 seconds=(ended - started).total_seconds() if started and ended else None,
-                attributes=_own({"worker": owner, **own} if owner else own),
+                attributes=_own({"worker": owner, **stored} if owner else stored, row.state),
                 constraints=constraints.get(row.trial_id, {}),
                 telemetry=NOT_READ,
                 evaluations=NotRead(num_evaluations),
@@ -198,7 +210,7 @@ class _Trials:
         return found
 
     def in_full(
-        self, trials: Mapping[int, TrialRecord], attributes: Mapping[int, Mapping[str, Any]]
+        self, trials: Mapping[int, TrialRecord], attributes: defaultdict[int, dict[str, Any]]
     ) -> dict[int, TrialRecord]:
         """Return these trials with their parameters, telemetry and detailed evaluations."""
         params: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -210,8 +222,8 @@ class _Trials:
             trial_id: replace(
                 trial,
                 params=params[trial_id],
-                telemetry=attributes.get(trial_id, {}).get(_TELEMETRY, {}),
-                attributes={**_own(attributes.get(trial_id, {})), **trial.attributes},
+                telemetry={} if trial.state == "WAITING" else attributes[trial_id].get(_TELEMETRY, {}),
+                attributes={**_own(attributes[trial_id], trial.state), **trial.attributes},
                 detailed=detailed.get(trial.number, {}),
             )
             for trial_id, trial in trials.items()
@@ -219,7 +231,7 @@ class _Trials:
 
     def attributes(
         self, trial_ids: Collection[int] | None = None, names: Collection[str] = ()
-    ) -> dict[int, dict[str, Any]]:
+    ) -> defaultdict[int, dict[str, Any]]:
         """Return the user attributes, or those with these names, of these trials or of all."""
         attributes: dict[int, dict[str, Any]] = defaultdict(dict)
         table = optuna_tables.user_attributes
@@ -256,16 +268,27 @@ class _Trials:
         where: sa.ColumnElement[bool] = _ALL,
     ) -> Iterable[sa.Row[Any]]:
         trials = optuna_tables.trials
-        in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == self.study_id)
+        own = (trials.c.study_id == self.study_id, ~is_foreign(self.study))
+        in_study = sa.select(trials.c.trial_id).where(*own)
         here: sa.ColumnElement[bool] = table.c.trial_id.in_(in_study)
         if trial_ids is not None and len(trial_ids) <= _MAX_IDS:
             here = here & table.c.trial_id.in_(list(trial_ids))
         return self.connection.execute(sa.select(table).where(here, where).order_by(table.c[order]))
 
 
-def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The user attributes that have no field of `TrialRecord`."""
-    return {key: value for key, value in attributes.items() if key not in _FIELDS}
+def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple[str, str]:
+    """The outcome of a trial and its reason."""
+    if state in ("RUNNING", "WAITING"):
+        return running_as if state == "RUNNING" else "waiting", ""
+    if "outcome" not in attributes:  # hpo stores it with the end
+        return Outcome.FAILED, "somebody ended it outside of hpo."
+    return attributes["outcome"], attributes.get("outcome_reason", "")
+
+
+def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """The user attributes that have no field of `TrialRecord`, and that a trial in this state may have."""
+    left_out = _BEFORE_A_RUN if state == "WAITING" else _FIELDS
+    return {key: value for key, value in attributes.items() if key not in left_out}
 
 
 @lru_cache(maxsize=1024)

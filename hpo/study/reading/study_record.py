@@ -168,6 +168,9 @@ class StudyRecord:
     """`open`, `paused` or `cancelled`."""
     spent: Mapping[int, float] = field(default_factory=dict)
     """Of a study that has a budget: seconds of device time, by the trial's number."""
+    num_foreign: int = 0
+    """How many trials somebody else added to the study (`hpo.study.store.foreign`). `trials` has none of
+    them."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
     """The results of `hpo compare`, by its question: `precisions`, `configurations` or another."""
 

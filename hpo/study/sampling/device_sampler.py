@@ -158,6 +158,8 @@ class DeviceSampler(WrapperSampler):
         return {trial.number: other for trial, other in shown if other is not trial}
 
     def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
+        if trial.state == TrialState.WAITING:
+            return trial
         if self._device.says_nothing(trial):
             return None
         if trial.state == TrialState.RUNNING and (at_rungs := rungs_of(trial.user_attrs)):

@@ -100,7 +100,7 @@ def _limits(trial: FrozenTrial) -> dict[str, float]:
 
 def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[float] | None:
     """The values by which a trial is compared; None: it has none that is finite, or is infeasible."""
-    if is_infeasible(trial):
+    if trial.state == TrialState.WAITING or is_infeasible(trial):
         return None
     if at_rungs := rungs_of(trial.user_attrs):
         return list(next(iter(at_rungs.values()))["values"])

@@ -41,6 +41,11 @@ RESUMED_ATTR = "resumed_at"
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": how far it was outside of
 each limit of the study there}}."""
+RUN_ATTRS = (
+    *("outcome", "outcome_reason", "telemetry", "traceback", "worker", "active_seconds", "retry_of"),
+    *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
+)
+"""User attributes that hpo writes while a trial runs and at its end. An enqueued trial has none of them."""
 BUDGET_SPENT = "the budget of the study was not enough for more."
 """Reason of a trial that the budget of its study ended. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"

@@ -13,17 +13,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote, quote_plus, unquote
 
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError
 
-from hpo.errors import StorageError
+from hpo.errors import StorageError, did_you_mean, printable, shorten
 from hpo.study.store.sqlite_place import check_place
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
 BUSY_SECONDS = 60.0
 
+_DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg", "psycopg2")}
+"""What a URL may name. The URL of another program may say psycopg2: hpo connects with psycopg."""
+_NAMES = r"(?i:password|passwd|secret|token|api_?key|(?:access|secret|account)_?key(?:_id)?)"
+_SECRETS = (
+    re.compile(rf"([?&]\w*{_NAMES}=)[^&\s]*"),
+    # As libpq reads and writes it: quoted, or with a backslash before a quote or a space.
+    re.compile(rf"""((?<![?&\w])\w*{_NAMES}\s*=\s*)('(?:[^'\\]|\\.)*'|"[^"]*"|(?:\\.|[^\s"',;\\])+)"""),
+)
+_UNMISTAKABLE = 8
+"""So many characters make a password longer than the usual words of a message, host or database."""
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
 
 
@@ -57,34 +68,115 @@ def _url_in(file: Path) -> str:
 
 def parse_url(url: str) -> sa.URL:
     """Return `url` with its driver. Raises StorageError if it names neither a SQLite file nor PostgreSQL."""
-    if url.startswith("postgres") and url.count("@") > 1:
-        # What follows the first one would be taken for the host, and shown.
-        raise StorageError("A storage URL must have each `@` in its password written as `%40`.")
+    if problem := _problem_of_text(url):
+        raise StorageError(problem)
     try:
         parsed = sa.make_url(url)
-    except (ArgumentError, ValueError):
-        raise StorageError(
-            f"The storage must be a URL such as {_EXAMPLES}, but it is `{redact(url)}`."
-        ) from None
-    backend = {"postgres": "postgresql"}.get(parsed.get_backend_name(), parsed.get_backend_name())
-    if backend == "postgresql":
-        return parsed.set(drivername="postgresql+psycopg")
-    if backend != "sqlite":
+    except ArgumentError:
+        raise StorageError(_no_url(url)) from None
+    except ValueError:
+        raise StorageError(_wrong_port(url)) from None
+    backend, _, driver = parsed.drivername.partition("+")
+    backend = {"postgres": "postgresql"}.get(backend, backend)
+    if backend not in _DRIVERS:
         raise StorageError(
             f"The storage must be SQLite or PostgreSQL ({_EXAMPLES}), but `{redact(url)}` names `{backend}`."
+            f"{did_you_mean(backend, [*_DRIVERS])}"
         )
-    if not parsed.database or parsed.database == ":memory:":
+    if driver not in _DRIVERS[backend]:
         raise StorageError(
-            "A study in memory would be lost at the end of the command. Name a file: sqlite:///runs/hpo.db"
+            f"hpo connects to {backend} without the driver `{driver}`: write `{backend}://` in the URL."
         )
-    return parsed.set(drivername="sqlite")
+    check = _problem_of_sqlite if backend == "sqlite" else _problem_of_postgresql
+    if problem := check(parsed, url):
+        raise StorageError(problem)
+    return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
 
 
-def redact(url: str) -> str:
-    """Return `url` with `***` in place of its password, for messages."""
-    hidden = re.sub(r"(?i)([?&](?:ssl)?password=)[^&]*", r"\1***", url)
+def _problem_of_text(url: str) -> str:
+    if url != url.strip():
+        return f"The storage URL must have no space around it, but is `{redact(printable(url.strip()))}`."
+    if re.search(r"[\x00-\x1f\x7f]", unquote(url)):
+        shown = redact(shorten(printable(url), 200))
+        return f"The storage URL must have no control character, but is `{shown}`."
+    if url.count("sqlite://") > 1 or (url.count("://") > 1 and url.startswith("sqlite")):
+        return f"The storage must be one URL, but is `{redact(url)}`."
+    if re.search(r"postgres.*\?.* ", url):  # not shown: it may be a password
+        return "A storage URL must have each space behind its `?` written as `%20`."
+    # What follows the first one would be taken for the host, and shown.
+    is_split = url.startswith("postgres") and url.count("@") > 1
+    return "A storage URL must have each `@` in its password written as `%40`." if is_split else ""
+
+
+def _no_url(url: str) -> str:
+    """The message for a text that SQLAlchemy does not read as a URL."""
+    if url.startswith("sqlite:"):
+        return _wrong_slashes(url, url.removeprefix("sqlite:"))
+    is_file = re.fullmatch(r"[^@:]*\.(db|sqlite3?)", url)
+    near = f" Did you mean `sqlite:///{url}`?" if is_file else ""
+    return f"The storage must be a URL such as {_EXAMPLES}, but it is `{redact(url)}`.{near}"
+
+
+def _wrong_slashes(url: str, path: str) -> str:
+    return (
+        f"`{redact(url)}` names no file. A relative path needs three slashes, an absolute one four: "
+        f"`sqlite:///{path}`."
+    )
+
+
+def _wrong_port(url: str) -> str:
+    return f"{redact(url)}: the port must be a number from 1 to 65535. Check it, or leave it out."
+
+
+def _problem_of_sqlite(parsed: sa.URL, url: str) -> str:
+    file = parsed.database or ""
+    if parsed.host:
+        return _wrong_slashes(url, url.partition("://")[2])
+    if file == ":memory:":
+        return "A study in memory would be lost at the end of the command. Name a file: sqlite:///runs/hpo.db"
+    if not file:
+        return f"{url}: the storage URL must name a file, such as sqlite:///runs/hpo.db."
+    if file.endswith("/") or Path(file).is_dir():
+        return f"{url}: the storage URL must name a file, but `{file}` is a folder."
+    if not file.startswith("file:") and (options := ", ".join(f"`{name}`" for name in parsed.query)):
+        return f"{url}: {options} must be left out: hpo sets the options of SQLite itself."
+    return ""
+
+
+def _problem_of_postgresql(parsed: sa.URL, url: str) -> str:
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        return _wrong_port(url)
+    if parsed.host and " " in parsed.host:
+        return f"{redact(url)}: the host must have no space. Check it."
+    elsewhere = "PGDATABASE" in os.environ or "PGSERVICE" in os.environ
+    if not parsed.database and not elsewhere and not {"dbname", "service"} & parsed.query.keys():
+        shown = redact(url.partition("?")[0]).rstrip("/")
+        shown = shown if not shown.endswith(":") else f"{shown}//"
+        return f"The storage URL must name a database: {shown}/NAME"
+    return ""
+
+
+def redact(text: str) -> str:
+    """Return a URL, or a message, with `***` in place of each password, secret, token and key in it."""
+    for secret in _SECRETS:
+        text = secret.sub(r"\1***", text)
     # The greedy match reaches the last @: a password may hold one that nobody quoted.
-    return re.sub(r"(://[^:/?#]*):.*@", r"\1:***@", hidden)
+    return re.sub(r"((?:^|:/+)[^:/?#\s]*):(?![/\s]).*@", r"\1:***@", text)
+
+
+def without_password(url: str, text: str) -> str:
+    """Return a message about the database at `url` without its password.
+
+    It is hidden in URLs and behind `password=`. Elsewhere it is hidden only if nobody can mistake it for a
+    word of the message or a part of the URL.
+    """
+    parsed = sa.make_url(url)
+    password, others = str(parsed.password or ""), parsed.set(password="").render_as_string()
+    text = redact(text)
+    if len(password) >= _UNMISTAKABLE and not password.isalpha() and password not in others:
+        for form in (password, quote(password, safe=""), quote_plus(password)):
+            text = text.replace(form, "***")
+    return text
 
 
 def place(url: str) -> str:

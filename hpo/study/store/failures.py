@@ -7,11 +7,10 @@ import sqlite3
 import sys
 from collections.abc import Mapping
 
-import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, RunError, StorageError, shorten
-from hpo.study.store.database import redact
+from hpo.study.store.database import redact, without_password
 
 _LOST_BEFORE = "8s2b"  # SQLAlchemy's code of a statement in a transaction whose connection was lost before
 _READ_ONLY = "25006"  # PostgreSQL's code of a write to a server that is not the primary, or not any more
@@ -72,9 +71,7 @@ def _is_optunas(error: BaseException) -> bool:
 
 def explain(url: str, error: BaseException) -> HpoError:
     """Return what `error` means to the user, without the password."""
-    text = _text(error)
-    if password := sa.make_url(url).password:
-        text = text.replace(str(password), "***")
+    text = without_password(url, _text(error))
     for kind, failures in ((StorageError, _WRONG_INPUT | _NOT_THERE), (RunError, _CANNOT_GO_ON)):
         if advice := _find(failures, text):
             return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")

@@ -25,6 +25,7 @@ from hpo.errors import RunError, StorageError, printable
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.claims.snapshot import num_places
 from hpo.study.store import optuna_internals
+from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
 from hpo.study.store.schema import claims, delete_rows, studies, workers
@@ -60,10 +61,8 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
 
 def has_complete(connection: sa.Connection, name: str) -> bool:
     """Return true if a trial of the study is complete."""
-    trials, made = optuna_internals.trials, optuna_internals.studies
-    complete = sa.select(trials.c.number).select_from(trials.join(made)).where(made.c.study_name == name)
-    complete = complete.where(trials.c.state == TrialState.COMPLETE).limit(1)
-    return connection.execute(complete).first() is not None
+    complete = in_state(name, "COMPLETE").where(~is_foreign(name))
+    return connection.execute(complete.limit(1)).first() is not None
 
 
 def is_in_work(storage: Storage, name: str) -> bool:

@@ -2,7 +2,8 @@
 
 - Its tables: a trial is made in the transaction that inserts its claim, and a study is read, copied and
   deleted by whole tables.
-- The ids of its objects, a study that shows its samplers other trials than it has, and its sorting by fronts.
+- The ids of its objects, and its sorting by fronts.
+- A storage that hides foreign trials, and a study that shows its samplers other trials than it has.
 
 `tests/study/store/test_optuna_internals.py` names the versions of Optuna for which this is right.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,7 +22,8 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 from optuna.distributions import BaseDistribution
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._rdb import models
 from optuna.storages._rdb.models import SCHEMA_VERSION, BaseModel
 from optuna.study import Study, StudyDirection
@@ -28,6 +31,8 @@ from optuna.study._constrained_optimization import _CONSTRAINTS_KEY, _get_constr
 from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
+
+from hpo.study.store.foreign import claimed
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All of Optuna's; what refers to others comes after them."""
@@ -105,6 +110,44 @@ def open_trial(study: Study, number: int) -> Trial:
 def stored_trials(study: Study) -> list[FrozenTrial]:
     """All trials that the storage has, also those that a `StudyView` hides; not to be changed."""
     return study._storage.get_all_trials(study._study_id, deepcopy=False)
+
+
+class OwnTrials(_CachedStorage):
+    """Optuna's storage with its cache, without the foreign trials of a study (`foreign`).
+
+    A trial of hpo that somebody else ended is hidden too: its values are not those of hpo.
+    """
+
+    get_best_trial = BaseStorage.get_best_trial  # the cache would ask the database for it
+
+    def __init__(self, backend: RDBStorage) -> None:
+        super().__init__(backend)
+        self._claimed: dict[int, set[int]] = defaultdict(set)
+        """The numbers of the trials that are known to have a claim, by the study's id."""
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        trials = super().get_all_trials(study_id, deepcopy=False, states=states)
+        known = self._claimed[study_id]
+        begun = [trial.number for trial in trials if trial.state != TrialState.WAITING]
+        if unknown := [number for number in begun if number not in known]:
+            with self._backend.engine.connect() as connection:
+                known |= claimed(connection, study_id, unknown)
+        shown = [trial for trial in trials if _is_own(trial, known)]
+        return copy.deepcopy(shown) if deepcopy else shown
+
+    def set_trial_param(
+        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
+    ) -> None:
+        # Optuna would compare the distribution with that of another trial, which may be foreign.
+        self._backend._set_trial_param(trial_id, param_name, param_value_internal, distribution, distribution)
+
+
+def _is_own(trial: FrozenTrial, claimed: Container[int]) -> bool:
+    if trial.state == TrialState.WAITING:
+        return True
+    return trial.number in claimed and (not trial.state.is_finished() or "outcome" in trial.user_attrs)
 
 
 class StudyView(Study):
@@ -219,6 +262,12 @@ def set_trial_attributes(
             connection.execute(sa.insert(table), rows)
 
 
+def drop_attributes(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
+    """Remove these user attributes of a trial."""
+    these = (user_attributes.c.trial_id == trial_id, user_attributes.c.key.in_([*user_attrs]))
+    connection.execute(sa.delete(user_attributes).where(*these))
+
+
 def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, value: float) -> None:
     """Report a finite value, in place of an older one of the same step."""
     of_step = (intermediate_values.c.trial_id == trial_id, intermediate_values.c.step == step)
@@ -274,12 +323,9 @@ def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[
     if not connection.execute(run).rowcount:
         return
     connection.execute(sa.delete(table_of_values).where(table_of_values.c.trial_id == trial_id))
-    ended = (
-        (user_attributes, user_attributes.c.key.in_(list(user_attrs))),
-        (system_attributes, system_attributes.c.key.startswith(f"{_CONSTRAINTS_KEY}:")),
-    )
-    for table, condition in ended:
-        connection.execute(sa.delete(table).where(table.c.trial_id == trial_id, condition))
+    drop_attributes(connection, trial_id, user_attrs)
+    limits = system_attributes.c.key.startswith(f"{_CONSTRAINTS_KEY}:")
+    connection.execute(sa.delete(system_attributes).where(system_attributes.c.trial_id == trial_id, limits))
 
 
 def create_study(

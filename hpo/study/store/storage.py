@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from hpo.errors import OutageError, StoppedError, StorageError, did_you_mean
+from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
@@ -138,11 +138,16 @@ class Storage:
 
     @cached_property
     def optuna(self) -> BaseStorage:
-        """Optuna's storage, which keeps finished trials in memory. A command that only reads needs none."""
+        """Optuna's storage, which keeps finished trials in memory and hides foreign ones.
+
+        A command that only reads needs none.
+        """
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        return optuna.storages.get_storage(self.persist(lambda: optuna_storage(self.engine)))
+        from hpo.study.store.optuna_internals import OwnTrials
+
+        return OwnTrials(self.persist(lambda: optuna_storage(self.engine)))
 
     def __enter__(self) -> Storage:
         return self
@@ -271,7 +276,7 @@ class Storage:
         if row is None:
             names = self.read(lambda it: it.execute(sa.select(studies.c.name)).scalars().all())
             hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
-            raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
+            raise NoStudyError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
         return row[0]
 
     def studies(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
@@ -104,8 +105,7 @@ def test_a_running_trial_without_a_claim_is_ended(storage: Storage, host: Path) 
     assert "trial 0 is RUNNING, but no worker of the study made it" in first.problem
     assert "trial 2 is RUNNING, but no worker of the study made it" in second.problem
     assert all(one.mended for one in found(storage, host, fix=True))
-    with open_storage(storage.url, create=False) as fresh:  # what a process owns it does not read again
-        trials = fresh.load_study("tiny").trials
+    trials = optuna.load_study(study_name="tiny", storage=storage.url).trials
     assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "FAIL"]
     assert found(storage, host) == []
 

@@ -18,7 +18,6 @@ from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
-from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
@@ -221,15 +220,6 @@ def test_a_changed_attribute_is_one_clear_error(storage: Storage, name: str, val
         worker.record_outcome(lease, result("preempted"))
         trial.set_user_attr(name, value)
         with pytest.raises(StorageError, match=f"`{name}` of trial 0 must be"):
-            worker.claim()
-
-
-def test_a_changed_trial_number_is_one_clear_error(storage: Storage) -> None:
-    with worker_on(storage, study(3)) as worker:
-        begin(worker)
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(optuna_internals.trials).values(number=2**40))
-        with pytest.raises(StorageError, match="numbers from 0 to 1, but the last one has"):
             worker.claim()
 
 

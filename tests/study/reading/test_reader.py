@@ -42,7 +42,9 @@ def test_trial_that_ends_while_the_study_is_read(storage: Storage, table: str) -
 def test_what_no_worker_ended_has_the_outcome_of_its_state(storage: Storage) -> None:
     """The dashboard can end and enqueue trials."""
     opened = create_or_resume_study(storage, study(2))
-    opened.tell(opened.ask(), state=TrialState.FAIL)
+    with worker_on(storage, study(2)) as worker:
+        _, trial = begin(worker)
+        opened.tell(trial.number, state=TrialState.FAIL)
     opened.enqueue_trial({})
     assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]
 

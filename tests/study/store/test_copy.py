@@ -64,7 +64,7 @@ def test_nothing_of_a_study_is_forgotten() -> None:
 
 def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
     def parents(storage: Storage) -> list[list[int]]:
-        opened = storage.load_study("tiny")
+        opened = optuna.load_study(study_name="tiny", storage=storage.url)
         return [
             sorted(trial.number for trial in sampler.get_parent_population(opened, generation))
             for generation in (1, 2)
@@ -72,8 +72,8 @@ def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
 
     sampler = NSGAIISampler(population_size=4, seed=1)
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        opened = create_or_resume_study(source, study(20))
-        opened.sampler = sampler
+        create_or_resume_study(source, study(20))
+        opened = optuna.load_study(study_name="tiny", storage=source.url, sampler=sampler)
         opened.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=14)
         create_or_resume_study(target, study(3, name="another")).add_trial(create_trial(value=1.0))
         copy_study(source, target, "tiny")

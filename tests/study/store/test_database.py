@@ -3,13 +3,15 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import sqlalchemy as sa
+from psycopg.conninfo import make_conninfo
 
 from hpo.errors import StorageError
 from hpo.study.store import database
-from hpo.study.store.database import parse_url, redact, storage_url
+from hpo.study.store.database import parse_url, redact, storage_url, without_password
 from hpo.study.store.storage import open_storage
 
 
@@ -116,3 +118,134 @@ def test_sqlite_waits_and_logs_ahead(sqlite_url: str, monkeypatch: pytest.Monkey
             for name in ("journal_mode", "synchronous", "busy_timeout")
         }
     assert pragma == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 7000}
+
+
+SLASHES = "A relative path needs three slashes, an absolute one four"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlite://runs/x.db", f"{SLASHES}: `sqlite:///runs/x.db`"),
+        ("sqlite://x.db", f"{SLASHES}: `sqlite:///x.db`"),
+        ("sqlite:/x.db", f"{SLASHES}: `sqlite:////x.db`"),
+        ("sqlite:x.db", f"{SLASHES}: `sqlite:///x.db`"),
+        ("sqlite:/runs/x.db", f"{SLASHES}: `sqlite:////runs/x.db`"),
+        ("runs/x.db", "Did you mean `sqlite:///runs/x.db`?"),
+        ("/abs/x.db", "Did you mean `sqlite:////abs/x.db`?"),
+        ("x.sqlite3", "Did you mean `sqlite:///x.sqlite3`?"),
+        ("sqlite://", "must name a file"),
+        ("sqlite:///", "must name a file"),
+        ("sqlite:////", "must name a file, but `/` is a folder"),
+        ("sqlite:///.", "must name a file, but `.` is a folder"),
+        ("sqlite:///absent/", "must name a file, but `absent/` is a folder"),
+        ("sqlite:///:memory:", "A study in memory would be lost"),
+        ("sqlite:///x.db?cache=shared", "`cache` must be left out"),
+        ("sqlite3:///x.db", "names `sqlite3`. Did you mean `sqlite`?"),
+        ("SQLite:///x.db", "names `SQLite`. Did you mean `sqlite`?"),
+        ("sqlite+aiosqlite:///x.db", "without the driver `aiosqlite`: write `sqlite://`"),
+        ("mysql://", "names `mysql`"),
+        ("http://host/x.db", "names `http`"),
+        ("postgresql+pg8000://me:secret@host/db", "without the driver `pg8000`: write `postgresql://`"),
+        ("postgresql://me:secret@host", "must name a database: postgresql://me:***@host/NAME"),
+        ("postgresql://me:secret@host/", "must name a database: postgresql://me:***@host/NAME"),
+        ("postgres://", "must name a database: postgres:///NAME"),
+        ("postgresql://me:secret@host:port/db", "the port must be a number from 1 to 65535"),
+        ("postgresql://me:secret@host:/db", "the port must be a number from 1 to 65535"),
+        ("postgresql://me:secret@host:99999/db", "the port must be a number from 1 to 65535"),
+        ("postgresql://me:secret@host:0/db", "the port must be a number from 1 to 65535"),
+        ("postgresql:/me:secret@host/db", "must be a URL such as"),
+        ("postgresql://me:secret%00@host/db", "must have no control character"),
+        ("sqlite:///a%00b\x00.db", "must have no control character"),
+        (" sqlite:///x.db", "must have no space around it"),
+        ("sqlite:///x.db\n", "must have no space around it"),
+        ("postgresql://me:secret@host/a\tb", "must have no control character"),
+        ("postgresql://me:secret@ho st/db", "the host must have no space"),
+        ("sqlite:///x.db,sqlite:///y.db", "must be one URL"),
+        ("postgresql://host/db?password=my secret", "each space behind its `?` written as `%20`"),
+        ("me:secret@host/db", "must be a URL such as"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_one_clear_line(url: str, message: str) -> None:
+    with pytest.raises(StorageError) as raised:
+        parse_url(url)
+    text = str(raised.value)
+    assert message in text
+    assert "secret" not in text
+    assert "\n" not in text
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("sqlite:///runs/x.db", "sqlite:////abs/x.db", "sqlite:///with space.db", "sqlite:///50%.db"),
+        *("sqlite+pysqlite:///x.db", "sqlite:///file:x.db?uri=true", "sqlite:///sqlite:x.db"),
+        *("postgres://host/db", "postgresql:///db", "postgresql://me:a%40b@host:5432/db"),
+        *("postgresql://me:%zz%@[::1]:65535/db?sslmode=require", "postgresql:///?dbname=db&host=/run"),
+    ],
+)
+def test_a_url_that_can_be_used(url: str) -> None:
+    assert parse_url(url).get_backend_name() in ("sqlite", "postgresql")
+
+
+def test_libpq_may_name_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGDATABASE", "db")
+    assert parse_url("postgresql://host").host == "host"
+
+
+REFUSED = (
+    'connection to server at "127.0.0.1", port 1 failed: FATAL: database "hpo" does not exist for postgres'
+)
+
+
+@pytest.mark.parametrize(
+    "password",
+    [*"pe1. ", "hpo", "postgres", "127.0.0.1", "connection", "server", "failed", "port", "", "%", "***"],
+)
+def test_words_of_a_message_are_not_masked(password: str) -> None:
+    url = sa.URL.create("postgresql", "postgres", password, "127.0.0.1", 1, "hpo")
+    text = without_password(url.render_as_string(hide_password=False), REFUSED)
+    assert text == REFUSED
+
+
+@pytest.mark.parametrize("password", ["s", "hpo", "se'c", "a b", "correct-horse-1", "p%{w} @d", "k=v&x"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "cannot open {url}",
+        'invalid dsn: "host=h password={conninfo} user=me"',
+        "bad option in host=h sslpassword = {conninfo} user=me",
+        "postgresql://h/db?password={encoded}&x=1 is refused",
+    ],
+)
+def test_a_password_is_never_printed(password: str, said: str) -> None:
+    encoded = quote(password, safe="")
+    url = f"postgresql://me:{encoded}@host/db"
+    conninfo = make_conninfo(password=password).removeprefix("password=")
+    text = without_password(url, said.format(url=url, conninfo=conninfo, encoded=encoded))
+    shown = said.format(url="postgresql://me:***@host/db", conninfo="***", encoded="***")
+    assert text == shown
+
+
+@pytest.mark.parametrize("form", ["correct-horse/1", "correct-horse%2F1"])
+def test_a_long_password_is_masked_wherever_it_is(form: str) -> None:
+    text = without_password("postgresql://me:correct-horse%2F1@host/db", f'something new "{form}"')
+    assert text == 'something new "***"'
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "secret",
+        "AWS_SECRET_ACCESS_KEY",
+        "aws_access_key_id",
+        "token",
+        "WANDB_API_KEY",
+        "MLFLOW_TRACKING_TOKEN",
+    ],
+)
+def test_keys_of_stores_and_trackers_are_masked(name: str) -> None:
+    assert redact(f"refused: {name}=abc123 at https://me:pw@host/x") == (
+        f"refused: {name}=*** at https://me:***@host/x"
+    )

@@ -23,7 +23,7 @@ def test_it_is_a_version_that_was_looked_at() -> None:
 @pytest.mark.parametrize("is_enqueued", [False, True])
 def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> None:
     with open_storage(storage_url) as storage:
-        study = optuna.create_study(study_name="s", storage=storage.optuna)
+        study = optuna.create_study(study_name="s", storage=storage.optuna._backend)
         study_id = optuna_internals.study_id_of(study)
         study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
         study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})

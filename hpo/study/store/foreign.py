@@ -1,0 +1,39 @@
+"""Foreign trials: somebody else added them to a study of hpo, such as a plain Optuna script.
+
+A worker inserts the claim of a trial in the transaction that begins the trial. So a trial that has begun and
+has no claim is foreign. It is hidden from samplers and pruners, and it counts for nothing. A trial that waits
+is not foreign, whoever enqueued it: the next worker runs it.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from hpo.study.store.optuna_tables import studies, trials
+from hpo.study.store.schema import claims
+
+_FEW = 1000  # a statement takes so many values in every database
+
+
+def is_foreign(study: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a trial of this study is foreign, for a query of `optuna_tables.trials`."""
+    claimed = sa.exists().where(claims.c.study == study, claims.c.trial_number == trials.c.number)
+    return sa.and_(sa.cast(trials.c.state, sa.String) != "WAITING", ~claimed)
+
+
+def in_state(study: str, state: str) -> sa.Select[tuple[int, int]]:
+    """Return the query for the ids and numbers of a study's trials in this state, by number."""
+    query = sa.select(trials.c.trial_id, trials.c.number).join(
+        studies, studies.c.study_id == trials.c.study_id
+    )
+    # PostgreSQL has a type of its own for states.
+    query = query.where(studies.c.study_name == study, sa.cast(trials.c.state, sa.String) == state)
+    return query.order_by(trials.c.number)
+
+
+def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int]:
+    """Return those of these trials of a study that have a claim."""
+    few = len(numbers) < _FEW
+    these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
+    query = sa.select(claims.c.trial_number).join(studies, studies.c.study_name == claims.c.study)
+    return {*connection.execute(query.where(studies.c.study_id == study_id, these)).scalars()}

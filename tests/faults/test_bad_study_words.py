@@ -1,0 +1,75 @@
+"""Each command names the real cause first where STUDY is a broken file, a folder or nothing at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import COMMANDS, hpo_command, refused
+from tiny import write_study
+from worker_process import study
+
+from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+OPTIONS = {
+    "enqueue": ("--param", "learning_rate=1e-4"),
+    "track": ("--to", "tensorboard"),
+    "diagnose": ("--trial", "0"),
+    "delete": ("--yes",),
+    "copy": ("--to", "sqlite:///copy.db"),
+    "submit": ("--slurm", "--dry-run"),
+    "dashboard": ("--port", "0"),
+}
+WITHOUT_STUDY = ("studies", "new", "predict", "database start", "database stop", "database status")
+BROKEN = {
+    "syntax": ("name: m5\n  data: [\n", "Error: studies/syntax.yaml:2: this is not valid YAML: "),
+    "unknown": ("name: x\nprunner: {}\n", "Error: studies/unknown.yaml:1: data: "),
+    "empty": ("", "Error: studies/empty.yaml: the file is empty."),
+    "bytes": (b"\xff\xfe\0", "Error: studies/bytes.yaml: the file must be text in UTF-8, but its byte 0 "),
+}
+
+
+@pytest.fixture(scope="module", params=["without a database", "with a database"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of broken studies. Its database has another study."""
+    made = tmp_path_factory.mktemp("made")
+    for name in ("studies", "folder", "runs"):
+        (made / name).mkdir()
+    for name, (content, _) in BROKEN.items():
+        text = content if isinstance(content, bytes) else content.encode()
+        (made / "studies" / f"{name}.yaml").write_bytes(text)
+    if request.param == "with a database":
+        with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage:
+            create_or_resume_study(storage, study(2, name="other"))
+    return made
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*WITHOUT_STUDY}))
+def test_the_error_of_a_broken_file_comes_first(folder: Path, command: str) -> None:
+    has_database = any((folder / "runs").iterdir())
+    for name, (_, message) in BROKEN.items() if has_database else [("syntax", BROKEN["syntax"])]:
+        for word in (name, "studies/syntax.yaml") if name == "syntax" else (name,):
+            finished = refused(hpo_command(folder, command, word, *OPTIONS.get(command, ()), width=400))
+            assert finished.err.startswith(message), (word, finished.err)
+            assert "There is no study" not in finished.err
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*WITHOUT_STUDY}))
+def test_a_study_that_is_nowhere_is_named(folder: Path, command: str) -> None:
+    for word in ("there", "./folder") if any((folder / "runs").iterdir()) else ("",):
+        finished = refused(hpo_command(folder, command, word, *OPTIONS.get(command, ()), width=400))
+        assert finished.err.startswith("Error: "), (word, finished.err)
+        assert finished.err.count("\n") == 1
+        assert word.removeprefix("./") in finished.err or "There is no study database at" in finished.err
+
+
+def test_a_stored_study_is_used_though_a_file_of_its_name_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "studies" / "tiny.yaml").write_text("name: [")
+    write_study(tmp_path)
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        create_or_resume_study(storage, study(2))
+    for command in ("status", "pause", "resume", "doctor"):
+        assert hpo_command(tmp_path, command, "tiny").exit_code == 0

@@ -1,0 +1,190 @@
+"""Somebody else adds trials to a study of hpo. The trials of hpo run as if the others were not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState, create_trial
+from worker_process import begin, evaluate, result, run_trials, study, worker_on
+
+from hpo.config.search_space import suggest
+from hpo.report.status import study_status
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import best_trials
+from hpo.study.reading.watch import StudyWatch
+from hpo.study.sampling.samplers import build_pruner
+from hpo.study.store.lifecycle import has_complete
+from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
+
+NAME = "learning_rate"
+OUR_ATTRIBUTES = {
+    "outcome": "complete",
+    "outcome_reason": 3,
+    "telemetry": "no document",
+    "worker": None,
+    "paused_at": "x",
+    "resumed_at": [],
+    "rungs": 7,
+    "retry_of": 99,
+    "whole": "yes",
+    "active_seconds": "long",
+}
+
+
+def add(distribution: Any = None, value: Any = 0.5, **given: Any) -> Callable[[optuna.Study], None]:
+    """A trial with the value 99, which is better than any trial of hpo."""
+    if distribution is not None:
+        given |= {"params": {NAME: value}, "distributions": {NAME: distribution}}
+    return lambda opened: opened.add_trial(create_trial(**{"value": 99.0, **given}))
+
+
+def add_in(state: TrialState, **given: Any) -> Callable[[optuna.Study], None]:
+    return lambda opened: opened.add_trial(create_trial(state=state, **given))
+
+
+def optimize(opened: optuna.Study) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        return 90.0 + trial.suggest_float(NAME, 0.0, 1.0) + trial.suggest_int("batch_size", 1, 4)
+
+    opened.optimize(objective, n_trials=2)
+
+
+FOREIGN = {
+    "no logarithm": add(FloatDistribution(1e-3, 1.0)),
+    "steps": add(FloatDistribution(0.0, 1.0, step=0.5)),
+    "another range": add(FloatDistribution(1e-9, 1e3, log=True)),
+    "integers": add(IntDistribution(1, 9), 3),
+    "choices": add(CategoricalDistribution(["a", None]), "a"),
+    "other choices": add(
+        params={"fp_precision": "fp64"}, distributions={"fp_precision": CategoricalDistribution(["fp64"])}
+    ),
+    "another parameter": add(params={"x": 1.0}, distributions={"x": FloatDistribution(0.0, 1.0)}),
+    "no parameters": add(),
+    "an infinite value": add(value=math.inf),
+    "several values": lambda opened: opened._storage.create_new_trial(
+        opened._study_id, create_trial(state=TrialState.COMPLETE, values=[99.0, 99.0])
+    ),
+    "our attributes": add(user_attrs=OUR_ATTRIBUTES),
+    "strange constraints": add(system_attrs={"constraints": 3, "fixed_params": [], "constraints:x": "y"}),
+    "values that are no numbers": add(intermediate_values={1: math.nan, 2: math.inf}),
+    "pruned": add_in(TrialState.PRUNED, value=99.0, intermediate_values={1: 99.0}),
+    "failed": add_in(TrialState.FAIL, user_attrs=OUR_ATTRIBUTES),
+    "running": add_in(TrialState.RUNNING, user_attrs=OUR_ATTRIBUTES),
+    "optimized": optimize,
+}
+
+
+@pytest.fixture
+def load(storage: Storage) -> Iterator[Callable[[], optuna.Study]]:
+    """Loads the study as a plain Optuna script does."""
+    opened: list[RDBStorage] = []
+
+    def load_study() -> optuna.Study:
+        opened.append(RDBStorage(storage.url))
+        return optuna.load_study(study_name="tiny", storage=opened[-1])
+
+    yield load_study
+    for one in opened:
+        one.remove_session()
+        one.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        *(("gp", kind) for kind in FOREIGN),
+        *((name, "optimized") for name in ("random", "tpe", "nsga2", "grid")),
+    ],
+)
+def test_trials_run_beside_foreign_ones(
+    storage: Storage, load: Callable[[], optuna.Study], sampler: str, kind: str
+) -> None:
+    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]}}
+    if sampler != "grid":
+        space[NAME] = {"type": "float", "low": 1e-5, "high": 1e-3, "log": True}
+    config = study(3, search_space=space, sampler={"name": sampler})
+    create_or_resume_study(storage, config)
+    outside = load()
+    foreign = FOREIGN[kind]
+    foreign(outside)
+    assert not storage.read(lambda connection: has_complete(connection, "tiny"))
+    assert best_trials(read_study(storage, "tiny")) == []
+
+    def run(trial: optuna.trial.Trial) -> Any:
+        if trial.number == num_foreign:
+            foreign(outside)  # also while the study runs
+        return result("complete", values=(0.1,))
+
+    num_foreign = len(outside.trials)
+    assert run_trials(storage, config, run).outcomes == {"complete": 3}
+    record = read_study(storage, "tiny")
+    assert [trial.values for trial in record.trials] == [(0.1,)] * 3
+    assert record.num_foreign == 2 * num_foreign
+    assert record.counts == {"open": 0, "running": 0, "done": 3}
+    assert best_trials(record)[0].values == (0.1,)
+    assert study_status(record)["foreign_trials"] == 2 * num_foreign
+    assert StudyWatch(storage, config).look().best == (0.1, num_foreign)
+    assert storage.load_study("tiny").best_value == 0.1
+
+
+def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> None:
+    config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
+    with worker_on(storage, config) as worker:
+        worker._study.pruner = build_pruner(config.pruner)
+        for _ in range(5):
+            worker._study.add_trial(create_trial(value=0.9, intermediate_values={1: 0.9, 2: 0.9}))
+        ended, trial = begin(worker)
+        assert not evaluate(storage, trial, value=0.5)
+        worker.record_outcome(ended, result("complete"))
+        _, trial = begin(worker)
+        assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_trial_of_hpo_that_somebody_else_ends_counts_as_failed(
+    storage: Storage, load: Callable[[], optuna.Study], paused: bool
+) -> None:
+    config = study(2, pruner={"name": "promote"})
+    with worker_on(storage, config) as worker:
+        lease, trial = begin(worker)
+        suggest(config.search_space, trial)
+        if paused:
+            lease.pause(0.1, [0.5])
+            worker.record_outcome(lease, result("paused"))
+        load().tell(trial.number, 99.0)
+    run_trials(storage, config)
+    record = read_study(storage, "tiny")
+    assert [trial.outcome for trial in record.trials] == ["failed", "complete"]
+    assert record.trials[0].reason == "somebody ended it outside of hpo."
+    assert [trial.number for trial in best_trials(record)] == [1]
+    assert record.num_foreign == 0
+
+
+@pytest.mark.parametrize("pruner", ["none", "promote"])
+def test_an_enqueued_trial_runs_without_attributes_of_an_earlier_run(storage: Storage, pruner: str) -> None:
+    config = study(3, pruner={"name": pruner}, sampler={"name": "gp"})
+    outside = create_or_resume_study(storage, config)
+    outside.enqueue_trial({NAME: 1e-4}, user_attrs={**OUR_ATTRIBUTES, "memo": "mine"})
+    assert run_trials(storage, config).outcomes == {"complete": 3}
+    trial = read_study(storage, "tiny").trials[0]
+    assert (trial.outcome, trial.params[NAME], trial.attributes["memo"]) == ("complete", 1e-4, "mine")
+    assert OUR_ATTRIBUTES.keys() & trial.attributes.keys() == {"worker", "active_seconds", "whole"}
+
+
+def test_an_enqueued_trial_that_cannot_run_is_refused_and_shown(storage: Storage) -> None:
+    config = study(2)
+    opened = create_or_resume_study(storage, config)
+    opened.enqueue_trial({NAME: 5.0})
+    opened.enqueue_trial({"nonsense": 5.0})
+    assert run_trials(storage, config).outcomes == {"complete": 2}
+    record = read_study(storage, "tiny")
+    assert [trial.outcome for trial in record.trials] == ["failed", "failed", "complete", "complete"]
+    assert NAME in record.trials[0].reason
+    assert (record.num_foreign, record.counts["done"]) == (0, 2)
