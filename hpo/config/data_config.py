@@ -230,7 +230,7 @@ class SourceConfig(CheckedSection):
         "files": ("jsonl", "csv", "parquet"),
         "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
         "columns": ("csv", "parquet", "hub"),
-        "csv": ("csv",),
+        "csv": ("csv", "hub"),
         "hub": ("hub",),
         "options": (OWN,),
     }

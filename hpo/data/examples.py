@@ -193,6 +193,8 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
 
 
 def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
+    if isinstance(pair, dict) and pair.keys() == {"start", "end"}:
+        pair = [pair["start"], pair["end"]]
     if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
@@ -200,7 +202,9 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
     if not 0 <= start < end:
         problems.append(f"{where}: 0 <= start < end must hold, but got [{start}, {end}]")
     elif end > len(text):
-        problems.append(f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters")
+        problems.append(
+            f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters{_not_bytes(text)}"
+        )
     elif text[start:end].isspace():
         problems.append(f"{where}: [{start}, {end}] covers only white space")
     else:
@@ -208,6 +212,10 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
         start = text.index(inner, start)
         return start, start + len(inner)
     return None
+
+
+def _not_bytes(text: str) -> str:
+    return "" if text.isascii() else f" (it has {len(text.encode()):,} bytes, which do not count)"
 
 
 @lru_cache(maxsize=1024)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
-from hpo.data.csv_files import csv_records, found_form, shown
-from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
+from hpo.data.csv_files import csv_records, found_form, refuse_other_formats, shown
+from hpo.data.tables import Row, Table, TaskConfigs, TextTable, read_jsonl_row, unique_keys
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.extensions import SOURCES
 
@@ -72,11 +72,11 @@ def _elsewhere(path: Path) -> list[Path]:
 
 def split_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     if config.source in SOURCES:
-        return _own_readers(config)
+        return _own_readers(config, tasks)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
-def _own_readers(config: SourceConfig) -> dict[str, Reader]:
+def _own_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     assert config.source is not None  # SourceConfig has seen to it.
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
@@ -85,11 +85,11 @@ def _own_readers(config: SourceConfig) -> dict[str, Reader]:
             rows = list(own.make(split, options) or ())
         if rows or split == "train":
             name = f"{config.source} {split}"
-            readers[split] = Reader(name, partial(_own_rows, rows, name))
+            readers[split] = Reader(name, partial(_own_rows, rows, name, tasks))
     return readers
 
 
-def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
+def _own_rows(rows: list[Any], name: str, tasks: TaskConfigs) -> Iterator[Row]:
     for number, row in enumerate(rows, start=1):
         where = f"{name} row {number}"
         try:
@@ -98,7 +98,8 @@ def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
             yield Row(where, None, [f"must be what JSON can hold, but {error}"])
         else:
             named = {"id": f"{name.rpartition(' ')[2]}-{number}"}
-            yield Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
+            row = Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
+            yield read_jsonl_row(row, tasks)
 
 
 def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -110,11 +111,11 @@ def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
+        rows: Callable[[], Iterator[Row]]
         if config.source == "jsonl":
-            rows = partial(_jsonl_rows, path)
+            rows = partial(_labelled_rows, path, tasks)
         elif config.source == "csv":
-            form = found_form(path, config.csv, column_names(config.columns))
-            rows = partial(_csv_rows, path, form, Table(str(path), split, config.columns, tasks, form))
+            rows = _csv_reader([path], config.csv, Table(str(path), split, config.columns, tasks))
         else:
             rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)
@@ -133,7 +134,7 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
                 yield from _jsonl_rows(path)
             case ".csv":
                 form = found_form(path, csv, [columns.text])
-                yield from _csv_rows(path, form, TextTable(str(path), "row", columns, {}))
+                yield from _csv_rows({path: form}, TextTable(str(path), "row", columns, {}))
             case ".parquet":
                 yield from _parquet_rows(path, TextTable(str(path), "row", columns, {}))
             case _:
@@ -144,6 +145,7 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
 
 def _lines(path: Path) -> Iterator[Row]:
     """A row for each line, but for blank ones at the end."""
+    refuse_other_formats(path)
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
@@ -165,7 +167,12 @@ def nearest_file(path: Path) -> str:
     return did_you_mean(path.name, names[:50]) if names else f" {path.parent} is empty."
 
 
+def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
+    return (read_jsonl_row(row, tasks) for row in _jsonl_rows(path))
+
+
 def _jsonl_rows(path: Path) -> Iterator[Row]:
+    refuse_other_formats(path, {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"})
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -173,33 +180,31 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=_object))
+                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=unique_keys))
             except (ValueError, RecursionError) as error:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
-    row = dict(items)
-    for key in row if len(row) < len(items) else ():
-        if [name for name, _ in items].count(key) > 1:
-            raise ValueError(f"the key `{key}` must occur once in its object")
-    return row
+def _csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Callable[[], Iterator[Row]]:
+    forms = {path: found_form(path, csv, table.names) for path in paths}
+    return partial(_csv_rows, forms, table)
 
 
-def _csv_rows(path: Path, form: CsvConfig, table: Table) -> Iterator[Row]:
-    records = csv_records(path, form)
-    _, header = next(records)
-    table.check(header)
-    for number, (line, cells) in enumerate(records, start=1):
-        where = f"{path}:{line}"
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-            yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
-        else:
-            yield table.row(where, number, dict(zip(header, cells, strict=True)))
+def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
+    numbers = count(1)
+    for path, form in forms.items():
+        records = csv_records(path, form)
+        _, header = next(records)
+        table.check(header)
+        for (line, cells), number in zip(records, numbers, strict=False):
+            where = f"{path}:{line}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
+                yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
+            else:
+                yield table.row(where, number, dict(zip(header, cells, strict=True)), form)
 
 
 def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
@@ -215,6 +220,8 @@ def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
             yield table.row(f"{path} row {number}", number, cells)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
+    except KeyError as error:
+        raise DataError(f"{path}: a map must have each key once, but {error}.") from None
 
 
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -226,10 +233,12 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     _logger.info("loading the data set %s", hub.name)
     try:
         builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
-        # Of csv files: pandas would take "None", "NA" and others of its words for empty cells.
-        has_words = getattr(builder.config, "keep_default_na", False)
-        options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
-        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
+        loaded: Any = _csv_files(builder)
+        if not loaded:
+            # pandas would take "None", "NA" and others of its words in csv files for empty cells.
+            has_words = getattr(builder.config, "keep_default_na", False)
+            options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
+            loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
         raise DataError(
             f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "
@@ -241,13 +250,37 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
         name = splits.get(split, split)
         if name in loaded:
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
+            is_csv = isinstance(loaded[name], list)
+            rows = _csv_reader(loaded[name], config.csv, table) if is_csv else None
+            readers[split] = Reader(table.name, rows or partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
                 f"{did_you_mean(name, sorted(map(str, loaded)))}"
             )
     return readers
+
+
+def _csv_files(builder: Any) -> dict[str, list[Path]]:
+    """Return the files of each split if all are plain csv files, which are read as those of source csv.
+
+    pandas, with which `datasets` reads them, renames a column whose name occurs twice, turns the class `007`
+    into a number, and fills rows that are too short. A data set that sets options of pandas, or the types of
+    its columns, is left to it.
+    """
+    import datasets
+
+    if builder.name != "csv" or builder.info.features is not None:
+        return {}
+    ours = {"name", "version", "data_dir", "data_files", "description"}
+    if any(
+        getattr(builder.config, one.name) != one.default
+        for one in fields(builder.config)
+        if one.name not in ours
+    ):
+        return {}
+    found = datasets.DownloadManager().download_and_extract(builder.config.data_files)
+    return {str(split): [Path(file) for file in files] for split, files in found.items()}
 
 
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:
