@@ -223,7 +223,7 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
-    bad: list[str] = []
+    num_bad, problems = 0, list[tuple[str, str]]()
     splits: dict[str, list[Example]] = {}
     first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
@@ -241,10 +241,11 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                 else:
                     splits[split].append(example)
             if wrong:
-                bad.append(f"{row.where}: {'; '.join(wrong)}")
-    if bad:
-        rows = "1 bad row" if len(bad) == 1 else f"{len(bad):,} bad rows"
-        raise DataError(f"{rows} in the data; mend or remove:{listed(bad)}")
+                num_bad += 1
+                problems += [(row.where, problem) for problem in wrong]
+    if problems:
+        rows = "1 bad row" if num_bad == 1 else f"{num_bad:,} bad rows"
+        raise DataError(f"{rows} in the data; mend or remove:{listed(problems)}")
     for split, examples in splits.items():
         if not examples:
             raise DataError(_empty_split(readers[split], split))

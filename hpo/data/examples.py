@@ -7,6 +7,7 @@ A label or span key that is absent means "not annotated": the row has no part in
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,7 +21,11 @@ from hpo.tasks.registry import kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 
-MAX_LISTED = 20
+MAX_EXAMPLES, MAX_KINDS = 3, 10
+"""The examples of one kind of problem that a message has, and its kinds of problems."""
+
+_GIVEN = re.compile(r"(?:, but |`|\. ).*|\[.*\]|\d+", re.DOTALL)
+"""What differs between two problems of a kind: the value that was given, or a hint."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -177,10 +182,28 @@ class RowChecker:
         return segments
 
 
-def listed(bad: Sequence[str]) -> str:
-    """The first of the rows that cannot be read, a line each."""
-    more = f"\n  ... and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
-    return "\n  ".join(["", *bad[:MAX_LISTED]]) + more
+def listed(bad: Iterable[tuple[str, str]]) -> str:
+    """Return lines for the problems of rows (where, problem): of each kind three examples and the number."""
+    kinds: dict[str, list[str]] = {}
+    numbers = Counter[str]()
+    for where, problem in bad:
+        kind = _kind_of_problem(problem)
+        numbers[kind] += 1
+        if numbers[kind] <= MAX_EXAMPLES:
+            kinds.setdefault(kind, []).append(f"{where}: {problem}")
+    lines = [""]
+    for kind, examples in list(kinds.items())[:MAX_KINDS]:
+        more = numbers[kind] - len(examples)
+        lines += [*examples, *([f"... and {more:,} more row{'s' * (more > 1)} like these"] if more else [])]
+    if (others := len(kinds) - MAX_KINDS) > 0:
+        lines.append(f"... and {others} other kind{'s' * (others > 1)} of problem")
+    return "\n  ".join(lines)
+
+
+def _kind_of_problem(problem: str) -> str:
+    """Return a problem without the values of its row; a name in front belongs to the kind."""
+    begin = problem.find("` ") + 1 if problem.startswith("`") else 0
+    return problem[:begin] + _GIVEN.sub("", problem[begin:])
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
