@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
+from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
 from hpo.tasks.kind import Kind
@@ -73,6 +74,8 @@ class TaskFacts:
     """By class: the rows that have it; by span name: the spans. Every class and span name is there."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of regression: minimum, mean, std and maximum of the targets."""
+    odd_spans: OddSpans | None = None
+    """Spans that begin or end inside a word or at a space, if they are many."""
 
     @property
     def counts_spans(self) -> bool:
@@ -94,6 +97,8 @@ def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
+    for facts in tasks:
+        facts.odd_spans = dataset.span_ends[facts.name].odd() if facts.name in dataset.span_ends else None
     for split, examples in dataset.splits.items():
         _logger.info("looking at the %s split", split)
         key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)

@@ -21,6 +21,7 @@ from pathlib import Path
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
+from hpo.data.span_ends import SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
@@ -46,6 +47,8 @@ class DataSet:
     """Hash of all examples: the same content has the same fingerprint wherever it lies."""
     sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By split, the number of rows of each source. The rows have this order. Empty: the data set is one."""
+    span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
+    """Counts of the spans of each task as they were read, in all splits."""
 
 
 def load_data(config: DataConfig) -> DataSet:
@@ -82,12 +85,13 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
     configs, where, passed_over = _read_tasks(config)
     readers = split_readers(config, configs)
     tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
-    splits = _checked(readers, RowChecker(tasks, pair_segments, passed_over))
+    checker = RowChecker(tasks, pair_segments, passed_over)
+    splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
     _check_annotated(splits, tasks, readers)
     tasks = _fitted(tasks, splits["train"])
-    return DataSet(tasks, splits, _fingerprint(tasks, splits))
+    return DataSet(tasks, splits, _fingerprint(tasks, splits), span_ends=checker.span_ends)
 
 
 def _generate(config: SourceConfig) -> DataSet:
@@ -127,7 +131,8 @@ def _renamed(data: DataSet, source: NamedSource) -> DataSet:
     )
     splits = {split: [example(row) for row in rows] for split, rows in data.splits.items()}
     fingerprint = f"{source.name} {sorted(source.rename.items())} {data.fingerprint}"
-    return DataSet(tasks, splits, fingerprint)
+    ends = {names[task]: of for task, of in data.span_ends.items()}
+    return DataSet(tasks, splits, fingerprint, span_ends=ends)
 
 
 def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
@@ -153,7 +158,11 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
     sizes = {split: {name: len(loaded[name].splits[split]) for name in held[split]} for split in splits}
     told = repr([data.fingerprint for data in loaded.values()]).encode()
     fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
-    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes)
+    ends: dict[str, SpanEnds] = {}
+    for data in loaded.values():
+        for name, of_task in data.span_ends.items():
+            ends.setdefault(name, SpanEnds()).merge(of_task)
+    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes, ends)
 
 
 # Tasks

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
+from hpo.data.span_ends import SpanEnds
 from hpo.data.tasks import Task
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.registry import kind_of
@@ -68,6 +69,7 @@ class RowChecker:
         pair_segments: tuple[str, str] | None,
         passed_over: Mapping[str, TaskConfig],
     ) -> None:
+        self.span_ends = {task.name: SpanEnds() for task in tasks if kind_of(task).in_spans}
         self._kinds = {task.name: kind_of(task) for task in tasks}
         self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._span_tasks = [task for task in tasks if self._kinds[task.name].in_spans]
@@ -127,6 +129,9 @@ class RowChecker:
                 problems += self._kinds[task.name].span_problems(of_task, labels, segments)
         if problems:
             return None, problems
+        for task in self._span_tasks if spans else ():
+            for pair in (one for name in task.labels for one in row["spans"].get(name) or ()):
+                self.span_ends[task.name].add(str(row_id), text, *_offsets(pair))
         # What most rows have in common is kept once: it takes most of the memory of short rows.
         which = frozenset(annotated)
         which = self._annotated.setdefault(which, which)
@@ -216,8 +221,7 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
 
 
 def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
-    if isinstance(pair, dict) and pair.keys() == {"start", "end"}:
-        pair = [pair["start"], pair["end"]]
+    pair = _offsets(pair)
     if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
@@ -235,6 +239,12 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
         start = text.index(inner, start)
         return start, start + len(inner)
     return None
+
+
+def _offsets(pair: Any) -> Any:
+    """Return [start, end] of a span that is written so, or as an object of both."""
+    is_object = isinstance(pair, dict) and pair.keys() == {"start", "end"}
+    return [pair["start"], pair["end"]] if is_object else pair
 
 
 def _not_bytes(text: str) -> str:
