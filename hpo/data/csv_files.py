@@ -65,10 +65,13 @@ def refuse_other_formats(path: Path, more: Mapping[bytes, str] = MappingProxyTyp
     """Raises DataError for a file of another format, known by its first bytes; `more` adds formats."""
     with path.open("rb") as file:
         head = file.read(8)
-    for begin, name in {**_OTHER_FORMATS, **more}.items():
+    others = [
+        (begin, f"{name}, but must be text. Unpack it, or save it as text")
+        for begin, name in _OTHER_FORMATS.items()
+    ]
+    for begin, name in (*others, *more.items()):
         if head.startswith(begin):
-            wanted = "UTF-8. Save it as UTF-8" if begin in more else "text. Unpack it, or save it as text"
-            raise DataError(f"{path}: is {name}, but must be {wanted}.")
+            raise DataError(f"{path}: is {name}.")
 
 
 def shown(delimiter: str | None) -> str:

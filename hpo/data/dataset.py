@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
+from hpo.config.study_file import show
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.span_ends import SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
-from hpo.errors import DataError, InputError, did_you_mean
+from hpo.errors import DataError, InputError, did_you_mean, shorten
 from hpo.extensions import NO_DATA
 from hpo.tasks.kind import class_name
 from hpo.tasks.registry import KINDS, kind_of
@@ -198,21 +199,8 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 
     Evidence without span names is evidence for all classes of its task.
     """
-    inferred: dict[str, set[str]] = {
-        name: set() for name, config in configs.items() if config.has_classes and config.classes is None
-    }
-    if inferred:
-        num_rows = 0
-        _logger.info("reading the classes of %s", train.name)
-        for row in train.rows():
-            num_rows += 1
-            labels = row.row.get("labels") if isinstance(row.row, dict) else None
-            for name in inferred:
-                value = labels.get(name) if isinstance(labels, dict) else None
-                of_row = value if isinstance(value, list) else [value]
-                inferred[name].update(one for one in map(class_name, of_row) if one and isinstance(one, str))
-        if not num_rows:
-            raise DataError(_empty_split(train, "train"))
+    left_out = [name for name, config in configs.items() if config.has_classes and config.classes is None]
+    inferred = _classes_of_rows(left_out, configs, train) if left_out else {}
     completed = dict(configs)
     for name, classes in inferred.items():
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
@@ -224,6 +212,39 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
     return completed
 
 
+def _classes_of_rows(
+    tasks: Sequence[str], configs: Mapping[str, TaskConfig], train: Reader
+) -> dict[str, set[str]]:
+    """Return the classes of the training rows by task. Raises DataError where they are too few."""
+    inferred: dict[str, set[str]] = {name: set() for name in tasks}
+    num_rows, problems = 0, list[tuple[str, str]]()
+    _logger.info("reading the classes of %s", train.name)
+    for row in train.rows():
+        num_rows += 1
+        problems += [(row.where, problem) for problem in row.problems]
+        labels = row.row.get("labels") if isinstance(row.row, dict) else None
+        for name in tasks:
+            value = labels.get(name) if isinstance(labels, dict) else None
+            for one in map(class_name, value if isinstance(value, list) else [value]):
+                if isinstance(one, str) and one:
+                    inferred[name].add(one)
+                elif one is not None:
+                    got = shorten(repr(one), 60)
+                    problem = f"labels.{name} must be one class, as text or a whole number, but got {got}"
+                    problems.append((row.where, problem))
+    if not num_rows:
+        raise DataError(_empty_split(train, "train"))
+    for name, classes in inferred.items():
+        if len(classes) < (least := KINDS[configs[name].kind].min_labels):
+            if problems:
+                raise _bad_rows(problems)
+            raise DataError(
+                f"{train.name}: task `{name}` must have at least {least} class{'es' * (least > 1)}, but its rows "
+                f"have {show(sorted(classes))}. Label more rows, or give the task its `classes`."
+            )
+    return inferred
+
+
 def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
     return tuple(kind_of(task).fitted(train) for task in tasks)
 
@@ -232,7 +253,7 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
-    num_bad, problems = 0, list[tuple[str, str]]()
+    problems: list[tuple[str, str]] = []
     splits: dict[str, list[Example]] = {}
     first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
@@ -250,15 +271,20 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                 else:
                     splits[split].append(example)
             if wrong:
-                num_bad += 1
                 problems += [(row.where, problem) for problem in wrong]
     if problems:
-        rows = "1 bad row" if num_bad == 1 else f"{num_bad:,} bad rows"
-        raise DataError(f"{rows} in the data; mend or remove:{listed(problems)}")
+        raise _bad_rows(problems)
     for split, examples in splits.items():
         if not examples:
             raise DataError(_empty_split(readers[split], split))
     return splits
+
+
+def _bad_rows(problems: Sequence[tuple[str, str]]) -> DataError:
+    """Return the error for rows (where, problem) that cannot be used."""
+    num = len({where for where, _ in problems})
+    rows = "1 bad row" if num == 1 else f"{num:,} bad rows"
+    return DataError(f"{rows} in the data; mend or remove:{listed(problems)}")
 
 
 def _empty_split(reader: Reader, split: str) -> str:

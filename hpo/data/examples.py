@@ -101,7 +101,7 @@ class RowChecker:
         row_id, text, group = row.get("id"), row.get("text"), row.get("group")
         if type(row_id) is int:
             row_id = str(row_id)
-        if not isinstance(row_id, str) or not row_id:
+        if not isinstance(row_id, str) or not row_id.strip():
             problems.append(f"`id` must be a non-empty string, but got {_show_key(row, 'id')}")
         if not isinstance(text, str):
             problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")

@@ -28,6 +28,11 @@ _logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
+_NO_JSONL = {
+    b"\xff\xfe": "UTF-16, but must be UTF-8. Save it as UTF-8",
+    b"\xfe\xff": "UTF-16, but must be UTF-8. Save it as UTF-8",
+    b"[": "a JSON array, but must have one JSON object a line. `jq -c '.[]'` writes it so",
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
         elif config.source == "csv":
             rows = _csv_reader([path], config.csv, Table(str(path), split, config.columns, tasks))
         else:
-            rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
+            rows = partial(_parquet_rows, [path], Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)
     return readers
 
@@ -136,7 +141,7 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
                 form = found_form(path, csv, [columns.text])
                 yield from _csv_rows({path: form}, TextTable(str(path), "row", columns, {}))
             case ".parquet":
-                yield from _parquet_rows(path, TextTable(str(path), "row", columns, {}))
+                yield from _parquet_rows([path], TextTable(str(path), "row", columns, {}))
             case _:
                 yield from _lines(path)
     except OSError as error:
@@ -172,7 +177,7 @@ def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    refuse_other_formats(path, {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"})
+    refuse_other_formats(path, _NO_JSONL)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -207,21 +212,23 @@ def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
                 yield table.row(where, number, dict(zip(header, cells, strict=True)), form)
 
 
-def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
+def _parquet_rows(paths: Sequence[Path], table: Table) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-        table.check(file.schema_arrow.names)
-        batches = file.iter_batches(columns=table.names)
-        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
-        for number, cells in enumerate(rows, start=1):
-            yield table.row(f"{path} row {number}", number, cells)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: must be a parquet file, but {error}.") from None
-    except KeyError as error:
-        raise DataError(f"{path}: a map must have each key once, but {error}.") from None
+    numbers = count(1)
+    for path in paths:
+        try:
+            file = pq.ParquetFile(path)
+            table.check(file.schema_arrow.names)
+            batches = file.iter_batches(columns=table.names)
+            rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+            for in_file, (cells, number) in enumerate(zip(rows, numbers, strict=False), start=1):
+                yield table.row(f"{path} row {in_file}", number, cells)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: must be a parquet file, but {error}.") from None
+        except KeyError as error:
+            raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
 
 
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -233,26 +240,33 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     _logger.info("loading the data set %s", hub.name)
     try:
         builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
-        loaded: Any = _csv_files(builder)
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
+        loaded: Any = _plain_files(builder)
         if not loaded:
             # pandas would take "None", "NA" and others of its words in csv files for empty cells.
             has_words = getattr(builder.config, "keep_default_na", False)
             options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
             loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
+        cause = error.__cause__ or error  # of DatasetGenerationError, which says nothing itself
         raise DataError(
-            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "
-            f"{shorten(str(error), 300)} It must be the id of a public data set, or a local folder."
+            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(cause).__name__}: "
+            f"{shorten(str(cause), 300)} It must be the id of a public data set, or a local folder."
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}
+    rows: Callable[[], Iterator[Row]]
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            is_csv = isinstance(loaded[name], list)
-            rows = _csv_reader(loaded[name], config.csv, table) if is_csv else None
-            readers[split] = Reader(table.name, rows or partial(_hub_rows, loaded[name], table))
+            if not isinstance(loaded[name], list):
+                rows = partial(_hub_rows, loaded[name], table)
+            elif builder.name == "csv":
+                rows = _csv_reader(loaded[name], config.csv, table)
+            else:
+                rows = partial(_parquet_rows, loaded[name], table)
+            readers[split] = Reader(table.name, rows)
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
@@ -261,26 +275,29 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
-def _csv_files(builder: Any) -> dict[str, list[Path]]:
-    """Return the files of each split if all are plain csv files, which are read as those of source csv.
+def _plain_files(builder: Any) -> dict[str, list[Path]]:
+    """Return the files of each split if all are plain csv or parquet files, which this package reads itself.
 
-    pandas, with which `datasets` reads them, renames a column whose name occurs twice, turns the class `007`
-    into a number, and fills rows that are too short. A data set that sets options of pandas, or the types of
-    its columns, is left to it.
+    pandas, with which `datasets` reads csv, renames a column whose name occurs twice, turns the class `007`
+    into a number, and fills rows that are too short; of parquet, `datasets` knows no maps. Files whose
+    options or types of columns are set are left to it.
     """
     import datasets
+    import pyarrow.parquet as pq
 
-    if builder.name != "csv" or builder.info.features is not None:
+    if builder.name not in ("csv", "parquet") or builder.info.features is not None:
         return {}
     ours = {"name", "version", "data_dir", "data_files", "description"}
-    if any(
-        getattr(builder.config, one.name) != one.default
-        for one in fields(builder.config)
-        if one.name not in ours
-    ):
+    options = (one for one in fields(builder.config) if one.name not in ours)
+    if any(getattr(builder.config, one.name) != one.default for one in options):
         return {}
     found = datasets.DownloadManager().download_and_extract(builder.config.data_files)
-    return {str(split): [Path(file) for file in files] for split, files in found.items()}
+    files = {str(split): [Path(file) for file in of_split] for split, of_split in found.items()}
+    if builder.name == "parquet":
+        heads = (pq.read_schema(file) for of_split in files.values() for file in of_split)
+        if any(b"huggingface" in (head.metadata or {}) for head in heads):  # names of classes, for instance
+            return {}
+    return files
 
 
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:

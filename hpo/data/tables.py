@@ -19,6 +19,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
@@ -108,10 +109,9 @@ class Table:
                     f"{self.name}: must have the column `{name}` once, but has it {len(same)} times "
                     f"({given}). Rename the others."
                 )
-            if other := [one for one in header if one != name and one.casefold() == name.casefold()]:
-                _logger.warning(
-                    "%s: the column `%s` is read, but `%s` is not. Rename one.", self.name, name, other[0]
-                )
+            for other in header:
+                if other != name and other.casefold() == name.casefold():
+                    _warn_of_case(self.name, name, other)
 
     def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
         """Return the row of these cells, the `number`-th of its split."""
@@ -162,6 +162,12 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if [name for name, _ in items].count(key) > 1:
             raise ValueError(f"the key `{key}` must occur once in its object")
     return row
+
+
+@lru_cache
+def _warn_of_case(table: str, column: str, other: str) -> None:
+    """Log once what could be a mistake; a table is read several times."""
+    _logger.warning("%s: the column `%s` is read, but `%s` is not. Rename one.", table, column, other)
 
 
 def _is_blank(cell: Any) -> bool:

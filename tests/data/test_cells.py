@@ -171,6 +171,15 @@ def test_parquet_classes_of_other_types_are_refused(cell: Any, type_: pa.DataTyp
         read(tmp_path, "parquet", {"t": {"kind": ONE, "classes": ["a", "b"]}}, {"t": pa.array([cell], type_)})
 
 
+@pytest.mark.parametrize("reader", ["jsonl", "parquet", "hub jsonl", "hub parquet"])
+def test_classes_that_cannot_be_inferred_are_shown(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": [1.5, 2.5]})
+    first, second, _ = str(caught.value).splitlines()
+    assert first == "2 bad rows in the data; mend or remove:"
+    assert "labels.t must be one class, as text or a whole number, but got 1.5" in second
+
+
 @pytest.mark.parametrize("reader", ["parquet", "hub parquet"])
 @pytest.mark.parametrize(
     "array",
@@ -182,14 +191,37 @@ def test_parquet_classes_of_other_types_are_refused(cell: Any, type_: pa.DataTyp
     ids=lambda array: str(array.type),
 )
 def test_every_arrow_type_of_text_is_read(reader: str, array: Any, tmp_path: Path) -> None:
-    if reader == "hub parquet" and array.type == pa.string_view():
-        pytest.skip("`datasets` cannot load this type")
     dataset = read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": array})
     assert [row.labels.get("t") for row in dataset.splits["train"]] == ["a", None, "b"]
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_a_column_without_labels_is_refused(reader: str, tmp_path: Path) -> None:
+    message = r"task `t` must have at least 2 classes, but its rows have `\[\]`. Label more rows"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": [None, None]})
+
+
+@pytest.mark.parametrize("reader", ["csv", "parquet", "hub jsonl"])
+def test_columns_that_differ_by_case_are_told_apart(
+    reader: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = {"t": {"kind": ONE}}
+    folder = tmp_path / reader.replace(" ", "_")
+    folder.mkdir()
+    for split in ("train", "validation"):
+        write(folder, reader, split, {"t": ["a", "b"], "T": ["x", "y"]})
+    source = reader.partition(" ")[0]
+    at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    dataset = load(source=source, tasks=tasks, columns={"id": "id", "labels": {"t": "t"}}, **at)
+    assert [row.labels["t"] for row in dataset.splits["train"]] == ["a", "b"]
+    told = [message for message in caplog.messages if "the column `t` is read, but `T` is not" in message]
+    assert len(told) == 2
+
+
 # Spans
 
+TONE = {"tone": {"kind": ONE}}
 PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}
 
 
@@ -234,14 +266,33 @@ def test_a_key_twice_in_a_cell_is_refused(tmp_path: Path) -> None:
         read(tmp_path, "csv", PERSON, {"spans": cells})
 
 
-def test_a_key_twice_in_a_map_of_parquet_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", ["parquet", "hub parquet"])
+def test_a_key_twice_in_a_map_of_parquet_is_refused(reader: str, tmp_path: Path) -> None:
     type_ = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
     spans = pa.array([[("person", [[0, 3]]), ("person", [[7, 11]])]], type_)
     with pytest.raises(DataError, match=r"train\.parquet: .*person"):
-        read(tmp_path, "parquet", PERSON, {"spans": spans})
+        read(tmp_path, reader, PERSON, {"spans": spans})
 
 
-TONE = {"tone": {"kind": ONE}}
+@pytest.mark.parametrize("reader", ["parquet", "hub parquet"])
+def test_maps_of_parquet_are_spans_by_name(reader: str, tmp_path: Path) -> None:
+    type_ = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
+    spans = pa.array([[("person", [[0, 3]])], [], [("person", None)]], type_)
+    dataset = read(tmp_path, reader, PERSON, {"spans": spans})
+    assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]
+
+
+def test_a_broken_file_of_the_hub_is_refused_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "set" / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')
+    with pytest.raises(DataError, match=r"cannot load .*ArrowInvalid: JSON parse error: Column\(/text\) was"):
+        load(
+            source="hub",
+            hub={"name": str(tmp_path / "set")},
+            tasks=TONE,
+            columns={"labels": {"tone": "tone"}},
+        )
 
 
 @pytest.mark.parametrize("header", ["id,text,tone,tone", "id,text,tone,tone ", "id,text, tone,tone"])
@@ -264,6 +315,7 @@ def test_a_column_twice_is_refused(source: str, header: str, tmp_path: Path) -> 
         ("train.csv", b"PK\x03\x04data", "is a zip or Excel file, but must be text."),
         ("train.csv", b"PAR1data", "is a parquet file, but must be text."),
         ("train.jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16, but must be UTF-8"),
+        ("train.jsonl", b'[\n{"text": "a"}\n]', "is a JSON array, but must have one JSON object a line"),
     ],
 )
 def test_files_of_another_format_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:

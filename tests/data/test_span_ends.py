@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -106,9 +105,6 @@ def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["snips", "squad2", "nlupp", "sgd"])
-def test_spans_of_published_sets_are_not_odd(name: str) -> None:
-    root = os.environ.get("HPO_DATA_DIR")
-    if root is None or not Path(root, name).is_dir():
-        pytest.skip(f"HPO_DATA_DIR has no data set {name}")
-    facts = data_facts(load_set(Path(root, name)))
+def test_spans_of_published_sets_are_not_odd(name: str, real_set: Callable[[str], Path]) -> None:
+    facts = data_facts(load_set(real_set(name)))
     assert [task.odd_spans for task in facts.tasks] == [None] * len(facts.tasks)
