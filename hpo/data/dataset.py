@@ -239,8 +239,8 @@ def _classes_of_rows(
             if problems:
                 raise _bad_rows(problems)
             raise DataError(
-                f"{train.name}: task `{name}` must have at least {least} class{'es' * (least > 1)}, but its rows "
-                f"have {show(sorted(classes))}. Label more rows, or give the task its `classes`."
+                f"{train.name}: task `{name}` must have at least {least} class{'es' * (least > 1)}, but its "
+                f"rows have {show(sorted(classes))}. Label more rows, or give the task its `classes`."
             )
     return inferred
 
