@@ -24,7 +24,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     for task in data.tasks:
         advice += _unlabelled(task, is_csv=is_csv)
         advice += [*_few_rows(task), *_classes(task), *_names_of_nothing(task, config), *_numbers(task)]
-        advice += _odd_spans(task)
+        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
     return advice
 
 
@@ -149,14 +149,6 @@ def _names_of_nothing(task: TaskFacts, config: StudyConfig) -> Iterator[str]:
                 return
 
 
-def _odd_spans(task: TaskFacts) -> Iterator[str]:
-    if odd := task.odd_spans:
-        are = "begins or ends" if odd.num_odd == 1 else "begin or end"
-        cause = f"Probably {odd.cause}." if odd.cause else "Check the offsets, unless words may be divided."
-        share = _share(odd.num_odd, odd.num_spans, "span", f"`{task.name}`")
-        yield (f"{share} {are} inside a word or at a space, as in `{odd.excerpt}` (row `{odd.row}`). {cause}")
-
-
 def _batch(num_texts: int, config: StudyConfig) -> Iterator[str]:
     searched = config.search_space.get("batch_size")
     sizes = getattr(searched, "choices", (getattr(searched, "high", config.training.batch_size),))
@@ -202,8 +194,5 @@ def _it(labels: Sequence[str]) -> str:
 
 def _part(num: int, total: int, what: str, of: str) -> str:
     """`12 of 300 texts (4.0 %) of train are`."""
-    return f"{_share(num, total, what, of)} {'is' if num == 1 else 'are'}"
-
-
-def _share(num: int, total: int, what: str, of: str) -> str:
-    return f"{num:,} of {total:,} {what}s ({100 * num / max(total, 1):.1f} %) of {of}"
+    are = "is" if num == 1 else "are"
+    return f"{num:,} of {total:,} {what}s ({100 * num / max(total, 1):.1f} %) of {of} {are}"

@@ -94,11 +94,12 @@ class DataFacts:
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
-    tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
+    tasks = [
+        TaskFacts(task.name, task.kind, task.labels, odd_spans=dataset.odd_spans(task.name))
+        for task in dataset.tasks
+    ]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
-    for facts in tasks:
-        facts.odd_spans = dataset.span_ends[facts.name].odd() if facts.name in dataset.span_ends else None
     for split, examples in dataset.splits.items():
         _logger.info("looking at the %s split", split)
         key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)

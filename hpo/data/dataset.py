@@ -22,7 +22,7 @@ from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, Synthe
 from hpo.config.study_file import show
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
-from hpo.data.span_ends import SpanEnds
+from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean, shorten
@@ -50,6 +50,10 @@ class DataSet:
     """By split, the number of rows of each source. The rows have this order. Empty: the data set is one."""
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
     """Counts of the spans of each task as they were read, in all splits."""
+
+    def odd_spans(self, task: str) -> OddSpans | None:
+        """The spans of a task that begin or end inside a word or at a space, if they are many."""
+        return self.span_ends[task].odd() if task in self.span_ends else None
 
 
 def load_data(config: DataConfig) -> DataSet:

@@ -41,8 +41,8 @@ _NO_SEGMENTS: dict[str, Span] = {}
 class Example:
     """One text with its truth.
 
-    Spans are `(start, end)` in characters of `text`, end exclusive, sorted, without white space at either
-    end: predictions have none either, and tokens do not tell.
+    A span `(start, end)` is the characters `text[start:end]`. Spans are sorted. White space at their ends is
+    removed, as it is from predictions.
     """
 
     id: str
@@ -248,7 +248,7 @@ def _offsets(pair: Any) -> Any:
 
 
 def _not_bytes(text: str) -> str:
-    return "" if text.isascii() else f" (it has {len(text.encode()):,} bytes, which do not count)"
+    return "" if text.isascii() else f" (spans count characters, not its {len(text.encode()):,} bytes)"
 
 
 @lru_cache(maxsize=1024)

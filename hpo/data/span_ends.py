@@ -57,6 +57,12 @@ class OddSpans:
     cause: str | None
     """The mistake that explains most of them, with its remedy."""
 
+    def __str__(self) -> str:
+        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
+        where = f"as in `{self.excerpt}` (row `{self.row}`)"
+        cause = f"Probably {self.cause}." if self.cause else "Check the offsets, unless words may be divided."
+        return f"{share} begin or end inside a word or at a space, {where}. {cause}"
+
 
 @dataclass
 class SpanEnds:

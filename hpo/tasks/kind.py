@@ -52,7 +52,7 @@ IGNORE_INDEX = -100
 FloatArray = NDArray[np.floating[Any]]
 
 Span = tuple[str, int, int]
-"""Name, start and end of a span in characters, end exclusive."""
+"""Name, first character and end of a span; the end is one past its last character."""
 
 
 class Kind(ABC):

@@ -248,7 +248,7 @@ def test_odd_spans_are_reported_with_an_excerpt(tmp_path: Path) -> None:
     }
     (found,) = advice(study(tmp_path, tasks, splits), tmp_path)
     assert found == (
-        "40 of 40 spans (100.0 %) of `who` begin or end inside a word or at a space, as in `so [An]n met 0` "
+        "`who`: 40 of 40 spans (100.0 %) begin or end inside a word or at a space, as in `so [An]n met 0` "
         "(row `r0`). Probably the end is the last character of the span: add 1 to each end."
     )
 
