@@ -133,7 +133,8 @@ class ColumnsConfig(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
-    """Task name to column of spans: `{name: [[start, end], ...]}`; of one span name `[[start, end], ...]`."""
+    """Task name to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` if the task has one
+    span name. A span is the characters `text[start:end]`: counting starts at 0, and `end` is not part of it."""
 
 
 def _one_character(given: str) -> str:
@@ -159,7 +160,7 @@ Character = Annotated[str, AfterValidator(_one_character)]
 
 
 class CsvConfig(Section):
-    """How csv files are written."""
+    """How csv files are written (csv, and csv files of hub)."""
 
     delimiter: Character | None = None
     """Between cells: a character, or `tab`. Left out: `,`, `;`, tab or `|`, whichever gives the columns."""
@@ -168,8 +169,8 @@ class CsvConfig(Section):
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
     """Name of the encoding of files that are not UTF-8, such as cp1252 or utf-16."""
     empty: Literal["none", "unlabelled"] = "none"
-    """What an empty cell says of a multi_label task: no class holds, or nobody labelled it. Of other tasks an
-    empty cell always means unlabelled."""
+    """What an empty cell means for a multi_label task: no class holds, or nobody labelled the row. For other
+    tasks an empty cell always means that nobody labelled the row."""
 
 
 class HubConfig(Section):
@@ -230,7 +231,7 @@ class SourceConfig(CheckedSection):
         "files": ("jsonl", "csv", "parquet"),
         "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
         "columns": ("csv", "parquet", "hub"),
-        "csv": ("csv",),
+        "csv": ("csv", "hub"),
         "hub": ("hub",),
         "options": (OWN,),
     }
@@ -248,7 +249,7 @@ class SourceConfig(CheckedSection):
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     """Columns (csv, parquet, hub)."""
     csv: CsvConfig = Field(default_factory=CsvConfig)
-    """How csv files are written."""
+    """How csv files are written (csv, and csv files of hub)."""
     hub: HubConfig | None = None
     """Data set of the hub."""
     options: dict[str, Any] = Field(default_factory=dict)

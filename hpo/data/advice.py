@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
 from hpo.tasks.registry import KINDS
 
+_EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
+"""Words that programs write for a missing value; `none` in small letters is a usual class."""
+
 
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
     """What to change, since scores mislead or truth is lost otherwise; names between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
-    advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
+    num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
+    advice = [*_leaks(data), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += _unlabelled(task, is_csv=is_csv)
-        advice += [*_without_score(task), *_classes(task), *_numbers(task)]
+        advice += [*_few_rows(task), *_classes(task), *_names_of_nothing(task, config), *_numbers(task)]
+        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
     return advice
 
 
@@ -74,34 +82,81 @@ def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
 
 def _classes(task: TaskFacts) -> Iterator[str]:
     """Report classes without rows in a split, and classes that are probably one."""
-    held = {split: [label for label in task.labels if of[label]] for split, of in task.counts.items()}
-    known = {label for labels in held.values() for label in labels}
-    if nowhere := [label for label in task.labels if label not in known and held]:
+    held = task.counts
+    splits = {label: [split for split, of in held.items() if of[label]] for label in task.labels}
+    if nowhere := [label for label in task.labels if not splits[label] and held]:
         yield (
             f"`{task.name}`: no row has {_names(nowhere)}: is it spelt so in the data? If it is, label "
             "rows of it, or leave it out of the task."
         )
-    for label in task.labels:
-        if label in known and label not in held["train"]:
-            yield (
-                f"`{task.name}`: `{label}` is evaluated, but in no training row: move rows to training, or "
-                "leave it out of the task."
-            )
     for split in held:
-        if unseen := [label for label in held["train"] if label not in held[split]]:
+        others = [other for other in held if other != split]
+        only = [label for label in task.labels if splits[label] == [split]]
+        if only and split == "train":
             yield (
-                f"`{task.name}`: no row of {split} has {_names(unseen)}: the metrics there say nothing of "
-                f"it. Label rows of it in {split}."
+                f"`{task.name}`: only train has {_names(only)}: the metrics of {' and '.join(others)} say "
+                f"nothing of {_it(only)}. Label rows of {_it(only)} there too."
+            )
+        elif only and others:
+            yield (
+                f"`{task.name}`: only {split} has {_names(only)}: no model can learn {_it(only)}. Move rows "
+                f"of {_it(only)} to train, or leave {_it(only)} out of the task."
+            )
+        if unseen := [label for label in task.labels if len(splits[label]) > 1 and not held[split][label]]:
+            why = "no model can learn" if split == "train" else "the metrics there say nothing of"
+            yield (
+                f"`{task.name}`: no row of {split} has {_names(unseen)}: {why} {_it(unseen)}. Label rows of "
+                f"{_it(unseen)} in {split}."
             )
     alike: dict[str, list[str]] = {}
     for label in task.labels:
-        alike.setdefault(normalised(label), []).append(label)
+        alike.setdefault(_spelling(label), []).append(label)
     for labels in alike.values():
         if len(labels) > 1:
             yield (
-                f"`{task.name}`: {_names(labels)} differ in case or white space alone, but are different "
-                "classes: write them in one way."
+                f"`{task.name}`: {_names(labels)} are different classes, but differ in case, spaces or the "
+                "like alone. Write them in one way."
             )
+
+
+def _spelling(label: str) -> str:
+    """Return what two classes have in common that are probably one."""
+    plain = "".join(one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
+    joined = re.sub(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])", "", normalised(plain))
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", joined)
+
+
+def _names_of_nothing(task: TaskFacts, config: StudyConfig) -> Iterator[str]:
+    """Report inferred classes that programs write for a missing value, and classes that may be several."""
+    tasks = config.data.tasks
+    given = tasks.get("tasks", tasks).get(task.name, {}) if isinstance(tasks, Mapping) else {}
+    if given.get("classes") or not KINDS[task.kind].has_classes:
+        return
+    if empty := [label for label in task.labels if label != "none" and label.lower() in _EMPTY]:
+        yield (
+            f"`{task.name}`: {_names(empty)} is a class: if it means that nobody labelled the row, leave its "
+            "cell empty. If it is a class, list it in the `classes` of the study file."
+        )
+    if KINDS[task.kind].is_list:
+        parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
+        numbers = Counter(part for of_label in parts.values() for part in set(of_label))
+        for label, of_label in parts.items():
+            if len(of_label) > 1 and max(numbers[part] for part in of_label) > 1:
+                yield (
+                    f"`{task.name}`: `{label}` is one class. If it names several, separate them by `|` or "
+                    "set `data.csv.list_separator`."
+                )
+                return
+
+
+def _batch(num_texts: int, config: StudyConfig) -> Iterator[str]:
+    searched = config.search_space.get("batch_size")
+    sizes = getattr(searched, "choices", (getattr(searched, "high", config.training.batch_size),))
+    if (largest := max(sizes)) > num_texts:
+        yield (
+            f"`batch_size` {largest:,} is more than the {num_texts:,} texts of train: each step sees all of "
+            f"them. Take at most {max(1, num_texts // 2):,}."
+        )
 
 
 def _numbers(task: TaskFacts) -> Iterator[str]:
@@ -113,14 +168,16 @@ def _numbers(task: TaskFacts) -> Iterator[str]:
             yield f"`{task.name}`: {all_of} are {of['minimum']:.15g}: {why}. Check the column."
 
 
-def _without_score(task: TaskFacts) -> Iterator[str]:
-    """Report splits without a primary metric of the task: r2 needs two rows, any other metric one."""
+def _few_rows(task: TaskFacts) -> Iterator[str]:
+    """Report splits with one labelled row, and splits without a primary metric: r2 needs two rows."""
     for split, num in task.num_annotated.items():
-        if num < (2 if KINDS[task.kind].is_number else 1):
-            yield (
-                f"{split} has no `score`, since it has {num} labelled row{'s' * (num != 1)} of "
-                f"`{task.name}`: label more."
-            )
+        rows = f"{num} labelled row{'s' * (num != 1)} of `{task.name}`"
+        if num < (2 if KINDS[task.kind].is_number and split != "train" else 1):
+            yield f"{split} has no `score`, since it has {rows}: label more."
+        elif num == 1 and split == "train":
+            yield f"train has {rows}: a model learns nothing from it. Label more."
+        elif num == 1:
+            yield f"{split} has {rows}: its score can only be right or wrong. Label more."
 
 
 def _names(labels: Sequence[str]) -> str:
@@ -129,6 +186,10 @@ def _names(labels: Sequence[str]) -> str:
     if len(labels) > 5:
         return f"{', '.join(shown)} and {len(labels) - 5} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+def _it(labels: Sequence[str]) -> str:
+    return "it" if len(labels) == 1 else "them"
 
 
 def _part(num: int, total: int, what: str, of: str) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
+from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
 from hpo.tasks.kind import Kind
@@ -73,6 +74,8 @@ class TaskFacts:
     """By class: the rows that have it; by span name: the spans. Every class and span name is there."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of regression: minimum, mean, std and maximum of the targets."""
+    odd_spans: OddSpans | None = None
+    """Spans that begin or end inside a word or at a space, if they are many."""
 
     @property
     def counts_spans(self) -> bool:
@@ -91,7 +94,10 @@ class DataFacts:
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
-    tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
+    tasks = [
+        TaskFacts(task.name, task.kind, task.labels, odd_spans=dataset.odd_spans(task.name))
+        for task in dataset.tasks
+    ]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
     for split, examples in dataset.splits.items():

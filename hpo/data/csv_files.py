@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from hpo.config.data_config import CsvConfig
 from hpo.errors import DataError, did_you_mean, shorten
@@ -23,6 +24,16 @@ _ADVICE = (
     "cp1251, utf-16 ...)."
 )
 _PIECE = 1 << 20
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "a gzip file",
+    b"PK\x03\x04": "a zip or Excel file",
+    b"\xd0\xcf\x11\xe0": "an Excel file",
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"(\xb5/\xfd": "a zstandard file",
+}
 
 
 def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConfig:
@@ -30,6 +41,7 @@ def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConf
 
     Raises DataError where the file is empty, no text, or its header lacks a column.
     """
+    refuse_other_formats(path)
     encoding = _find_encoding(path, config.encoding)
     with path.open(encoding=encoding, newline="") as file:
         lines = file.readlines(_PIECE)
@@ -47,6 +59,19 @@ def found_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConf
         contradicts = ", not as `data.csv` says" if config.delimiter else ""
         _logger.info("%s: read with %s%s", path, shown(delimiter), contradicts)
     return config.model_copy(update={"delimiter": delimiter, "encoding": encoding})
+
+
+def refuse_other_formats(path: Path, more: Mapping[bytes, str] = MappingProxyType({})) -> None:
+    """Raises DataError for a file of another format, known by its first bytes; `more` adds formats."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    others = [
+        (begin, f"{name}, but must be text. Unpack it, or save it as text")
+        for begin, name in _OTHER_FORMATS.items()
+    ]
+    for begin, name in (*others, *more.items()):
+        if head.startswith(begin):
+            raise DataError(f"{path}: is {name}.")
 
 
 def shown(delimiter: str | None) -> str:

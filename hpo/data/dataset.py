@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
+from hpo.config.study_file import show
 from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
+from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
-from hpo.errors import DataError, InputError, did_you_mean
+from hpo.errors import DataError, InputError, did_you_mean, shorten
 from hpo.extensions import NO_DATA
 from hpo.tasks.kind import class_name
 from hpo.tasks.registry import KINDS, kind_of
@@ -46,6 +48,12 @@ class DataSet:
     """Hash of all examples: the same content has the same fingerprint wherever it lies."""
     sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By split, the number of rows of each source. The rows have this order. Empty: the data set is one."""
+    span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
+    """Counts of the spans of each task as they were read, in all splits."""
+
+    def odd_spans(self, task: str) -> OddSpans | None:
+        """The spans of a task that begin or end inside a word or at a space, if they are many."""
+        return self.span_ends[task].odd() if task in self.span_ends else None
 
 
 def load_data(config: DataConfig) -> DataSet:
@@ -82,12 +90,13 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
     configs, where, passed_over = _read_tasks(config)
     readers = split_readers(config, configs)
     tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
-    splits = _checked(readers, RowChecker(tasks, pair_segments, passed_over))
+    checker = RowChecker(tasks, pair_segments, passed_over)
+    splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
     _check_annotated(splits, tasks, readers)
     tasks = _fitted(tasks, splits["train"])
-    return DataSet(tasks, splits, _fingerprint(tasks, splits))
+    return DataSet(tasks, splits, _fingerprint(tasks, splits), span_ends=checker.span_ends)
 
 
 def _generate(config: SourceConfig) -> DataSet:
@@ -127,7 +136,8 @@ def _renamed(data: DataSet, source: NamedSource) -> DataSet:
     )
     splits = {split: [example(row) for row in rows] for split, rows in data.splits.items()}
     fingerprint = f"{source.name} {sorted(source.rename.items())} {data.fingerprint}"
-    return DataSet(tasks, splits, fingerprint)
+    ends = {names[task]: of for task, of in data.span_ends.items()}
+    return DataSet(tasks, splits, fingerprint, span_ends=ends)
 
 
 def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
@@ -153,7 +163,11 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
     sizes = {split: {name: len(loaded[name].splits[split]) for name in held[split]} for split in splits}
     told = repr([data.fingerprint for data in loaded.values()]).encode()
     fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
-    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes)
+    ends: dict[str, SpanEnds] = {}
+    for data in loaded.values():
+        for name, of_task in data.span_ends.items():
+            ends.setdefault(name, SpanEnds()).merge(of_task)
+    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes, ends)
 
 
 # Tasks
@@ -189,21 +203,8 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 
     Evidence without span names is evidence for all classes of its task.
     """
-    inferred: dict[str, set[str]] = {
-        name: set() for name, config in configs.items() if config.has_classes and config.classes is None
-    }
-    if inferred:
-        num_rows = 0
-        _logger.info("reading the classes of %s", train.name)
-        for row in train.rows():
-            num_rows += 1
-            labels = row.row.get("labels") if isinstance(row.row, dict) else None
-            for name in inferred:
-                value = labels.get(name) if isinstance(labels, dict) else None
-                of_row = value if isinstance(value, list) else [value]
-                inferred[name].update(one for one in map(class_name, of_row) if one and isinstance(one, str))
-        if not num_rows:
-            raise DataError(_empty_split(train, "train"))
+    left_out = [name for name, config in configs.items() if config.has_classes and config.classes is None]
+    inferred = _classes_of_rows(left_out, configs, train) if left_out else {}
     completed = dict(configs)
     for name, classes in inferred.items():
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
@@ -215,6 +216,39 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
     return completed
 
 
+def _classes_of_rows(
+    tasks: Sequence[str], configs: Mapping[str, TaskConfig], train: Reader
+) -> dict[str, set[str]]:
+    """Return the classes of the training rows by task. Raises DataError where they are too few."""
+    inferred: dict[str, set[str]] = {name: set() for name in tasks}
+    num_rows, problems = 0, list[tuple[str, str]]()
+    _logger.info("reading the classes of %s", train.name)
+    for row in train.rows():
+        num_rows += 1
+        problems += [(row.where, problem) for problem in row.problems]
+        labels = row.row.get("labels") if isinstance(row.row, dict) else None
+        for name in tasks:
+            value = labels.get(name) if isinstance(labels, dict) else None
+            for one in map(class_name, value if isinstance(value, list) else [value]):
+                if isinstance(one, str) and one:
+                    inferred[name].add(one)
+                elif one is not None:
+                    got = shorten(repr(one), 60)
+                    problem = f"labels.{name} must be one class, as text or a whole number, but got {got}"
+                    problems.append((row.where, problem))
+    if not num_rows:
+        raise DataError(_empty_split(train, "train"))
+    for name, classes in inferred.items():
+        if len(classes) < (least := KINDS[configs[name].kind].min_labels):
+            if problems:
+                raise _bad_rows(problems)
+            raise DataError(
+                f"{train.name}: task `{name}` must have at least {least} class{'es' * (least > 1)}, but its "
+                f"rows have {show(sorted(classes))}. Label more rows, or give the task its `classes`."
+            )
+    return inferred
+
+
 def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
     return tuple(kind_of(task).fitted(train) for task in tasks)
 
@@ -223,7 +257,7 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
-    bad: list[str] = []
+    problems: list[tuple[str, str]] = []
     splits: dict[str, list[Example]] = {}
     first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
@@ -241,14 +275,20 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                 else:
                     splits[split].append(example)
             if wrong:
-                bad.append(f"{row.where}: {'; '.join(wrong)}")
-    if bad:
-        rows = "1 bad row" if len(bad) == 1 else f"{len(bad):,} bad rows"
-        raise DataError(f"{rows} in the data; mend or remove:{listed(bad)}")
+                problems += [(row.where, problem) for problem in wrong]
+    if problems:
+        raise _bad_rows(problems)
     for split, examples in splits.items():
         if not examples:
             raise DataError(_empty_split(readers[split], split))
     return splits
+
+
+def _bad_rows(problems: Sequence[tuple[str, str]]) -> DataError:
+    """Return the error for rows (where, problem) that cannot be used."""
+    num = len({where for where, _ in problems})
+    rows = "1 bad row" if num == 1 else f"{num:,} bad rows"
+    return DataError(f"{rows} in the data; mend or remove:{listed(problems)}")
 
 
 def _empty_split(reader: Reader, split: str) -> str:

@@ -7,6 +7,7 @@ A label or span key that is absent means "not annotated": the row has no part in
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,13 +15,18 @@ from functools import lru_cache
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
+from hpo.data.span_ends import SpanEnds
 from hpo.data.tasks import Task
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.registry import kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 
-MAX_LISTED = 20
+MAX_EXAMPLES, MAX_KINDS = 3, 10
+"""The examples of one kind of problem that a message has, and its kinds of problems."""
+
+_GIVEN = re.compile(r"(?:, but |`|\. ).*|\[.*\]|\d+", re.DOTALL)
+"""What differs between two problems of a kind: the value that was given, or a hint."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -35,8 +41,8 @@ _NO_SEGMENTS: dict[str, Span] = {}
 class Example:
     """One text with its truth.
 
-    Spans are `(start, end)` in characters of `text`, end exclusive, sorted, without white space at either
-    end: predictions have none either, and tokens do not tell.
+    A span `(start, end)` is the characters `text[start:end]`. Spans are sorted. White space at their ends is
+    removed, as it is from predictions.
     """
 
     id: str
@@ -63,6 +69,7 @@ class RowChecker:
         pair_segments: tuple[str, str] | None,
         passed_over: Mapping[str, TaskConfig],
     ) -> None:
+        self.span_ends = {task.name: SpanEnds() for task in tasks if kind_of(task).in_spans}
         self._kinds = {task.name: kind_of(task) for task in tasks}
         self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._span_tasks = [task for task in tasks if self._kinds[task.name].in_spans]
@@ -94,7 +101,7 @@ class RowChecker:
         row_id, text, group = row.get("id"), row.get("text"), row.get("group")
         if type(row_id) is int:
             row_id = str(row_id)
-        if not isinstance(row_id, str) or not row_id:
+        if not isinstance(row_id, str) or not row_id.strip():
             problems.append(f"`id` must be a non-empty string, but got {_show_key(row, 'id')}")
         if not isinstance(text, str):
             problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")
@@ -122,6 +129,9 @@ class RowChecker:
                 problems += self._kinds[task.name].span_problems(of_task, labels, segments)
         if problems:
             return None, problems
+        for task in self._span_tasks if spans else ():
+            for pair in (one for name in task.labels for one in row["spans"].get(name) or ()):
+                self.span_ends[task.name].add(str(row_id), text, *_offsets(pair))
         # What most rows have in common is kept once: it takes most of the memory of short rows.
         which = frozenset(annotated)
         which = self._annotated.setdefault(which, which)
@@ -177,10 +187,28 @@ class RowChecker:
         return segments
 
 
-def listed(bad: Sequence[str]) -> str:
-    """The first of the rows that cannot be read, a line each."""
-    more = f"\n  ... and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
-    return "\n  ".join(["", *bad[:MAX_LISTED]]) + more
+def listed(bad: Iterable[tuple[str, str]]) -> str:
+    """Return lines for the problems of rows (where, problem): of each kind three examples and the number."""
+    kinds: dict[str, list[str]] = {}
+    numbers = Counter[str]()
+    for where, problem in bad:
+        kind = _kind_of_problem(problem)
+        numbers[kind] += 1
+        if numbers[kind] <= MAX_EXAMPLES:
+            kinds.setdefault(kind, []).append(f"{where}: {problem}")
+    lines = [""]
+    for kind, examples in list(kinds.items())[:MAX_KINDS]:
+        more = numbers[kind] - len(examples)
+        lines += [*examples, *([f"... and {more:,} more row{'s' * (more > 1)} like these"] if more else [])]
+    if (others := len(kinds) - MAX_KINDS) > 0:
+        lines.append(f"... and {others} other kind{'s' * (others > 1)} of problem")
+    return "\n  ".join(lines)
+
+
+def _kind_of_problem(problem: str) -> str:
+    """Return a problem without the values of its row; a name in front belongs to the kind."""
+    begin = problem.find("` ") + 1 if problem.startswith("`") else 0
+    return problem[:begin] + _GIVEN.sub("", problem[begin:])
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
@@ -193,6 +221,7 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
 
 
 def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
+    pair = _offsets(pair)
     if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
@@ -200,7 +229,9 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
     if not 0 <= start < end:
         problems.append(f"{where}: 0 <= start < end must hold, but got [{start}, {end}]")
     elif end > len(text):
-        problems.append(f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters")
+        problems.append(
+            f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters{_not_bytes(text)}"
+        )
     elif text[start:end].isspace():
         problems.append(f"{where}: [{start}, {end}] covers only white space")
     else:
@@ -208,6 +239,16 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
         start = text.index(inner, start)
         return start, start + len(inner)
     return None
+
+
+def _offsets(pair: Any) -> Any:
+    """Return [start, end] of a span that is written so, or as an object of both."""
+    is_object = isinstance(pair, dict) and pair.keys() == {"start", "end"}
+    return [pair["start"], pair["end"]] if is_object else pair
+
+
+def _not_bytes(text: str) -> str:
+    return "" if text.isascii() else f" (spans count characters, not its {len(text.encode()):,} bytes)"
 
 
 @lru_cache(maxsize=1024)

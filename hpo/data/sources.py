@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
-from hpo.data.csv_files import csv_records, found_form, shown
-from hpo.data.tables import Row, Table, TaskConfigs, TextTable, column_names
+from hpo.data.csv_files import csv_records, found_form, refuse_other_formats, shown
+from hpo.data.tables import Row, Table, TaskConfigs, TextTable, read_jsonl_row, unique_keys
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.extensions import SOURCES
 
@@ -28,6 +28,11 @@ _logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
+_NO_JSONL = {
+    b"\xff\xfe": "UTF-16, but must be UTF-8. Save it as UTF-8",
+    b"\xfe\xff": "UTF-16, but must be UTF-8. Save it as UTF-8",
+    b"[": "a JSON array, but must have one JSON object a line. `jq -c '.[]'` writes it so",
+}
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,11 @@ def _elsewhere(path: Path) -> list[Path]:
 
 def split_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     if config.source in SOURCES:
-        return _own_readers(config)
+        return _own_readers(config, tasks)
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
-def _own_readers(config: SourceConfig) -> dict[str, Reader]:
+def _own_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     assert config.source is not None  # SourceConfig has seen to it.
     own = SOURCES[config.source]
     options, readers = own.options.model_validate(config.options), {}
@@ -85,11 +90,11 @@ def _own_readers(config: SourceConfig) -> dict[str, Reader]:
             rows = list(own.make(split, options) or ())
         if rows or split == "train":
             name = f"{config.source} {split}"
-            readers[split] = Reader(name, partial(_own_rows, rows, name))
+            readers[split] = Reader(name, partial(_own_rows, rows, name, tasks))
     return readers
 
 
-def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
+def _own_rows(rows: list[Any], name: str, tasks: TaskConfigs) -> Iterator[Row]:
     for number, row in enumerate(rows, start=1):
         where = f"{name} row {number}"
         try:
@@ -98,7 +103,8 @@ def _own_rows(rows: list[Any], name: str) -> Iterator[Row]:
             yield Row(where, None, [f"must be what JSON can hold, but {error}"])
         else:
             named = {"id": f"{name.rpartition(' ')[2]}-{number}"}
-            yield Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
+            row = Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
+            yield read_jsonl_row(row, tasks)
 
 
 def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -110,13 +116,13 @@ def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
+        rows: Callable[[], Iterator[Row]]
         if config.source == "jsonl":
-            rows = partial(_jsonl_rows, path)
+            rows = partial(_labelled_rows, path, tasks)
         elif config.source == "csv":
-            form = found_form(path, config.csv, column_names(config.columns))
-            rows = partial(_csv_rows, path, form, Table(str(path), split, config.columns, tasks, form))
+            rows = _csv_reader([path], config.csv, Table(str(path), split, config.columns, tasks))
         else:
-            rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
+            rows = partial(_parquet_rows, [path], Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)
     return readers
 
@@ -133,9 +139,9 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
                 yield from _jsonl_rows(path)
             case ".csv":
                 form = found_form(path, csv, [columns.text])
-                yield from _csv_rows(path, form, TextTable(str(path), "row", columns, {}))
+                yield from _csv_rows({path: form}, TextTable(str(path), "row", columns, {}))
             case ".parquet":
-                yield from _parquet_rows(path, TextTable(str(path), "row", columns, {}))
+                yield from _parquet_rows([path], TextTable(str(path), "row", columns, {}))
             case _:
                 yield from _lines(path)
     except OSError as error:
@@ -144,6 +150,7 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
 
 def _lines(path: Path) -> Iterator[Row]:
     """A row for each line, but for blank ones at the end."""
+    refuse_other_formats(path)
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
@@ -165,7 +172,12 @@ def nearest_file(path: Path) -> str:
     return did_you_mean(path.name, names[:50]) if names else f" {path.parent} is empty."
 
 
+def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
+    return (read_jsonl_row(row, tasks) for row in _jsonl_rows(path))
+
+
 def _jsonl_rows(path: Path) -> Iterator[Row]:
+    refuse_other_formats(path, _NO_JSONL)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -173,48 +185,50 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=_object))
+                yield Row(f"{path}:{number}", json.loads(line, object_pairs_hook=unique_keys))
             except (ValueError, RecursionError) as error:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
-    row = dict(items)
-    for key in row if len(row) < len(items) else ():
-        if [name for name, _ in items].count(key) > 1:
-            raise ValueError(f"the key `{key}` must occur once in its object")
-    return row
+def _csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Callable[[], Iterator[Row]]:
+    forms = {path: found_form(path, csv, table.names) for path in paths}
+    return partial(_csv_rows, forms, table)
 
 
-def _csv_rows(path: Path, form: CsvConfig, table: Table) -> Iterator[Row]:
-    records = csv_records(path, form)
-    _, header = next(records)
-    table.check(header)
-    for number, (line, cells) in enumerate(records, start=1):
-        where = f"{path}:{line}"
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-            yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
-        else:
-            yield table.row(where, number, dict(zip(header, cells, strict=True)))
+def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
+    numbers = count(1)
+    for path, form in forms.items():
+        records = csv_records(path, form)
+        _, header = next(records)
+        table.check(header)
+        for (line, cells), number in zip(records, numbers, strict=False):
+            where = f"{path}:{line}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
+                yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
+            else:
+                yield table.row(where, number, dict(zip(header, cells, strict=True)), form)
 
 
-def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
+def _parquet_rows(paths: Sequence[Path], table: Table) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-        table.check(file.schema_arrow.names)
-        batches = file.iter_batches(columns=table.names)
-        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
-        for number, cells in enumerate(rows, start=1):
-            yield table.row(f"{path} row {number}", number, cells)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: must be a parquet file, but {error}.") from None
+    numbers = count(1)
+    for path in paths:
+        try:
+            file = pq.ParquetFile(path)
+            table.check(file.schema_arrow.names)
+            batches = file.iter_batches(columns=table.names)
+            rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+            for in_file, (cells, number) in enumerate(zip(rows, numbers, strict=False), start=1):
+                yield table.row(f"{path} row {in_file}", number, cells)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: must be a parquet file, but {error}.") from None
+        except KeyError as error:
+            raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
 
 
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -226,28 +240,64 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     _logger.info("loading the data set %s", hub.name)
     try:
         builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
-        # Of csv files: pandas would take "None", "NA" and others of its words for empty cells.
-        has_words = getattr(builder.config, "keep_default_na", False)
-        options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
-        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
+        loaded: Any = _plain_files(builder)
+        if not loaded:
+            # pandas would take "None", "NA" and others of its words in csv files for empty cells.
+            has_words = getattr(builder.config, "keep_default_na", False)
+            options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
+            loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
+        cause = error.__cause__ or error  # of DatasetGenerationError, which says nothing itself
         raise DataError(
-            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "
-            f"{shorten(str(error), 300)} It must be the id of a public data set, or a local folder."
+            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(cause).__name__}: "
+            f"{shorten(str(cause), 300)} It must be the id of a public data set, or a local folder."
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}
+    rows: Callable[[], Iterator[Row]]
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
+            if not isinstance(loaded[name], list):
+                rows = partial(_hub_rows, loaded[name], table)
+            elif builder.name == "csv":
+                rows = _csv_reader(loaded[name], config.csv, table)
+            else:
+                rows = partial(_parquet_rows, loaded[name], table)
+            readers[split] = Reader(table.name, rows)
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
                 f"{did_you_mean(name, sorted(map(str, loaded)))}"
             )
     return readers
+
+
+def _plain_files(builder: Any) -> dict[str, list[Path]]:
+    """Return the files of each split if all are plain csv or parquet files, which this package reads itself.
+
+    pandas, with which `datasets` reads csv, renames a column whose name occurs twice, turns the class `007`
+    into a number, and fills rows that are too short; of parquet, `datasets` knows no maps. Files whose
+    options or types of columns are set are left to it.
+    """
+    import datasets
+    import pyarrow.parquet as pq
+
+    if builder.name not in ("csv", "parquet") or builder.info.features is not None:
+        return {}
+    ours = {"name", "version", "data_dir", "data_files", "description"}
+    options = (one for one in fields(builder.config) if one.name not in ours)
+    if any(getattr(builder.config, one.name) != one.default for one in options):
+        return {}
+    found = datasets.DownloadManager().download_and_extract(builder.config.data_files)
+    files = {str(split): [Path(file) for file in of_split] for split, of_split in found.items()}
+    if builder.name == "parquet":
+        heads = (pq.read_schema(file) for of_split in files.values() for file in of_split)
+        if any(b"huggingface" in (head.metadata or {}) for head in heads):  # names of classes, for instance
+            return {}
+    return files
 
 
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:

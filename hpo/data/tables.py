@@ -1,23 +1,35 @@
-"""The cells of a table's row (csv, parquet, hub) in the form of a jsonl line.
+"""Cells as the form of a jsonl line, read alike from csv, jsonl, parquet and the hub.
 
-Several classes are a list, a JSON list, or `a|b`. Spans are {name: [[start, end], ...]}, or for a single span
-name [[start, end], ...]. An empty cell means "not annotated". For several classes in csv it means that no
-class holds, unless `data.csv.empty` is `unlabelled`.
+    cell                        a class           several classes        a number     spans (not jsonl)
+    null                        unlabelled        unlabelled             unlabelled   unlabelled
+    empty or blank text         unlabelled        none holds (1)         unlabelled   unlabelled
+    `[]`                        refused           none holds             refused      none is there
+    NaN, infinity               refused           refused                refused      refused
+    the text "NaN"              the class `NaN`   the class `NaN`        refused      refused
+    the text "None", "NA" ...   that class        that class             refused      refused
+
+(1) `data.csv.empty: unlabelled` makes it unlabelled; csv has no null, so its empty cells are empty text.
+Several classes are a list, the text of a JSON list, or `a|b`. Spans are {name: [[start, end], ...]} or, for
+a single span name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean
 from hpo.tasks.registry import KINDS
 
+_logger = logging.getLogger("hpo.data")
+
 TaskConfigs = Mapping[str, TaskConfig]
-_NO_CSV = CsvConfig(delimiter=",", empty="unlabelled")
+NO_CSV = CsvConfig(delimiter=",")
 
 
 @dataclass(frozen=True)
@@ -32,24 +44,45 @@ class Row:
     """The span tasks that the row is annotated for; None: all, if it has spans."""
 
 
+def read_labels(
+    cells: Mapping[str, Any], tasks: TaskConfigs, csv: CsvConfig, problems: list[str]
+) -> dict[str, Any]:
+    """Return the labels of a row's cells by task, without those that nobody labelled."""
+    labels = {}
+    for task, cell in cells.items():
+        kind = KINDS[tasks[task].kind] if task in tasks else None
+        if kind is None:  # The row's check knows whether the data set has such a task.
+            labels[task] = cell
+        elif _is_blank(cell):
+            if kind.is_list and cell is not None and csv.empty == "none":
+                labels[task] = []
+        else:
+            try:
+                labels[task] = kind.from_cell(cell, csv)
+            except ValueError as error:  # JSONDecodeError, or a number of too many digits
+                problems.append(f'labels.{task} must be JSON in double quotes, as `["a", "b"]`, but {error}')
+    return labels
+
+
+def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
+    """Return a row of jsonl with its labels as `read_labels` gives them."""
+    if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
+        return row
+    problems: list[str] = []
+    labels = read_labels(row.row["labels"], tasks, NO_CSV, problems)
+    return replace(row, row={**row.row, "labels": labels}, problems=problems)
+
+
 def column_names(columns: ColumnsConfig) -> list[str]:
     names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
 class Table:
-    """Turns the cells of a table's row into the form of a jsonl line; `csv` says what cells of text mean."""
+    """Turns the cells of a table's row into the form of a jsonl line."""
 
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        columns: ColumnsConfig,
-        tasks: TaskConfigs,
-        csv: CsvConfig = _NO_CSV,
-    ) -> None:
+    def __init__(self, name: str, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> None:
         self.name = name
-        self._csv = csv
         self._split = split
         self._columns = columns
         self._tasks = tasks
@@ -69,29 +102,35 @@ class Table:
         for name in self.names:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
-            if (num := header.count(name)) > 1:
+            same = [one for one in header if one.strip() == name.strip()]
+            if len(same) > 1:
+                given = ", ".join(f"`{one}`" for one in same)
                 raise DataError(
-                    f"{self.name}: must have the column `{name}` once, but has it {num} times. "
-                    "Rename the others."
+                    f"{self.name}: must have the column `{name}` once, but has it {len(same)} times "
+                    f"({given}). Rename the others."
                 )
+            for other in header:
+                if other != name and other.casefold() == name.casefold():
+                    _warn_of_case(self.name, name, other)
 
-    def row(self, where: str, number: int, cells: Mapping[str, Any]) -> Row:
+    def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
+        """Return the row of these cells, the `number`-th of its split."""
         problems: list[str] = []
-        labels: dict[str, Any] = {}
-        for task, column in self._columns.labels.items():
-            if not _is_empty(cells[column]):
-                labels[task] = self._label(task, cells[column], column, problems)
-            elif KINDS[self._tasks[task].kind].is_list and self._csv.empty == "none":
-                labels[task] = []
+        by_task = {task: cells[column] for task, column in self._columns.labels.items()}
+        labels = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
         for task, column in self._columns.spans.items():
             value, names = cells[column], self._span_names[task]
-            if _is_empty(value):
+            if _is_blank(value):
                 annotated.discard(task)
                 continue
             if isinstance(value, str):
-                value = _parsed(value, column, problems)
+                try:
+                    value = json.loads(value, object_pairs_hook=unique_keys)
+                except ValueError as error:
+                    problems.append(f"column {column} must be JSON, as `[[0, 4]]`, but {error}")
+                    continue
             if isinstance(value, Mapping):
                 spans |= {key: pairs for key, pairs in value.items() if pairs}
             elif value and len(names) == 1:
@@ -103,10 +142,6 @@ class Table:
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
         return Row(where, row, problems, frozenset(annotated))
-
-    def _label(self, task: str, cell: Any, column: str, problems: list[str]) -> Any:
-        read = KINDS[self._tasks[task].kind].from_cell
-        return _parsed(cell, column, problems, lambda text: read(text, self._csv))
 
 
 class TextTable(Table):
@@ -120,13 +155,20 @@ class TextTable(Table):
         super().check(header)
 
 
-def _is_empty(cell: Any) -> bool:
+def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
+    row = dict(items)
+    for key in row if len(row) < len(items) else ():
+        if [name for name, _ in items].count(key) > 1:
+            raise ValueError(f"the key `{key}` must occur once in its object")
+    return row
+
+
+@lru_cache
+def _warn_of_case(table: str, column: str, other: str) -> None:
+    """Log once what could be a mistake; a table is read several times."""
+    _logger.warning("%s: the column `%s` is read, but `%s` is not. Rename one.", table, column, other)
+
+
+def _is_blank(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
-
-
-def _parsed(cell: Any, column: str, problems: list[str], read: Callable[[Any], Any] = json.loads) -> Any:
-    try:
-        return read(cell)
-    except ValueError as error:  # JSONDecodeError, or a number of too many digits
-        problems.append(f'column {column} must be JSON in double quotes, as `["a", "b"]`, but {error}')
-        return None

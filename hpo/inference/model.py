@@ -179,14 +179,16 @@ class TrainedModel(nn.Module):
         if isinstance(texts, str | Mapping):
             raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
         examples: list[Example | None] = []
-        bad = []
+        bad: list[tuple[str, str]] = []
         for i, text in enumerate(texts):
             example, problems = self.example({"text": text} if isinstance(text, str) else text, str(i))
             examples.append(example)
             if problems:
-                bad.append(f"texts[{i}]: {'; '.join(problems)}")
+                bad.append((f"texts[{i}]", "; ".join(problems)))
         if bad and not skip_bad_rows:
-            raise DataError(f"{bad[0]}. With skip_bad_rows=True such a text has the prediction {{}}.")
+            raise DataError(
+                f"{': '.join(bad[0])}. With skip_bad_rows=True such a text has the prediction {{}}."
+            )
         if bad:
             what = "%d of %d texts cannot be read and have no prediction:%s"
             _logger.warning(what, len(bad), len(examples), listed(bad))

@@ -69,7 +69,7 @@ def predict_file(
             for chunk in rows:
                 write(chunk)
         _logger.info("%s predictions are in %s.", f"{len(examples):,}", output)
-    return FilePredictions(len(examples), bad, rows, output)
+    return FilePredictions(len(examples), [": ".join(one) for one in bad], rows, output)
 
 
 def _predicted(model: TrainedModel, examples: list[Example]) -> Iterator[list[Row]]:

@@ -32,7 +32,7 @@ Columns = dict[str, Task]
 WriteRows = Callable[[Iterable[Row]], None]
 
 
-def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[str]]:
+def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[tuple[str, str]]]:
     """The texts of a file that `model` can predict, and what is wrong with each other row, with its line.
 
     Raises DataError where the file as a whole cannot be read, or holds no row at all.
@@ -47,14 +47,14 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     given = {key: model.settings.columns.get(key) for key in ("id", "text")}
     columns = ColumnsConfig.model_validate({key: of for key, of in given.items() if of})
     examples: list[Example] = []
-    bad: list[str] = []
+    bad: list[tuple[str, str]] = []
     rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
     for number, row in enumerate(rows, start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")
         )
         if example is None:
-            bad.append(f"{row.where}: {'; '.join(problems)}")
+            bad.append((row.where, "; ".join(problems)))
         else:
             examples.append(example)
     if not examples and not bad:

@@ -16,8 +16,10 @@ name. The layout of their logits and targets:
 from __future__ import annotations
 
 import math
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -50,7 +52,7 @@ IGNORE_INDEX = -100
 FloatArray = NDArray[np.floating[Any]]
 
 Span = tuple[str, int, int]
-"""Name, start and end of a span in characters, end exclusive."""
+"""Name, first character and end of a span; the end is one past its last character."""
 
 
 class Kind(ABC):
@@ -114,8 +116,10 @@ class Kind(ABC):
 
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
-        """What a table's cell holds, in the form of a jsonl line. Raises JSONDecodeError where it is to be
-        JSON and is not."""
+        """Return a cell of any reader in the form that `label` takes; it is neither null nor blank text.
+
+        Raises ValueError for text that should be JSON and is not.
+        """
         return cell
 
     def label(self, value: Any) -> Label:
@@ -246,13 +250,16 @@ class Kind(ABC):
 
 
 def class_name(value: Any) -> Any:
-    """Return a class as a string if it is one or a whole number; other values are left as they are.
+    """Return a class as text without outer white space, in Unicode's composed form (NFC).
 
-    A whole number may be a float: pandas makes floats of a column of them that has an empty cell.
+    Whole numbers and booleans become text too; other values are left as they are. A whole number may be a
+    float: pandas makes floats of a column of them that has an empty cell.
     """
-    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value.strip())
+    if isinstance(value, float | Decimal) and abs(value) < 2**53 and value % 1 == 0:
         value = int(value)
-    return str(value) if type(value) is int else value
+    return str(value) if isinstance(value, int) else value
 
 
 def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
 """The thresholds tried for multi_label: rare classes may all stay under a probability of 0.05."""
 
+_WHOLE = re.compile(r"(-?\d+)\.0+")
+"""A whole number as pandas writes it to csv where its column has an empty cell."""
 _LEAST_PROBABILITY = 1e-15
 """Losses are of probabilities between this and what is as far from 1."""
 _AT_ONCE = 2**20
@@ -52,6 +55,10 @@ class _Labels(Kind):
     def _index(self) -> dict[str, int]:
         return {label: c for c, label in enumerate(self.task.labels)}
 
+    @cached_property
+    def _alike(self) -> dict[Any, str]:
+        return {class_name(label): label for label in reversed(self.task.labels)}
+
     def _listed(self, label: Any) -> list[str]:
         return label if self.is_list else [label]
 
@@ -59,10 +66,11 @@ class _Labels(Kind):
         """Its classes are the strings of the task: a million rows hold them once."""
         classes = self._listed(value)
         if isinstance(classes, list):
-            classes = [class_name(item) for item in classes]
+            classes = [self._known(item) for item in classes]
         if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
-            form = "a list of classes" if self.is_list else "one class as a string"
-            raise ValueError(f" must be {form}, but got {shorten(repr(value), 60)}")
+            form = "a list of classes" if self.is_list else "one class"
+            got = shorten(repr(value), 60)
+            raise ValueError(f" must be {form}, as text or a whole number, but got {got}")
         unknown = [item for item in classes if item not in self._index]
         if unknown:
             raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
@@ -70,6 +78,16 @@ class _Labels(Kind):
             raise ValueError(f" names a class twice: {shorten(repr(value), 60)}")
         own = [self.task.labels[self._index[item]] for item in classes]
         return own if self.is_list else own[0]
+
+    def _known(self, item: Any) -> Any:
+        """Return the class of the task that is written so, but for white space, or 1.0 for 1."""
+        if isinstance(item, str) and item in self._index:
+            return item
+        name = class_name(item)
+        if not isinstance(name, str):
+            return name
+        whole = _WHOLE.fullmatch(name)
+        return self._alike.get(name) or (self._alike.get(whole[1]) if whole else None) or name
 
     def truth(self, example: Example) -> Any:
         label: Any = example.labels[self.task.name]
@@ -153,10 +171,6 @@ class SingleLabel(_Labels, Multiclass):
     proportions = ("f1_micro", "accuracy")
     min_labels = 2
 
-    @classmethod
-    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
-        return str(cell) if isinstance(cell, bool) else cell
-
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         labels: list[Any] = [example.labels.get(self.task.name) for example in examples]
         classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
@@ -209,7 +223,7 @@ class MultiLabel(_Labels, Binary):
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
         if not isinstance(cell, str):
-            return cell
+            return cell if isinstance(cell, list) else [cell]
         if cell.lstrip().startswith("["):
             return json.loads(cell)
         return [part for piece in cell.split(csv.list_separator or "|") if (part := piece.strip())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dea
             "120 of 360 texts (33.3 %) of the data are cut at `max_length` 16: set `data.long_text: window`",
         ),
         ({"test": OPEN}, "200 of 200 rows (100.0 %) of test are not labelled for `tone`"),
-        ({"train": rows(60, tone="calm")}, "`tone`: `angry` is evaluated, but in no training row"),
+        (
+            {"train": rows(60, tone="calm")},
+            "`tone`: no row of train has `angry`: no model can learn it. Label rows of it in train.",
+        ),
     ],
 )
 def test_a_fault_of_the_data_is_reported(bad: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -82,6 +86,9 @@ def test_a_fault_of_the_data_is_reported(bad: dict[str, Any], text: str, tmp_pat
 THREE: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "glad"]}}
 SIMILAR: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "Calm", "angry "]}}
 NUMBER: dict[str, Any] = {"size": {"kind": "regression"}}
+
+
+AT = {"train": 3000, "test": 4000}
 
 
 def numbers(first: int, *values: float) -> list[dict[str, Any]]:
@@ -101,17 +108,24 @@ def all_four(first: int) -> list[dict[str, Any]]:
         (
             THREE,
             GOOD | {"train": both(60) + rows(9, 500, tone="glad")},
-            [
-                "`tone`: no row of validation has `glad`: the metrics there say nothing of it",
-                "`tone`: no row of test has `glad`: the metrics there say nothing of it",
-            ],
+            ["`tone`: only train has `glad`: the metrics of validation and test say nothing of it. Label"],
+        ),
+        (
+            THREE,
+            GOOD | {"test": both(60, 2000) + rows(9, 3000, tone="glad")},
+            ["`tone`: only test has `glad`: no model can learn it. Move rows of it to train"],
+        ),
+        (
+            THREE,
+            GOOD | {split: GOOD[split] + rows(9, at, tone="glad") for split, at in AT.items()},
+            ["`tone`: no row of validation has `glad`: the metrics there say nothing of it"],
         ),
         (
             SIMILAR,
             {"train": all_four(0), "validation": all_four(1000)},
             [
-                "`tone`: `calm` and `Calm` differ in case or white space alone",
-                "`tone`: `angry` and `angry ` differ in case or white space alone",
+                "`tone`: `calm` and `Calm` are different classes, but differ in case, spaces or the like",
+                "`tone`: `angry` and `angry ` are different classes",
             ],
         ),
         (
@@ -134,6 +148,16 @@ def all_four(first: int) -> list[dict[str, Any]]:
             },
             ["test has no `score`, since it has 1 labelled row of `size`: label more."],
         ),
+        (
+            TONE,
+            GOOD | {"test": [*rows(1, 3000, tone="calm"), *OPEN[:3]]},
+            ["test has 1 labelled row of `tone`: its score can only be right or wrong. Label more."],
+        ),
+        (
+            TONE,
+            {"train": rows(1, 3000, tone="calm") + OPEN[:3], "validation": both(60)},
+            ["train has 1 labelled row of `tone`: a model learns nothing from it. Label more."],
+        ),
     ],
 )
 def test_metrics_without_meaning_are_reported(
@@ -142,6 +166,91 @@ def test_metrics_without_meaning_are_reported(
     found = advice(study(tmp_path, tasks=tasks, splits=splits), tmp_path)
     for text in texts:
         assert sum(text in one for one in found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("Ice cream", "ice-cream", True),
+        ("ice cream", "ice_cream", True),
+        ("caf\u00e9", "cafe\u0301", True),
+        ("late", "la\u200bte", True),
+        ("late", "\uff4cate", True),
+        ("1", "1.0", True),
+        ("A", "A-", False),
+        ("1-2", "12", False),
+        ("-1", "1", False),
+        ("5.1", "5.10", False),
+        ("late", "later", False),
+    ],
+)
+def test_classes_that_are_probably_one(one: str, other: str, alike: bool, tmp_path: Path) -> None:
+    tasks = {"tone": {"kind": "single_label", "classes": [one, other]}}
+    splits = {
+        split: rows(9, at, tone=one) + rows(9, at + 9, tone=other)
+        for split, at in {"train": 0, "validation": 1000}.items()
+    }
+    found = advice(study(tmp_path, tasks=tasks, splits=splits), tmp_path)
+    assert [bool(re.search("are different classes, but", text)) for text in found] == [True] * alike
+
+
+@pytest.mark.parametrize("label", ["None", "NaN", "nan", "NULL", "N/A", "<NA>"])
+def test_classes_that_may_mean_no_label(label: str, tmp_path: Path) -> None:
+    tasks = {"tone": {"kind": "single_label"}}
+    splits = {
+        split: rows(9, at, tone=label) + rows(9, at + 9, tone="none")
+        for split, at in {"train": 0, "validation": 1000}.items()
+    }
+    found = [one for one in advice(study(tmp_path, tasks, splits), tmp_path) if "nobody" in one]
+    assert len(found) == 1
+    assert found[0].startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
+    tasks = {"tone": {"kind": "single_label", "classes": [label, "none"]}}
+    declared = study(tmp_path, tasks, splits, data={"tasks": tasks})
+    assert not [one for one in advice(declared, tmp_path) if "nobody" in one]
+
+
+def test_joined_classes_are_reported(tmp_path: Path) -> None:
+    tags = ["late", "dear", "late, dear", "rude; loud", "red, white"]
+    splits = {
+        split: [row for n, tag in enumerate(tags) for row in rows(9, at + 9 * n, tags=[tag])]
+        for split, at in {"train": 0, "validation": 1000}.items()
+    }
+    found = advice(study(tmp_path, {"tags": {"kind": "multi_label"}}, splits), tmp_path)
+    (text,) = [one for one in found if "separate" in one]
+    assert text.startswith("`tags`: `late, dear` is one class. If it names several, separate them by `|`")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        ({"training": {"batch_size": 120}}, None),
+        ({"training": {"batch_size": 121}}, 121),
+        ({"search_space": {"batch_size": {"type": "categorical", "choices": [8, 500]}}}, 500),
+        ({"search_space": {"batch_size": {"type": "int", "low": 8, "high": 256, "log": True}}}, 256),
+    ],
+)
+def test_a_batch_over_the_training_texts_is_reported(
+    settings: dict[str, Any], num: int | None, tmp_path: Path
+) -> None:
+    found = advice(study(tmp_path, **settings), tmp_path)
+    expected = f"`batch_size` {num} is more than the 120 texts of train: each step sees all of them."
+    assert [one.startswith(expected) for one in found] == [True] * (num is not None)
+
+
+def test_odd_spans_are_reported_with_an_excerpt(tmp_path: Path) -> None:
+    tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
+    splits = {
+        split: [
+            {"id": f"r{n}", "text": f"so Ann met {n}", "spans": {"name": [[3, 5]]}}
+            for n in range(at, at + 20)
+        ]
+        for split, at in {"train": 0, "validation": 1000}.items()
+    }
+    (found,) = advice(study(tmp_path, tasks, splits), tmp_path)
+    assert found == (
+        "`who`: 40 of 40 spans (100.0 %) begin or end inside a word or at a space, as in `so [An]n met 0` "
+        "(row `r0`). Probably the end is the last character of the span: add 1 to each end."
+    )
 
 
 def test_lost_spans_are_reported_with_the_remedy(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ GOOD = excel(ROWS)
         (
             GOOD.replace("spät|teuer", "['spät']").encode(),
             {},
-            "column Schlagwörter must be JSON in double quotes",
+            "labels.tags must be JSON in double quotes",
         ),
     ],
 )

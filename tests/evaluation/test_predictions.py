@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"truths": ["a", "z"]}, r"truths\[1\]: unknown class `z`"),
     ({"truths": [None, None]}, "at least one row must be labelled, but got none"),
-    ({"truths": ["a", 1.5]}, r"truths\[1\] must be one class as a string, but got 1.5"),
+    ({"truths": ["a", 1.5]}, r"truths\[1\] must be one class, as text or a whole number, but got 1.5"),
     ({"other": [["a"]]}, r"other\[0\]: must have 2 predictions, one per row, but got 1"),
     ({"other": [["a", "z"]]}, r"other\[0\]\[1\]: unknown class `z`"),
     ({"other": []}, "the same number of runs, at least one, but got 1 and 0"),

@@ -67,10 +67,14 @@ def span(**spans: Any) -> dict[str, Any]:
         (changed(labels=["calm"]), "`labels` must be an object of task: value, but got ['calm']"),
         (label(tones="calm"), "labels.tones: unknown task. Did you mean `tone`?"),
         (label(names="x"), "labels.names: `token_classification` is annotated in `spans`"),
-        (label(tone="clam", grade="x"), "unknown class `clam`. Did you mean `calm`?; labels.grade must be"),
+        (label(tone="clam", grade="x"), "labels.grade must be a finite number, but got 'x'"),
         (label(tone=0), "labels.tone: unknown class `0`. Known: calm, angry."),
-        (label(tone=0.5), "labels.tone must be one class as a string, but got 0.5"),
-        (label(topics="work"), "labels.topics must be a list of classes, but got 'work'"),
+        (label(tone=0.5), "labels.tone must be one class, as text or a whole number, but got 0.5"),
+        (
+            label(topics=[["work"]]),
+            "labels.topics must be a list of classes, as text or a whole number, but got",
+        ),
+        (label(topics="work,home"), "labels.topics: unknown class `work,home`. Did you mean `work`?"),
         (label(topics=["work", "work"]), "labels.topics names a class twice: ['work', 'work']"),
         (label(grade=float("nan")), "labels.grade must be a finite number, but got nan"),
         (label(grade=10**400), "labels.grade must be at most 1e+150 in magnitude, but got 1000000"),
@@ -96,9 +100,8 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
     assert first == "1 bad row in the data; mend or remove:"
-    assert len(listed) == 1
-    assert listed[0].startswith(f"  {train}:2: ")
-    assert message.replace("{train}", str(train)) in listed[0]
+    assert all(line.startswith(f"  {train}:2: ") for line in listed)
+    assert any(message.replace("{train}", str(train)) in line for line in listed)
 
 
 def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
@@ -107,18 +110,40 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> 
     refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
 
 
-def test_the_first_twenty_bad_rows_of_all_files_are_listed_at_once(tmp_path: Path) -> None:
+def test_a_kind_of_bad_row_is_reported_once_with_its_number_and_three_examples(tmp_path: Path) -> None:
+    words = ["clam", "angri", "None", "x`y", "a, but b"]
     train = [GOOD, *(changed(id=str(i), text="") for i in range(18))]
+    train += [{**label(tone=words[i % 5]), "id": f"t{i}"} for i in range(155)]
+    train.append({**label(tone="clam", grade=[0]), "id": "both"})
     validation = [changed(id=f"v{i}", spans={"person": [[i, 99]]}) for i in range(7)]
-    write_set(tmp_path, TASKS, train=train, validation=validation)
+    write_set(tmp_path, TASKS, train=train, validation=[*validation, label(grade="x"), "{", "["])
     with pytest.raises(DataError) as caught:
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
-    assert first == "25 bad rows in the data; mend or remove:"
-    assert len(listed) == 21
-    assert listed[0] == f"  {tmp_path / 'train.jsonl'}:2: `text` is empty"
-    assert listed[-1] == "  ... and 5 more"
-    assert listed[-2].startswith(f"  {tmp_path / 'validation.jsonl'}:2: spans.person: [1, 99]")
+    path, other = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+    assert first == "184 bad rows in the data; mend or remove:"
+    assert listed[:4] == [
+        *(f"  {path}:{n}: `text` is empty" for n in (2, 3, 4)),
+        "  ... and 15 more rows like these",
+    ]
+    assert listed[4] == f"  {path}:20: labels.tone: unknown class `clam`. Did you mean `calm`?"
+    assert listed[7] == "  ... and 153 more rows like these"
+    assert listed[8].startswith(f"  {path}:175: labels.grade must be a finite number, but got [0]")
+    assert listed[9].startswith(f"  {other}:8: labels.grade must be a finite number, but got 'x'")
+    assert listed[10].startswith(f"  {other}:1: spans.person: [0, 99] must lie inside the text")
+    assert listed[13] == "  ... and 4 more rows like these"
+    assert listed[14].startswith(f"  {other}:9: must be one JSON object in UTF-8")
+    assert len(listed) == 16
+
+
+def test_ten_kinds_of_bad_rows_are_reported_at_most(tmp_path: Path) -> None:
+    rows = [{**label(**{f"t{chr(97 + i)}": "x"}), "id": str(i)} for i in range(13)]
+    write(tmp_path, *rows)
+    with pytest.raises(DataError) as caught:
+        load_set(tmp_path)
+    _, *listed = str(caught.value).splitlines()
+    assert len(listed) == 11
+    assert listed[-1] == "  ... and 3 other kinds of problem"
 
 
 def test_absent_labels_and_notes_of_the_user_are_no_problem(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def trained(
 
 
 def read(path: Path, **columns: str) -> tuple[list[tuple[str, str]], list[str]]:
-    examples, bad = read_examples(path, trained(**columns))
+    examples, problems = read_examples(path, trained(**columns))
+    bad = [": ".join(one) for one in problems]
     return [(example.id, example.text) for example in examples], bad
 
 

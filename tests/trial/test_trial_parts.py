@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_kind import WINDOWS, write_every_kind
+from jsonl_sets import write_set
 from tiny import CPU
 from tiny_encoders import BERT
 from tiny_loop import config_of
@@ -18,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
+from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialLoader
 
 STORED = ["bf16", "int8", "nf4"]
 LARGE = {**BERT, "hidden_size": 512, "num_hidden_layers": 7, "intermediate_size": 2048}
@@ -108,3 +110,19 @@ def test_a_trial_over_stored_layers_needs_no_memory_for_fp32(tmp_path: Path) -> 
     assert (result.outcome, result.reason) == ("complete", "")
     (reason,) = result.telemetry["compatibility"]["reasons"]
     assert reason.startswith("fp32 does not fit into memory here")
+
+
+def test_a_run_warns_of_spans_whose_offsets_are_probably_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"id": f"r{n}", "text": f"so Ann met {n}", "spans": {"name": [[3, 5]]}} for n in range(9)]
+    tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
+    write_set(
+        tmp_path / "set", tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows]
+    )
+    data = {"source": "jsonl", "path": str(tmp_path / "set")}
+    study = StudyConfig.model_validate({"name": "s", "data": data})
+    TrialLoader(resolve_study(study, CPU), tmp_path)
+    (told,) = [message for message in caplog.messages if "inside a word" in message]
+    assert told.startswith("`who`: 18 of 18 spans")
+    assert told.endswith("add 1 to each end. `hpo check` shows more.")
