@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -19,11 +20,12 @@ from hpo.report.formats import (
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.status import paused_told
+from hpo.report.status import paused_told, study_status
 from hpo.report.terminal import OUTCOME_STYLES, one_line, warning
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
+    is_over,
     limit_counts,
     lost_weights,
     unverified_precisions,
@@ -192,6 +194,17 @@ def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
             for study in studies
         ],
     )
+
+
+def watched(read: Callable[[], StudyRecord], seconds: float) -> Iterator[tuple[object, Iterator[Part]]]:
+    """Read a study every so many seconds until it is over: what is new in it, and its status."""
+    while True:
+        record = read()
+        numbers = study_status(record)
+        yield [numbers[name] for name in ("state", "trials", "outcomes", "best")], status(record, numbers)
+        if is_over(record):
+            return
+        sleep(seconds)
 
 
 def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:

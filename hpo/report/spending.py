@@ -10,7 +10,7 @@ from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_seconds
 from hpo.report.outlook import Outlook, stored_outlook
-from hpo.study.reading.study_record import StudyRecord
+from hpo.study.reading.study_record import StudyRecord, is_over
 
 WORTH_A_WORD = 0.02
 """Share of a budget that may stay unspent without a reason."""
@@ -48,8 +48,7 @@ def spending(record: StudyRecord, ahead: Outlook | None = None) -> dict[str, Any
 
 def _why_unspent(record: StudyRecord, hours_left: float, ahead: Outlook) -> str:
     """Why a study that has ended did not spend its budget; empty: it goes on, or hardly anything is left."""
-    is_over = record.counts["done"] == sum(record.counts.values()) or record.state == "cancelled"
-    if not is_over or hours_left <= WORTH_A_WORD * record.definition["budget"]["hours"]:
+    if not is_over(record) or hours_left <= WORTH_A_WORD * record.definition["budget"]["hours"]:
         return ""
     left = f"{format_seconds(3600 * hours_left)} are not spent"
     if record.state == "cancelled":

@@ -105,13 +105,13 @@ def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, comman
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
     changed = ok(hpo_command(tmp_path, command, "tiny"))
     state = {"pause": "paused", "cancel": "cancelled"}[command]
-    assert f"The study tiny is {state}: 0 of 2 trials done" in changed.out
+    assert f"The study tiny is {state}: 0 of 2 trials ended" in changed.out
     ended = ok(finish(process))
-    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in ended.out
+    assert f"The study tiny is {state}: 0 of 2 trials ended. To open it again: hpo resume tiny\n" in ended.out
     (trial,) = stored(tmp_path).trials
     assert (trial.state, trial.outcome) == ("RUNNING" if command == "pause" else "FAIL", "preempted")
     again = ok(hpo_command(tmp_path, "run", str(path)))
-    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in again.out
+    assert f"The study tiny is {state}: 0 of 2 trials ended. To open it again: hpo resume tiny\n" in again.out
     assert (
         f"It is {state}; `hpo resume tiny` opens it again." in ok(hpo_command(tmp_path, "status", "tiny")).out
     )
