@@ -99,6 +99,7 @@ def study_note(tables: StudyTables) -> str:
             lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}."]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
     lines += ["", "## By requested precision", "", _markdown_table(brief_summary(tables)), ""]
+    lines += [_escape(tables.formats.text()), ""] if tables.formats.shared else []
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)

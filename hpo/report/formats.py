@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpo.extensions import has_own_loop, own_loop_of
 from hpo.json_safe import is_number
+from hpo.report.number_formats import precision_that_ran
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -117,7 +118,7 @@ def precision_facts(trial: TrialRecord) -> str:
         verdict = "not compared"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
-        f"requested {precision['requested']}, effective {precision['effective']} "
+        f"requested {precision['requested']}, effective {precision_that_ran(trial) or 'nothing'} "
         f"({precision['support']}), observed: {observed_precision(trial)}; {verdict}{reason}."
         f"{''.join(f' {name}: {_stored(facts)}.' for name, facts in stored_precisions(trial).items())}"
     )

@@ -33,6 +33,7 @@ from hpo.report.formats import (
     with_baseline,
 )
 from hpo.report.limits import best_or_nearest, limits_told
+from hpo.report.number_formats import precision_that_ran, ran_otherwise, unusual_formats
 from hpo.report.spending import spending_told
 from hpo.report.status import paused_told
 from hpo.report.tables import (
@@ -82,6 +83,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         brief=brief_summary(tables),
+        shared_formats=tables.formats.text(),
         verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
         first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
         precision_charts=[drawn for drawn in plots if drawn[0].key.startswith(_OF_PRECISION)],
@@ -143,7 +145,6 @@ def _time(tables: StudyTables) -> str:
 def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
-    precision = trial.telemetry.get("precision") or {}
     cards = objective_values(record, trial)
     for one in evaluations_of(trial)[:1]:  # the split that says most
         scores = [row for row in intervals(one) if not row["task"]]
@@ -153,7 +154,9 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     cards["trial"] = str(trial.number)
     if best_or_nearest(trial) == "nearest":
         cards["limits"] = "not met: it is the nearest"
-    cards["precision that ran"] = precision.get("effective") or "not known"
+    cards["precision that ran"] = precision_that_ran(trial) or "not known"
+    for name, value in unusual_formats(trial, record.definition).items():
+        cards[name.replace("_", " ")] = value + ran_otherwise([trial], name, value)
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
     energy = throughput.get("train_joules_per_example")

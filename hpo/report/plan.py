@@ -16,6 +16,7 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_bytes, format_number, format_seconds
+from hpo.report.number_formats import study_formats
 from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
@@ -165,11 +166,17 @@ def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
             name,
             median([one.attributes.get("train_examples_per_second") or 0.0 for one in trials]) or None,
             median(map(whole_seconds, trials)),
-            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}",
+            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}{_differing(record, trials)}",
             checkpoint_bytes=max(one.telemetry.get("checkpoint_bytes") or 0 for one in trials) or None,
         )
         for name, trials in of_precision.items()
     }
+
+
+def _differing(record: StudyRecord, trials: list[TrialRecord]) -> str:
+    """Name the formats that are put together in a cost."""
+    differ = study_formats(trials, record.definition).columns
+    return f" that differ in {', '.join(differ)}" if differ else ""
 
 
 def whole_seconds(trial: TrialRecord) -> float:

@@ -46,7 +46,9 @@ def summary(record: StudyRecord) -> Iterator[Part]:
     from hpo.report.tables import StudyTables, brief_summary
 
     if any(trial.ended for trial in record.trials):
-        yield f"{record.name}: by requested precision", brief_summary(StudyTables(record))
+        tables = StudyTables(record)
+        yield f"{record.name}: by requested precision", brief_summary(tables)
+        yield from filter(None, [tables.formats.text()])
     yield from best(record)
     for said in (*lost_weights(record), *unverified_precisions(record)):
         yield warning(" ".join(said))
