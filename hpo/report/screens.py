@@ -16,6 +16,7 @@ from hpo.report.formats import (
     format_seconds,
     objective_values,
     precision_facts,
+    score_explained,
     trials_done,
 )
 from hpo.report.limits import best_or_nearest, limits_told
@@ -59,7 +60,7 @@ def summary(record: StudyRecord) -> Iterator[Part]:
 
 def best(record: StudyRecord) -> Iterator[Part]:
     """The best trial (with several objectives, the Pareto front): values, parameters, precision facts, and
-    the score with its interval on each split that it was evaluated on in detail."""
+    the objectives with their intervals on each split of a detailed evaluation."""
     from hpo.report.detailed import evaluations_of, headline
 
     trials = best_trials(record)
@@ -70,8 +71,10 @@ def best(record: StudyRecord) -> Iterator[Part]:
         named = (f"{best_or_nearest(trial)} ", "bold")
         yield Text.assemble(named, f"trial {trial.number}: ", (values, "bold green"))
         facts = (describe_params(trial.params, in_full=True), precision_facts(trial))
-        for line in (*facts, *map(headline, evaluations_of(trial))):
+        for line in (*facts, *(headline(one, record.metric_names) for one in evaluations_of(trial))):
             yield f"     {line}"
+    if trials and (explained := score_explained(record.metric_names, record.definition)):
+        yield explained
     yield from limits_told(record)
     yield from spending_told(record)
     for question, result in record.comparisons.items():

@@ -106,7 +106,7 @@ def test_a_line_now_and_then_and_one_for_each_end(
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
         "trial   9   40%  step 30",
-        f"trial   7  complete      0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
+        f"trial   7  complete      score 0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",
     ]
 
