@@ -67,11 +67,13 @@ class Plan:
     """Disk space that the checkpoints of paused trials take at most; None: unknown, or no trial pauses."""
     limit: str = ""
     """The losses that no comparison can exclude. Empty: not known, or the objective is in label units."""
+    num_shares: int | None = None
+    """The workers, or under a budget the devices, that spend device time at once; None: `num_workers`."""
 
     @property
     def hours_to_the_end(self) -> float:
         """Time on a clock, with these workers."""
-        return max(0.0, self.hours - self.spent_hours) / self.num_workers
+        return max(0.0, self.hours - self.spent_hours) / (self.num_shares or self.num_workers)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"hours_to_the_end": self.hours_to_the_end}
@@ -103,7 +105,9 @@ class Plan:
         if self.paused_bytes is not None:
             yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
         clock = format_seconds(3600 * self.hours_to_the_end)
-        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)} the study ends in about {clock}."
+        shares, workers = self.num_shares or self.num_workers, self.num_workers
+        on = f" on {shares} device{'s' * (shares > 1)}" if shares < workers else ""
+        yield f"With {workers} worker{'s' * (workers > 1)}{on} the study ends in about {clock}."
         if self.limit:
             yield f"`hpo compare`: {self.limit}"
 
