@@ -55,7 +55,7 @@ def summary(record: StudyRecord) -> Iterator[Part]:
         yield warning(" ".join(said))
     if complete_trials(record):
         hints = "   ".join(f"hpo {command} {record.name}" for command in ("report", "dashboard", "best"))
-        yield Text(hints, style="dim")
+        yield Text(f"More about it: {hints}", style="dim")
 
 
 def best(record: StudyRecord) -> Iterator[Part]:
@@ -65,7 +65,8 @@ def best(record: StudyRecord) -> Iterator[Part]:
 
     trials = best_trials(record)
     if not trials:
-        yield f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}."
+        none = f"None of the {len(record.trials)} trials is" if record.trials else "No trial is"
+        yield f"{none} complete yet."
     for trial in trials:
         values = ", ".join(map(" ".join, objective_values(record, trial).items()))
         named = (f"{best_or_nearest(trial)} ", "bold")
@@ -79,7 +80,7 @@ def best(record: StudyRecord) -> Iterator[Part]:
     yield from spending_told(record)
     for question, result in record.comparisons.items():
         going = "" if result["has_ended"] else " (so far)"
-        yield f"{question} compared on new seeds{going}: {result['recommendation']}"
+        yield f"Comparison of {question} on new seeds{going}: {result['recommendation']}"
 
 
 def best_model(record: StudyRecord, evaluated: str | None, exported: str | None) -> Iterator[Part]:
@@ -191,8 +192,8 @@ def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
         [
             {
                 "study": study.name,
-                "state": study.state,
-                "done": f"{study.trials['done']}/{study.trials['total']}",
+                "state": {"open": "unfinished", "done": "finished"}.get(study.state, study.state),
+                "trials ended": f"{study.trials['done']} of {study.trials['total']}",
                 "workers": str(study.workers),
                 "age": format_seconds(study.now - study.created),
             }
@@ -216,21 +217,24 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
     """Trials by outcome, live workers, rate and estimated end, and the best so far."""
     done, paused, total = numbers["trials"]["done"], numbers["trials"].get("paused", 0), numbers["n_trials"]
     in_hand = {worker["trial"] for worker in numbers["workers"]} - {None}
-    counts = f"{trials_done(numbers['trials'], has_budget=bool(numbers['budget']))}, {len(in_hand)} running"
-    if numbers["budget"] is None and record.state != "cancelled":
-        counts += f", {total - done - len(in_hand) - paused} to come"
+    counts = trials_done(numbers["trials"], has_budget=bool(numbers["budget"]))
+    if not is_over(record):
+        counts += f", {len(in_hand)} running"
+        counts += "" if numbers["budget"] else f", {total - done - len(in_hand) - paused} not started"
     yield Text.assemble((record.name, "bold"), f": {counts}")
     if record.state != "open":
-        yield f"It is {record.state}; `hpo resume {record.name}` opens it again."
+        again = f"hpo resume {record.name}, then hpo worker {record.name}"
+        yield f"The study is {record.state}. To continue it: {again}"
     yield "", [{"outcome": outcome, "trials": count} for outcome, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
     stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
     if told := paused_told(record):
         yield told
     if stranded:
-        yield f"Unfinished, with no worker: {len(stranded)}. The next worker continues them."
-    elif not numbers["workers"]:
-        yield "No live worker."
+        was = "1 trial was" if len(stranded) == 1 else f"{len(stranded)} trials were"
+        yield f"{was} interrupted. The next worker continues there."
+    if not numbers["workers"] and record.state == "open" and not is_over(record):
+        yield f"No worker is running. To start one: hpo worker {record.name}"
     # Also those of plain Optuna.
     others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
     if others:

@@ -84,7 +84,7 @@ def test_a_description_of_an_unusable_file_neither_fails_nor_waits(
     locking.close()
 
 
-def test_a_study_file_that_became_invalid_is_described_by_its_name(folder: Path) -> None:
+def test_an_invalid_study_file_is_described_by_its_name(folder: Path) -> None:
     (folder / "studies").mkdir()
     write_study(folder / "studies", n_trials=0)
     assert repr(hpo.Study("tiny")) == "Study('tiny', storage='sqlite:///runs/hpo.db', trials='none yet')"

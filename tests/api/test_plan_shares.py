@@ -43,7 +43,7 @@ def test_live_workers_share_the_time_as_in_the_status(
 
 
 @pytest.mark.parametrize(("gpus", "shares"), [(0, 1), (2, 2), (8, 3)])
-def test_workers_that_are_asked_for_share_the_devices_here(
+def test_requested_workers_share_the_devices_here(
     tmp_path: Path, gpus: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "cuda_devices", lambda _: [f"GPU-{n}" for n in range(gpus)])
@@ -52,7 +52,7 @@ def test_workers_that_are_asked_for_share_the_devices_here(
     assert shares_of(tiny_study(tmp_path), None, None) == 1
 
 
-def test_a_plan_says_that_workers_share_a_device(tmp_path: Path) -> None:
+def test_a_plan_names_the_shared_device(tmp_path: Path) -> None:
     cost = TrialCost("fp32", 10.0, 60.0, "13 steps")
     plan = make_plan(tiny_study(tmp_path, n_trials=60), [cost], None, 2)
     assert plan.hours_to_the_end == pytest.approx(0.5)

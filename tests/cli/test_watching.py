@@ -66,7 +66,7 @@ def test_a_watch_ends_when_the_study_is_cancelled(
     assert "It is cancelled" in ok(hpo_command(tmp_path, "status", "tiny", "--watch")).out
 
 
-def test_a_watch_on_a_terminal_replaces_what_it_shows(
+def test_a_watch_on_a_terminal_replaces_its_screen(
     tmp_path: Path,
     storage: Storage,
     waits: Callable[..., list[float]],
@@ -95,5 +95,5 @@ def test_an_interrupt_ends_a_watch(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("storage")
 @pytest.mark.parametrize("options", [["--watch", "--json"], ["--interval", "3"]])
-def test_options_that_a_watch_cannot_use_are_refused(tmp_path: Path, options: list[str]) -> None:
+def test_a_watch_refuses_other_options(tmp_path: Path, options: list[str]) -> None:
     refused(hpo_command(tmp_path, "status", "tiny", *options), f"{options[0]} ")

@@ -33,7 +33,7 @@ def test_equal_values_get_a_narrow_axis(values: list[float], low: float, high: f
     assert turned.yaxis.range is None
 
 
-def test_values_that_differ_or_are_unknown_leave_the_axis_to_plotly() -> None:
+def test_different_or_unknown_values_leave_the_axis_to_plotly() -> None:
     for values in ([0.1, 0.2], [math.nan], []):
         layout = plotly_figure(Chart("k", "t", series=[Series("a", "#000", [0, 1], values)])).layout
         assert layout.yaxis.range is None

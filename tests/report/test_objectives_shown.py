@@ -45,7 +45,7 @@ SCREENS: dict[str, Callable[[StudyRecord, Path], str]] = {
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_a_screen_says_once_what_the_score_is(screen: str, tmp_path: Path) -> None:
+def test_a_screen_explains_the_score_once(screen: str, tmp_path: Path) -> None:
     show = SCREENS[screen]
     assert show(record("score", "peak_memory_bytes"), tmp_path).count(SCORE) == 1
     assert SCORE not in show(record(TASK), tmp_path)

@@ -132,7 +132,7 @@ def test_summary_fits_the_terminal(screen: Screen) -> None:
     assert names <= set(table.split())
     assert {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "   hpo best fake\n" in screen.text
+    assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
 
 
 def test_status_shows_who_runs_what_where(screen: Screen) -> None:
