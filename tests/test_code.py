@@ -109,7 +109,7 @@ def test_the_database_has_nothing_run(tmp_path: Path, monkeypatch: pytest.Monkey
         for command in (("worker", "tiny"), ("verify", "tiny")):
             refusal = hpo_command(here, *command, "--storage", url)
             assert (refusal.exit_code, f"needs the code `{name}`" in refusal.err) == (2, True)
-        assert "0 of 2 trials done" in ok(hpo_command(here, "status", "tiny", "--storage", url)).out
+        assert "0 of 2 trials ended" in ok(hpo_command(here, "status", "tiny", "--storage", url)).out
     assert runs_of(code) == 0
     trusted = ("worker", "tiny", "--storage", url, "--trust-code", "own_kind.py", "--workers", "2")
     ok(finish(start_hpo(here, *trusted)))

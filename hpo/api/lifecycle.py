@@ -75,10 +75,10 @@ class StateChange(StudyResult):
     def text(self) -> str:
         done = trials_done(self.trials)
         if self.state == "open":
-            again = "is open already" if self.before == "open" else f"was {self.before} and is open again"
-            return f"The study {self.study} {again}: {done}. To go on: hpo worker {self.study}"
-        ends = f", {self.ended} unfinished ended" if self.ended else ""
-        again = f"To open it again: hpo resume {self.study}"
+            again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
+            return f"The study {self.study} {again}: {done}. To continue it: hpo worker {self.study}"
+        ends = f", {self.ended} of them by this command" if self.ended else ""
+        again = f"To continue it: hpo resume {self.study}, then hpo worker {self.study}"
         return f"The study {self.study} is {self.state}: {done}{ends}. {again}"
 
 
@@ -110,7 +110,7 @@ class Copied(StudyResult):
         text = f"{self.study} is in {self.place}: {self.trials} trials; {trials_done(self.counts)}."
         if self.counts["done"] == sum(self.counts.values()):
             return text
-        return f"{text}\nGo on with it there alone: both studies would write to the same checkpoints."
+        return f"{text}\nContinue only this copy: both studies would write to the same checkpoints."
 
 
 def enqueue(

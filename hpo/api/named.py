@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,10 @@ from hpo.api.opening import (
     trust,
 )
 from hpo.code import use_code
-from hpo.errors import NoDatabaseError
+from hpo.errors import HpoError, NoDatabaseError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
-from hpo.study.store.database import place, storage_url
+from hpo.study.store.database import DEFAULT_URL, place, redact, storage_url
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -51,6 +52,27 @@ class NamedStudy:
         self._storage, self._trusts, self._quiet = storage, trust_remote_code, quiet
         if self._given is not None or is_path(self._word):
             _ = self._file  # raises for what is not valid
+
+    def __repr__(self) -> str:
+        """Describe the study by its file and, if that is a file, its database. This never fails or waits."""
+        from hpo.report.formats import objectives_text, trials_done
+        from hpo.study.reading.overview import glance
+
+        file = None
+        with suppress(HpoError):  # an invalid file is reported when it is used
+            file = self._file
+        name = self._word if file is None or not is_path(self._word or "/") else file.name
+        seen = glance(self._storage, name)
+        definition, counts = seen or ({}, {})
+        facts = {"storage": redact(self._storage or os.environ.get("HPO_STORAGE") or DEFAULT_URL)}
+        if goals := definition.get("objective") or (file and [vars(goal) for goal in file.objective]):
+            metrics, directions = ([goal[key] for goal in goals] for key in ("metric", "direction"))
+            facts["objective"] = objectives_text(metrics, directions)
+        none = f"none of {file.num_trials} yet" if file else "none yet"
+        has_budget = definition.get("budget") is not None
+        progress = trials_done(counts, has_budget=has_budget) if counts else none
+        facts["trials"] = "not read" if seen is None else progress
+        return f"Study({', '.join([repr(name), *(f'{key}={value!r}' for key, value in facts.items())])})"
 
     @cached_property
     def _file(self) -> StudyConfig | None:

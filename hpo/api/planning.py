@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from hpo.api.opening import RUNS
 from hpo.config.resolved_study import resolve_study
 from hpo.data.dataset import load_data
-from hpo.device import probe_device
+from hpo.device import cuda_devices, probe_device
 from hpo.errors import RunError
 from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
+from hpo.report.status import num_shares
 from hpo.study.running.run import check_precisions
 from hpo.trial.trial_parts import fit_pruner
 
@@ -26,7 +27,6 @@ _logger = logging.getLogger(__name__)
 def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
     """Return the plan of a study, with the losses that a comparison cannot exclude.
 
-
     Raises RunError if the steps did not work.
 
     Args:
@@ -39,7 +39,15 @@ def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | N
     else:
         config = config.resumed(record.definition)
     plan = _measured_plan(config, record, workers, why_pruner)
-    return replace(plan, limit=comparison_limit(config, data))
+    shares = shares_of(config, record, workers)
+    return replace(plan, limit=comparison_limit(config, data), num_shares=shares)
+
+
+def shares_of(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> int:
+    """Return into how many parts the device time is divided, as `num_shares` does for live workers."""
+    if workers is None:
+        return (num_shares(record) if record else 0) or 1
+    return workers if config.budget is None else min(workers, max(1, len(cuda_devices(config.device))))
 
 
 def _measured_plan(

@@ -73,18 +73,18 @@ class WorkResult(RunSummary):
             return
         counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
         if self.ended == "closed":
-            again = f"To open it again: hpo resume {self.study}"
+            again = f"To continue it: hpo resume {self.study}, then hpo worker {self.study}"
             yield f"The study {self.study} is {self.stored.state}: {counts}. {again}"
             return
         why = {
-            "stopped": "Stopped and checkpointed",
-            "timeout": "Out of time",
-            "elsewhere": f"What is left needs a device with {' or '.join(self.elsewhere)}",
+            "stopped": "Stopped; running trials have a checkpoint",
+            "timeout": "The time is over",
+            "elsewhere": f"The trials that are left need a device with {' or '.join(self.elsewhere)}",
         }[self.ended]
         none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"
         where = " there" if self.ended == "elsewhere" else ""
         command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
-        yield f"{why}: {counts}{none}. To go on{where}: {command}"
+        yield f"{why}: {counts}{none}. To continue{where}: {command}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -427,16 +427,6 @@ class Study(NamedStudy):
         file = self._word if self._word and self._file is not None else None
         return write_report(record, Path(folder or RUNS / record.name / "report"), file)
 
-    def _repr_html_(self) -> str:
-        """Show in a notebook how far the study is, and the table by precision."""
-        from hpo.report.formats import trials_done
-        from hpo.report.tables import StudyTables, brief_summary
-
-        record = self.record
-        counts = trials_done(record.counts, has_budget=record.definition.get("budget") is not None)
-        summary = brief_summary(StudyTables(record)).to_html(index=False)
-        return f"<b>{record.name}</b>: {counts}{summary}"
-
     def _set_state(self, state: StudyState) -> StateChange:
         from hpo.api.lifecycle import set_state
 

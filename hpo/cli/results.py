@@ -16,15 +16,36 @@ from hpo.config.trackers import TrackerName
 from hpo.errors import InputError
 
 
-@study_command()
-def status(study: hpo.Study) -> Answer:
+@study_command(
+    watch=flag("--watch", "Show it again and again until the study is over, or Ctrl-C (exit code 130)."),
+    interval=optional(float, "SECONDS", "Time between two looks of --watch.", "5", min=0.1, max=86400),
+)
+def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: float = 0.0) -> Answer | None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.report import screens
     from hpo.report.status import study_status
 
+    if watch and as_json:
+        raise InputError("--watch shows a screen, so --json must be left out.")
+    if watch:
+        return _watch(study, interval or 5.0)
+    if interval:
+        raise InputError("--interval is the time between two looks of --watch: give --watch, too.")
     record = study.outline
     numbers = study_status(record)
     return Answer(numbers, screens.status(record, numbers))
+
+
+def _watch(study: hpo.Study, seconds: float) -> None:
+    from hpo.report.screens import watched
+    from hpo.report.terminal import print_live
+    from hpo.study.reading.reader import read_study
+
+    with study.opened(brief=True) as (database, first):
+        try:
+            print_live(watched(lambda: read_study(database, first.name, brief=True), seconds))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
 
 
 @study_command(

@@ -176,7 +176,7 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
     settings = differing_settings(counted)
     tried = {
         frozenset(map(tuple, group[[f"param.{name}" for name in settings]].astype(str).to_numpy()))
-        for _, group in counted.groupby("precision")
+        for _, group in counted.groupby(tables.groups(counted))
     }
     if len(tried) > 1:
         yield Notice(

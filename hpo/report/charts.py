@@ -81,6 +81,8 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
+    ticks = [(group.replace(ON, "\non ").replace(", ", "\n"), len(points)) for group, points in groups]
+    formats = ", ".join(["Groups: precision", *tables.formats.columns]) + ". "
     differing = ", ".join(differing_settings(rows))
     caption = f"The trials differ in these settings too: {differing}." if differing else ""
     return Chart(
@@ -88,8 +90,8 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         title,
         y_label=_label(metric),
         series=_points(rows, x, y),
-        x_ticks=[group.replace(ON, "\non ") + f" (n = {len(points)})" for group, points in groups],
-        caption=caption,
+        x_ticks=[f"{group} (n = {num})" for group, num in ticks],
+        caption=(formats if tables.formats.columns else "") + caption,
     )
 
 

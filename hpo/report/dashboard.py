@@ -28,7 +28,7 @@ from hpo.report.detailed import headline
 from hpo.report.detailed_page import HEADING
 from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import plotly_figure
-from hpo.report.formats import format_value, objective_values, precision_facts
+from hpo.report.formats import format_value, objective_values, precision_facts, score_explained
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, brief_summary
@@ -92,13 +92,15 @@ def study_note(tables: StudyTables) -> str:
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
-    lines += [f"- {_escape(told)}" for told in limits_told(record) + spending_told(record)]
+    explained = filter(None, [score_explained(record.metric_names, record.definition)])
+    lines += [f"- {_escape(told)}" for told in [*explained, *limits_told(record), *spending_told(record)]]
     if detailed := detailed_evaluations(tables):
         lines += ["", f"## {HEADING}", "", f"In full: `hpo report {record.name}`.", ""]
         for one in detailed:
-            lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}."]
+            lines += [f"- Trial {one.trial_number} on {_escape(headline(one, record.metric_names))}."]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
     lines += ["", "## By requested precision", "", _markdown_table(brief_summary(tables)), ""]
+    lines += [_escape(tables.formats.text()), ""] if tables.formats.shared else []
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)

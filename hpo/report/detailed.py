@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +57,20 @@ def interval_text(row: Mapping[str, Any]) -> str:
     return format_metric_interval(row["value"], row["low"], row["high"])
 
 
-def headline(one: Detailed) -> str:
-    """`test, 500 rows: score 0.821 [0.790, 0.848]`; without a score, the first metric of each task."""
-    rows = intervals(one)
-    shown = [row for row in rows if not row["task"]]
-    shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
-    values = ", ".join(
-        with_baseline(f"{row['task']} {row['metric']} {interval_text(row)}".lstrip(), row["baseline"])
-        for row in shown
-    )
+def objectives(one: Detailed, metrics: Sequence[str]) -> dict[str, str]:
+    """The values of a study's objectives with their intervals, by name.
+
+    Without an objective that is a metric of the data: the score, else the first metric of each task.
+    """
+    rows = {f"{row['task']}/{row['metric']}".lstrip("/"): row for row in intervals(one)}
+    shown = [name for name in metrics if name in rows] or [name for name in rows if name == "score"]
+    shown = shown or [*{rows[name]["task"]: name for name in reversed(rows)}.values()][::-1]
+    return {name: with_baseline(interval_text(rows[name]), rows[name]["baseline"]) for name in shown}
+
+
+def headline(one: Detailed, metrics: Sequence[str]) -> str:
+    """`test, 500 rows: score 0.821 [0.790, 0.848]`, of the objectives `metrics`."""
+    values = ", ".join(map(" ".join, objectives(one, metrics).items()))
     return f"{one.split}, {num_rows(one)}: {values}"
 
 

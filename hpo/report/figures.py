@@ -6,8 +6,9 @@ Colours are those of Okabe and Ito (2008), which people with the common colour-b
 from __future__ import annotations
 
 import html
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,9 +103,13 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
         **own,
     )
+    xs = [x for series in chart.series for x in series.x]
+    ys = [y for series in chart.series for y in series.y]
+    figure.update_xaxes(range=_equal_values_range(xs, 0.5 if chart.x_whole else None))
+    figure.update_yaxes(range=_equal_values_range(ys))
     if chart.x_log:
         figure.update_xaxes(type="log")
-    if chart.x_whole and max(x for series in chart.series for x in series.x) < 10:
+    if chart.x_whole and max(xs) < 10:
         figure.update_xaxes(dtick=1)
     if chart.x_ticks:
         # Slanted to the left where they do not fit: to the right, plotly hides the last one.
@@ -113,6 +118,20 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         names = [textwrap.fill(name, TICK_WIDTH) for name in chart.y_ticks]
         figure.update_yaxes(**_category_axis(names), tickfont_size=11)
     return figure
+
+
+def _equal_values_range(values: Iterable[float], half: float | None = None) -> tuple[float, float] | None:
+    """Return the range of an axis whose values are all equal; plotly would take 1 to each side.
+
+    Args:
+        half: half of its width; None: 5% of the value, and 0.05 around 0.
+    """
+    known = {float(value) for value in values if math.isfinite(value)}
+    if len(known) != 1:
+        return None
+    (value,) = known
+    half = half or 0.05 * abs(value) or 0.05
+    return value - half, value + half
 
 
 def _plotly_trace(series: Series) -> dict[str, Any]:

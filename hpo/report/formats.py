@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpo.extensions import has_own_loop, own_loop_of
 from hpo.json_safe import is_number
+from hpo.report.number_formats import precision_that_ran
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
+
+SCORE = "the mean of the primary metrics of all tasks"
 
 BASELINE = "best constant"
 """The column of the best constant predictions."""
@@ -114,7 +118,7 @@ def precision_facts(trial: TrialRecord) -> str:
         verdict = "not compared"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
-        f"requested {precision['requested']}, effective {precision['effective']} "
+        f"requested {precision['requested']}, effective {precision_that_ran(trial) or 'nothing'} "
         f"({precision['support']}), observed: {observed_precision(trial)}; {verdict}{reason}."
         f"{''.join(f' {name}: {_stored(facts)}.' for name, facts in stored_precisions(trial).items())}"
     )
@@ -170,8 +174,19 @@ def _three_digits(value: Any) -> str:
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"
 
 
+def objectives_text(metrics: Sequence[str], directions: Sequence[str]) -> str:
+    """`maximize score, minimize peak_memory_bytes`."""
+    return ", ".join(map(" ".join, zip(directions, metrics, strict=True)))
+
+
+def score_explained(metrics: Sequence[str], definition: Mapping[str, Any]) -> str:
+    """Say what `score` is, if it is an objective of a study whose metrics are not those of its own code."""
+    with own_loop_of(definition):
+        return f"`score` is {SCORE}." if "score" in metrics and not has_own_loop() else ""
+
+
 def trials_done(counts: Mapping[str, int], *, has_budget: bool = False) -> str:
     """Describe the progress of a study. A study that has a budget may end with fewer trials."""
     paused = f", {counts['paused']} paused" if counts.get("paused") else ""
     at_most = "at most " if has_budget else ""
-    return f"{counts['done']} of {at_most}{sum(counts.values())} trials done{paused}"
+    return f"{counts['done']} of {at_most}{sum(counts.values())} trials ended{paused}"

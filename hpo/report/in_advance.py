@@ -41,7 +41,8 @@ def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
     told = facts.limit(question)
     if facts.excludable < margin or math.isinf(margin):
         return told
-    return f"{told} Judged by the labels alone, no precision can be shown to be as good."
+    more = "" if math.isinf(facts.row_bound) else f" Label more {question.rows} to change that."
+    return f"{told} So no precision can be shown to be as good as fp32.{more}"
 
 
 def comparison_limit(config: StudyConfig, data: DataSet | None) -> str:

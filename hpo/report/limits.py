@@ -12,20 +12,27 @@ if TYPE_CHECKING:
 
 
 def limits_told(record: StudyRecord) -> list[str]:
-    """How many trials meet the limits and what breaks each; then the nearest where none does. []: it has no
-    limits, or no trial has come to one."""
+    """Say how many trials meet the limits, what breaks each, and the nearest trial if none meets them.
+
+    []: the study has no limits, or no trial has come to one.
+    """
     counts = limit_counts(record)
     if not counts or not (counts["complete"] or counts["ended_early"]):
         return []
-    broken = ", ".join(
-        f"{metric} {Limit.model_validate(record.definition['constraints'][metric])} by {count}"
-        for metric, count in counts["broken"].items()
-        if count
-    )
-    met = f"{counts['met']} of {counts['complete']} complete trials meet the limits of the study"
-    early = f"{counts['ended_early']} ended early at one" if counts["ended_early"] else ""
-    said = f"{'; '.join(filter(None, (met, early)))}." + (f" Broken: {broken}." if broken else "")
-    return [said, *filter(None, [nearest_told(record)])]
+    said = []
+    if complete := counts["complete"]:
+        meet = "meets" if counts["met"] == 1 else "meet"
+        said.append(f"{counts['met']} of {_trials(complete, 'complete ')} {meet} all limits of the study.")
+    if early := counts["ended_early"]:
+        said.append(f"{_trials(early)} ended early because {'it' if early == 1 else 'they'} broke a limit.")
+    for metric, count in counts["broken"].items():
+        limit = Limit.model_validate(record.definition["constraints"][metric])
+        said += [f"`{metric} {limit}` is broken by {_trials(count)}."] if count else []
+    return [" ".join(said), *filter(None, [nearest_told(record)])]
+
+
+def _trials(count: int, kind: str = "") -> str:
+    return f"{count} {kind}trial{'' if count == 1 else 's'}"
 
 
 def no_better_than_constant(record: StudyRecord) -> list[str]:

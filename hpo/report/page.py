@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
-from hpo.report.detailed import evaluations_of, interval_text, intervals
+from hpo.report.detailed import evaluations_of, objectives
 from hpo.report.detailed_page import HEADING, evaluation
 from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import Chart, plotly_figure
@@ -29,10 +29,12 @@ from hpo.report.formats import (
     format_seconds,
     format_value,
     objective_values,
+    objectives_text,
     precision_facts,
-    with_baseline,
+    score_explained,
 )
 from hpo.report.limits import best_or_nearest, limits_told
+from hpo.report.number_formats import precision_that_ran, ran_otherwise, unusual_formats
 from hpo.report.spending import spending_told
 from hpo.report.status import paused_told
 from hpo.report.tables import (
@@ -56,14 +58,16 @@ _OF_PRECISION = "precision_metric"
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
     """The page; `study_file` is the study in the command that trains a trial again."""
-    cards = [_cards(tables, trial) for trial in tables.best]
+    record, cards = tables.record, [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     plots = [(chart, plot(chart)) for chart in charts]
     not_complete = tables.trials[tables.trials["outcome"].ne(Outcome.COMPLETE)]
     reasons = not_complete.assign(time=not_complete["seconds"].map(format_seconds))
     return render(
         "report.html.j2",
-        name=tables.record.name,
+        name=record.name,
+        goals=objectives_text(record.metric_names, record.directions),
+        explained=score_explained(record.metric_names, record.definition),
         facts=_facts(tables),
         sentences=sentences(tables),
         compared=[
@@ -82,6 +86,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         brief=brief_summary(tables),
+        shared_formats=tables.formats.text(),
         verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
         first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
         precision_charts=[drawn for drawn in plots if drawn[0].key.startswith(_OF_PRECISION)],
@@ -105,10 +110,9 @@ def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None
 
 def _facts(tables: StudyTables) -> list[str]:
     record = tables.record
-    goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
     environments = sorted({_environment(trial) for trial in record.trials} - {""})
     return [
-        f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
+        f"{len(record.trials)} trials, {len(tables.complete)} complete.",
         *limits_told(record),
         *spending_told(record),
         f"Planned: {sum(record.counts.values())}, of which {record.counts['done']} are done.",
@@ -143,17 +147,17 @@ def _time(tables: StudyTables) -> str:
 def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
-    precision = trial.telemetry.get("precision") or {}
     cards = objective_values(record, trial)
     for one in evaluations_of(trial)[:1]:  # the split that says most
-        scores = [row for row in intervals(one) if not row["task"]]
         # The interval may be on its own line.
-        texts = [with_baseline(interval_text(row), row["baseline"]) for row in scores]
-        cards |= {f"score on {one.split}": text.replace("\u00a0", " ", 1) for text in texts}
+        values = objectives(one, record.metric_names).items()
+        cards |= {f"{name} on {one.split}": text.replace("\u00a0", " ", 1) for name, text in values}
     cards["trial"] = str(trial.number)
     if best_or_nearest(trial) == "nearest":
         cards["limits"] = "not met: it is the nearest"
-    cards["precision that ran"] = precision.get("effective") or "not known"
+    cards["precision that ran"] = precision_that_ran(trial) or "not known"
+    for name, value in unusual_formats(trial, record.definition).items():
+        cards[name.replace("_", " ")] = value + ran_otherwise([trial], name, value)
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
     energy = throughput.get("train_joules_per_example")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_bytes, format_number, format_seconds
+from hpo.report.number_formats import study_formats
 from hpo.report.outlook import outlook, trial_seconds
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
@@ -66,11 +67,13 @@ class Plan:
     """Disk space that the checkpoints of paused trials take at most; None: unknown, or no trial pauses."""
     limit: str = ""
     """The losses that no comparison can exclude. Empty: not known, or the objective is in label units."""
+    num_shares: int | None = None
+    """The workers, or under a budget the devices, that spend device time at once; None: `num_workers`."""
 
     @property
     def hours_to_the_end(self) -> float:
         """Time on a clock, with these workers."""
-        return max(0.0, self.hours - self.spent_hours) / self.num_workers
+        return max(0.0, self.hours - self.spent_hours) / (self.num_shares or self.num_workers)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"hours_to_the_end": self.hours_to_the_end}
@@ -84,31 +87,37 @@ class Plan:
             speed = "" if rate is None else f", at {format_number(rate)} examples/s"
             yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
         yield f"Pruner: {self.pruner}."
-        parts = [
-            f"{stage.num_trials} from {_share(stage.begin)} to {_share(stage.end)}"
-            for stage in self.stages
-            if stage.num_trials
-        ]
-        if parts:
-            trained = f"That is the training of {self.whole_trials:.3g} whole trials."
-            yield f"Trials left to run: {', '.join(parts)}. {trained}"
-        else:
-            yield "Trials left to run: none."
-        of = "" if self.budget_hours is None else f" of the budget of {self.budget_hours:.3g}"
-        spent = f", {self.spent_hours:.3g} of them spent" if self.spent_hours else ""
-        yield f"Device-hours: about {self.hours:.3g} in all{of}{spent}."
+        yield _left_to_run([stage for stage in self.stages if stage.num_trials], self.whole_trials)
+        total, spent, budget = (
+            None if hours is None else format_seconds(3600 * hours)
+            for hours in (self.hours, self.spent_hours or None, self.budget_hours)
+        )
+        of = f" of the budget of {budget}" if budget else ""
+        yield f"Device time in all: about {total}{of}{f', of which {spent} are spent' if spent else ''}."
         if self.budget_hours is not None and self.whole_trials and self.hours > self.budget_hours:
             yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
         if self.paused_bytes is not None:
             yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
         clock = format_seconds(3600 * self.hours_to_the_end)
-        yield f"With {self.num_workers} worker{'s' * (self.num_workers > 1)} the study ends in about {clock}."
+        shares, workers = self.num_shares or self.num_workers, self.num_workers
+        on = f" on {shares} device{'s' * (shares > 1)}" if shares < workers else ""
+        if self.hours_to_the_end:
+            yield f"With {workers} worker{'s' * (workers > 1)}{on} the study ends in about {clock}."
         if self.limit:
-            yield f"`hpo compare`: {self.limit}"
+            yield f"What `hpo compare` can show with these data: {self.limit}"
 
 
-def _share(share: float) -> str:
-    return {0.0: "the start", 1.0: "the end"}.get(share, f"{share:.0%}")
+def _left_to_run(stages: Sequence[Stage], whole_trials: float) -> str:
+    parts = []
+    for stage in stages:
+        end = "to the end" if stage.end == 1 else f"to {stage.end:.0%} of their training"
+        if stage.begin == 0:
+            parts.append(f"{stage.num_trials} new trials train {end}")
+        else:
+            parts.append(f"{stage.num_trials} paused trials continue from {stage.begin:.0%} {end}")
+    if not parts:
+        return "No trial is left to run."
+    return f"Left to run: {'; '.join(parts)}. Together they train as much as {whole_trials:.3g} whole trials."
 
 
 def make_plan(
@@ -134,7 +143,7 @@ def make_plan(
     promotion, is_left = found.promotion, found.forecast.whole_trials > 0
     num_paused = promotion.most_paused(found.num_planned) if promotion is not None and is_left else 0
     rungs = ", ".join(f"{rung:.0%}" for rung in promotion.used) if promotion is not None else ""
-    pauses = f", trials pause at {rungs} of their training" if rungs else ""
+    pauses = f", which pauses trials at {rungs} of their training" if rungs else ""
     return Plan(
         costs,
         [*found.forecast.stages],
@@ -165,11 +174,17 @@ def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
             name,
             median([one.attributes.get("train_examples_per_second") or 0.0 for one in trials]) or None,
             median(map(whole_seconds, trials)),
-            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}",
+            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}{_differing(record, trials)}",
             checkpoint_bytes=max(one.telemetry.get("checkpoint_bytes") or 0 for one in trials) or None,
         )
         for name, trials in of_precision.items()
     }
+
+
+def _differing(record: StudyRecord, trials: list[TrialRecord]) -> str:
+    """Name the formats that are put together in a cost."""
+    differ = study_formats(trials, record.definition).columns
+    return f" that differ in {', '.join(differ)}" if differ else ""
 
 
 def whole_seconds(trial: TrialRecord) -> float:

@@ -42,7 +42,7 @@ class StudyDisplay:
             at_rung = [*rungs_of(trial.user_attrs).items()][-1:] if outcome == Outcome.PAUSED else []
             reached = [at["values"] for _, at in at_rung] or [trial.values]
             has_values = outcome in (Outcome.COMPLETE, Outcome.PAUSED)
-            values = ", ".join(self._values(reached[0] if has_values else ()))
+            values = self.values(reached[0] if has_values else ())
             paused = "".join(f"at {rung:.0%} of its training" for rung, _ in at_rung)
             is_best = look.best is not None and look.best[1] == trial.number
             self._print_line(
@@ -68,15 +68,16 @@ class StudyDisplay:
         line = Text("  ").join(Text(text, style) for text, style in said if text)
         self._console.print(line, soft_wrap=not self._console.is_terminal)
 
-    def _values(self, values: Sequence[float]) -> list[str]:
+    def values(self, values: Sequence[float]) -> str:
+        """The values of the objectives, or of the first ones, with their names."""
         pairs = zip(self._objectives, values, strict=False)
-        return [format_metric(objective.metric, value) for objective, value in pairs]
+        return ", ".join(f"{one.metric} {format_metric(one.metric, value)}" for one, value in pairs)
 
     def _facts(self, trial: FrozenTrial, progress: Mapping[str, Any]) -> list[str]:
         """The facts of a running trial; its progress is unknown before the first heartbeat of its worker."""
         reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
         facts = [f"{progress['budget_used']:4.0%}"] if progress else []
-        facts += [f"{self._objectives[0].metric} {value}" for value in self._values(reported)]
+        facts += filter(None, [self.values(reported)])
         if progress:
             loss, rate = progress["train_loss"], progress["examples_per_second"]
             facts.append(f"step {progress['step']}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -15,15 +16,17 @@ from hpo.report.formats import (
     format_seconds,
     objective_values,
     precision_facts,
+    score_explained,
     trials_done,
 )
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
-from hpo.report.status import paused_told
+from hpo.report.status import paused_told, study_status
 from hpo.report.terminal import OUTCOME_STYLES, one_line, warning
 from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
+    is_over,
     limit_counts,
     lost_weights,
     unverified_precisions,
@@ -44,35 +47,40 @@ def summary(record: StudyRecord) -> Iterator[Part]:
     from hpo.report.tables import StudyTables, brief_summary
 
     if any(trial.ended for trial in record.trials):
-        yield f"{record.name}: by requested precision", brief_summary(StudyTables(record))
+        tables = StudyTables(record)
+        yield f"{record.name}: by requested precision", brief_summary(tables)
+        yield from filter(None, [tables.formats.text()])
     yield from best(record)
     for said in (*lost_weights(record), *unverified_precisions(record)):
         yield warning(" ".join(said))
     if complete_trials(record):
         hints = "   ".join(f"hpo {command} {record.name}" for command in ("report", "dashboard", "best"))
-        yield Text(hints, style="dim")
+        yield Text(f"More about it: {hints}", style="dim")
 
 
 def best(record: StudyRecord) -> Iterator[Part]:
     """The best trial (with several objectives, the Pareto front): values, parameters, precision facts, and
-    the score with its interval on each split that it was evaluated on in detail."""
+    the objectives with their intervals on each split of a detailed evaluation."""
     from hpo.report.detailed import evaluations_of, headline
 
     trials = best_trials(record)
     if not trials:
-        yield f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}."
+        none = f"None of the {len(record.trials)} trials is" if record.trials else "No trial is"
+        yield f"{none} complete yet."
     for trial in trials:
         values = ", ".join(map(" ".join, objective_values(record, trial).items()))
         named = (f"{best_or_nearest(trial)} ", "bold")
         yield Text.assemble(named, f"trial {trial.number}: ", (values, "bold green"))
         facts = (describe_params(trial.params, in_full=True), precision_facts(trial))
-        for line in (*facts, *map(headline, evaluations_of(trial))):
+        for line in (*facts, *(headline(one, record.metric_names) for one in evaluations_of(trial))):
             yield f"     {line}"
+    if trials and (explained := score_explained(record.metric_names, record.definition)):
+        yield explained
     yield from limits_told(record)
     yield from spending_told(record)
     for question, result in record.comparisons.items():
         going = "" if result["has_ended"] else " (so far)"
-        yield f"{question} compared on new seeds{going}: {result['recommendation']}"
+        yield f"Comparison of {question} on new seeds{going}: {result['recommendation']}"
 
 
 def best_model(record: StudyRecord, evaluated: str | None, exported: str | None) -> Iterator[Part]:
@@ -184,8 +192,8 @@ def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
         [
             {
                 "study": study.name,
-                "state": study.state,
-                "done": f"{study.trials['done']}/{study.trials['total']}",
+                "state": {"open": "unfinished", "done": "finished"}.get(study.state, study.state),
+                "trials ended": f"{study.trials['done']} of {study.trials['total']}",
                 "workers": str(study.workers),
                 "age": format_seconds(study.now - study.created),
             }
@@ -194,25 +202,42 @@ def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
     )
 
 
+def watched(read: Callable[[], StudyRecord], seconds: float) -> Iterator[tuple[object, Iterator[Part]]]:
+    """Read a study every so many seconds until it is over: what is new in it, and its status."""
+    while True:
+        record = read()
+        numbers = study_status(record)
+        yield [numbers[name] for name in ("state", "trials", "outcomes", "best")], status(record, numbers)
+        if is_over(record):
+            return
+        sleep(seconds)
+
+
 def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
     """Trials by outcome, live workers, rate and estimated end, and the best so far."""
     done, paused, total = numbers["trials"]["done"], numbers["trials"].get("paused", 0), numbers["n_trials"]
     in_hand = {worker["trial"] for worker in numbers["workers"]} - {None}
-    counts = f"{trials_done(numbers['trials'], has_budget=bool(numbers['budget']))}, {len(in_hand)} running"
-    if numbers["budget"] is None and record.state != "cancelled":
-        counts += f", {total - done - len(in_hand) - paused} to come"
+    counts = trials_done(numbers["trials"], has_budget=bool(numbers["budget"]))
+    if not is_over(record):
+        counts += f", {len(in_hand)} running"
+        counts += "" if numbers["budget"] else f", {total - done - len(in_hand) - paused} not started"
     yield Text.assemble((record.name, "bold"), f": {counts}")
     if record.state != "open":
-        yield f"It is {record.state}; `hpo resume {record.name}` opens it again."
+        again = f"hpo resume {record.name}, then hpo worker {record.name}"
+        yield f"The study is {record.state}. To continue it: {again}"
     yield "", [{"outcome": outcome, "trials": count} for outcome, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
     stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
     if told := paused_told(record):
         yield told
     if stranded:
-        yield f"Unfinished, with no worker: {len(stranded)}. The next worker continues them."
-    elif not numbers["workers"]:
-        yield "No live worker."
+        was = "1 trial was" if len(stranded) == 1 else f"{len(stranded)} trials were"
+        yield f"{was} interrupted. The next worker continues there."
+    if not numbers["workers"] and record.state == "open" and not is_over(record):
+        yield f"No worker is running. To start one: hpo worker {record.name}"
+    others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
+    if others:
+        yield f"RUNNING, but of no worker of this study: {len(others)}. `hpo doctor` says more."
     if record.num_foreign:
         yield f"Trials that hpo did not make: {record.num_foreign}. They count for nothing in this study."
     if numbers["trials_per_hour"]:

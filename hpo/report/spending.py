@@ -10,7 +10,7 @@ from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_seconds
 from hpo.report.outlook import Outlook, stored_outlook
-from hpo.study.reading.study_record import StudyRecord
+from hpo.study.reading.study_record import StudyRecord, is_over
 
 WORTH_A_WORD = 0.02
 """Share of a budget that may stay unspent without a reason."""
@@ -48,10 +48,9 @@ def spending(record: StudyRecord, ahead: Outlook | None = None) -> dict[str, Any
 
 def _why_unspent(record: StudyRecord, hours_left: float, ahead: Outlook) -> str:
     """Why a study that has ended did not spend its budget; empty: it goes on, or hardly anything is left."""
-    is_over = record.counts["done"] == sum(record.counts.values()) or record.state == "cancelled"
-    if not is_over or hours_left <= WORTH_A_WORD * record.definition["budget"]["hours"]:
+    if not is_over(record) or hours_left <= WORTH_A_WORD * record.definition["budget"]["hours"]:
         return ""
-    left = f"{format_seconds(3600 * hours_left)} are not spent"
+    left = f"{format_seconds(3600 * hours_left)} of device time are not spent"
     if record.state == "cancelled":
         return f"{left}, because the study was cancelled."
     if record.counts["done"] >= record.definition.get("n_trials", MAX_TRIALS):
@@ -60,7 +59,9 @@ def _why_unspent(record: StudyRecord, hours_left: float, ahead: Outlook) -> str:
         )
     if ahead.cost is None:
         return f"{left}, because no trial has trained."
-    need = f"another trial and the continuation of the best take about {format_seconds(ahead.next_seconds)}"
+    need = (
+        f"one more trial, with the continuation of the best, takes about {format_seconds(ahead.next_seconds)}"
+    )
     return f"{left}, because {need}."
 
 
@@ -69,7 +70,8 @@ def spending_told(record: StudyRecord) -> list[str]:
     if (spent := spending(record)) is None:
         return []
     share = spent["spent_hours"] / spent["hours"]
-    parts = ("by_precision", "by_outcome")
-    by = "; ".join(", ".join(f"{name} {hours:.3g}" for name, hours in spent[part].items()) for part in parts)
-    of = f"{spent['spent_hours']:.3g} of {spent['hours']:.3g} device-hours, {share:.0%}"
-    return [f"Spent {of}{f': {by}' if record.spent else ''}.", *filter(None, [spent["unspent"]])]
+    told = f"{spent['spent_hours']:.3g} of {spent['hours']:.3g} device-hours are spent ({share:.0%})."
+    for part in ("by_precision", "by_outcome"):
+        hours_of = ", ".join(f"{name} {hours:.3g} h" for name, hours in spent[part].items())
+        told += f" {part.replace('_', ' ').capitalize()}: {hours_of}." if hours_of else ""
+    return [told, *filter(None, [spent["unspent"]])]

@@ -86,8 +86,11 @@ def paused_told(record: StudyRecord) -> str:
     if not paused or not factor:
         return ""
     share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
-    more = "When all trials have begun, more of them continue."
-    return f"Paused: {paused}. A paused trial continues if it is among the best {share} at its rung. {more}"
+    more = "When no trial is left to start, more of them continue."
+    return (
+        f"Trials that are paused: {paused}. One continues if it is among the best {share} of those that "
+        f"trained as long. {more}"
+    )
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:

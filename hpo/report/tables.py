@@ -21,6 +21,7 @@ from hpo.device import DeviceInfo
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import BASELINE, format_bytes, format_metric, format_number
+from hpo.report.number_formats import FORMATS, Formats, ran_otherwise, study_formats
 from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
 
 if TYPE_CHECKING:
@@ -140,12 +141,24 @@ class StudyTables:
     def devices(self) -> list[str]:
         return sorted(self.trials["device"].dropna().unique())
 
+    @cached_property
+    def formats(self) -> Formats:
+        """The formats of the trials' numbers, beside their precision."""
+        return study_formats(self.record.trials, self.record.definition)
+
+    @cached_property
+    def format_columns(self) -> list[pd.Series]:
+        """The requested formats in which trials differ, each a column of `trials`."""
+        columns = self.formats.columns.items()
+        return [pd.Series(values, self.trials.index, dtype=object, name=name) for name, values in columns]
+
     def groups(self, rows: pd.DataFrame) -> pd.Series:
-        """What rows of `trials` are put together by: the precision, and the kind of device where the study
-        ran on several, `bf16 on Tesla T4`."""
-        if len(self.devices) < 2:
-            return rows["precision"]
-        return rows["precision"] + ON + rows["device"].fillna("not known")
+        """Return the group of each row of `trials`: precision, formats that differ and, if there are several
+        kinds, its device: `bf16, lora on Tesla T4`."""
+        groups = rows["precision"]
+        for column in self.format_columns:
+            groups = groups + ", " + column[rows.index]
+        return groups if len(self.devices) < 2 else groups + ON + rows["device"].fillna("not known")
 
     @cached_property
     def complete(self) -> pd.DataFrame:
@@ -173,13 +186,14 @@ class StudyTables:
 
     @cached_property
     def by_precision(self) -> pd.DataFrame:
-        """One row per requested precision, and per device where the study ran on several.
+        """One row per requested precision, per combination of other formats if trials differ in them, and
+        per device if the study ran on several.
 
         Trials that ended for a reason that no precision has caused are in no row.
 
         Columns:
 
-        - `precision`, `device`, `trials`, a count for each outcome, `fell_back`
+        - `precision`, each of `formats.columns`, `device`, `trials`, a count for each outcome, `fell_back`
         - `support`: native, emulated or unsupported. A choice of the study that no trial drew is `not drawn`,
           or `not run here` if no device of the study can run it.
         - `best_<metric>`: over the complete trials that count and meet the study's limits
@@ -197,15 +211,22 @@ class StudyTables:
         ]
         trials = self.trials.assign(device=device).loc[concerned]
         nothing = self.summary(trials.iloc[:0])
-        rows = [
-            {"precision": precision, "device": device, **self.summary(group)}
-            for (precision, device), group in trials.groupby(["precision", "device"])
-        ]
+        formats = (column[trials.index] for column in self.format_columns)
+        keys = [trials["precision"], *formats, trials["device"]]
+        names = [str(key.name) for key in keys]
+        rows = []
+        for values, group in trials.groupby(keys):
+            named = dict(zip(names, values, strict=True))
+            records = [self.record.trials[index] for index in group.index]
+            for name in self.formats.columns:
+                named[name] += ran_otherwise(records, name, named[name])
+            rows.append({**named, **self.summary(group)})
         for precision, reason in self.undrawn.items():
-            named = {"precision": precision, "device": "" if several else "".join(devices)}
-            rows.append({**named, **nothing, "support": "not run here" if reason else "not drawn"})
-        rows.sort(key=lambda row: (precision_order(row["precision"]), row["device"]))
-        return pd.DataFrame(rows, columns=["precision", "device", *nothing])
+            named = {**dict.fromkeys(names, ""), "device": "" if several else "".join(devices)}
+            support = "not run here" if reason else "not drawn"
+            rows.append({**named, "precision": precision, **nothing, "support": support})
+        rows.sort(key=lambda row: (precision_order(row["precision"]), *(row[name] for name in names[1:])))
+        return pd.DataFrame(rows, columns=[*names, *nothing])
 
     def summary(self, group: pd.DataFrame) -> dict[str, Any]:
         """The columns of `by_precision` after the first two, over these rows of `trials`."""
@@ -278,8 +299,11 @@ def fell_back(trials: pd.DataFrame) -> pd.Series:
 
 
 def differing_settings(trials: pd.DataFrame) -> list[str]:
-    """The searched settings, but precision and seed, that have several values in these rows of `trials`."""
-    names = [name for name in searched_parameters(trials) if name != "seed"]
+    """The searched settings that have several values in these rows of `trials`.
+
+    Precision, seed and the formats of numbers are left out: the formats have rows of their own.
+    """
+    names = [name for name in searched_parameters(trials) if name not in ("seed", *FORMATS)]
     return sorted(name for name in names if trials[f"param.{name}"].nunique(dropna=False) > 1)
 
 
@@ -327,7 +351,7 @@ def source_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
 
 def group_order(label: str) -> tuple[tuple[int, str], str]:
     """Sorts what `StudyTables.groups` gives as the table of precisions."""
-    return precision_order(label.partition(ON)[0]), label
+    return precision_order(label.partition(ON)[0].partition(", ")[0]), label
 
 
 def _largest_logits_error(trial: TrialRecord) -> float | None:
@@ -342,12 +366,14 @@ def precision_order(precision: str) -> tuple[int, str]:
 
 
 def brief_summary(tables: StudyTables) -> pd.DataFrame:
-    """`StudyTables.by_precision` as text for people, with a row for each precision."""
+    """`StudyTables.by_precision` as text for people."""
     summary = tables.by_precision
     several_devices = summary["device"].nunique() > 1
     rows = []
     for row in summary.to_dict("records"):
-        cells = {"precision": row["precision"]} | ({"device": row["device"]} if several_devices else {})
+        cells = {"precision": row["precision"]}
+        cells |= {name.replace("_", " "): row[name] for name in tables.formats.columns}
+        cells |= {"device": row["device"]} if several_devices else {}
         cells["support"] = row["support"] or "–"
         outcomes = [f"{row[name]} {name}" for name in OUTCOMES if row[name]]
         outcomes += [f"{row['fell_back']} fell back"] if row["fell_back"] else []

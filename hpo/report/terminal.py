@@ -6,11 +6,13 @@ A table is a DataFrame or a list of rows, so a command that shows a short one do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -41,15 +43,34 @@ def print_parts(parts: Iterable[Part]) -> None:
     """Print paragraphs and tables. A table without rows is left out."""
     console = Console(highlight=False)
     for part in parts:
-        if isinstance(part, tuple):
-            if len(part[1]):
-                console.print(text_table(part[1], part[0]))
-        elif not console.is_terminal:
+        if not console.is_terminal and not isinstance(part, tuple):
             console.print(Text(part) if isinstance(part, str) else part, soft_wrap=True)
-        else:
-            text = Text(part.lstrip(" ")) if isinstance(part, str) else part
-            indent = len(part) - len(text)
-            console.print(Padding(text, (0, 0, 0, indent)) if indent else text)
+        elif not isinstance(part, tuple) or len(part[1]):
+            console.print(_rendered(part))
+
+
+def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
+    """Show screens, each with the facts in it. On a terminal each replaces the one before.
+
+    Elsewhere a screen is printed only if its facts have changed.
+    """
+    console, before = Console(highlight=False), None
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        for facts, parts in screens:
+            if live is not None:
+                shown = (part for part in parts if not isinstance(part, tuple) or len(part[1]))
+                live.update(Group(*map(_rendered, shown)), refresh=True)
+            elif facts != before:
+                print_parts(parts)
+            before = facts
+
+
+def _rendered(part: Part) -> RenderableType:
+    if isinstance(part, tuple):
+        return text_table(part[1], part[0])
+    text = Text(part.lstrip(" ")) if isinstance(part, str) else part
+    indent = len(part) - len(text)
+    return Padding(text, (0, 0, 0, indent)) if indent else text
 
 
 def warning(text: str) -> Text:

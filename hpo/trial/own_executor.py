@@ -53,7 +53,7 @@ class OwnLoopExecutor(Executor):
 
     def fit_pruner(self) -> tuple[StudyConfig, str]:
         is_given = "pruner.name" in self.study.given
-        return self.study, "the study file names it" if is_given else "the study's own code trains"
+        return self.study, "it is set in the study file" if is_given else "the study's own code trains"
 
     def _trial(
         self,

@@ -358,20 +358,19 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     training, pruner = study.training, study.pruner
     is_given = "pruner.name" in study.given
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
-        return study, "the study file names it" if is_given else "the rows of a trial are not known"
+        return study, "it is set in the study file" if is_given else "the rows of a trial are not known"
     epochs = training.epochs or DEFAULT_EPOCHS
     cost = len(dataset.splits["validation"]) / (3 * epochs * len(dataset.splits["train"]))
     num_evaluations = len(study.evaluation.shares(epochs))
     chosen = pruner.fitted(cost) if is_given else pruner.default_of(cost, num_evaluations)
-    reason = "the study file names it" if is_given else "no objective is a metric of the model"
+    reason = "it is set in the study file" if is_given else "no objective is a metric of the model"
     if pruner.name == "promote":
         start, mean = pruner.fitted(cost).costs(cost, num_evaluations)
-        told = "costs" if chosen.name == "promote" else "with `promote` would cost"
-        reason = (
-            f"counted in rows, a start {told} {start:.0%} of a whole trial, and a configuration {mean:.0%} "
-            "on average"
+        told = "costs" if chosen.name == "promote" else "would cost with `promote`"
+        cost = (
+            f"the first stage of a trial {told} {start:.0%} of a whole trial, and a configuration {mean:.0%}"
         )
-        reason = f"the study file names it, and {reason}" if is_given else reason
+        reason = f"{f'{reason}; ' if is_given else ''}{cost} on average (in rows)"
     return (study if chosen is pruner else study.with_values(pruner=chosen)), reason
 
 

@@ -72,7 +72,7 @@ def test_pause_resume_and_cancel(study: hpo.Study, tmp_path: Path) -> None:
     assert (paused.state, paused.before, paused.trials, paused.ended) == ("paused", "open", counts, 0)
     assert study.run().ended == "closed"
     assert study.resume().before == "paused"
-    assert study.resume().text().startswith("The study tiny is open already")
+    assert study.resume().text().startswith("The study tiny was not paused")
     assert "3 to come" in ok(hpo_command(tmp_path, "status", "tiny")).out
     assert study.cancel().as_json() == {
         "study": "tiny",

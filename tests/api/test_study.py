@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -58,7 +57,7 @@ def test_it_is_the_study_of_the_commands(folder: Path, capsys: pytest.CaptureFix
     with pytest.raises(StorageError):
         study.trials_dataframe()
     assert study.run().ended == "finished"
-    assert "Study tiny (new): 0 of 3 trials done" in capsys.readouterr().out
+    assert "Study tiny (new): 0 of 3 trials ended" in capsys.readouterr().out
     assert study.run(n_trials=4).ended == "finished"
     told = ok(hpo_command(folder, "best", "tiny.yaml", "--json")).json["trials"]
     (best,) = study.best()
@@ -67,9 +66,7 @@ def test_it_is_the_study_of_the_commands(folder: Path, capsys: pytest.CaptureFix
     assert sorted(trials["precision"]) == ["bf16", "bf16", "fp32", "fp32"]
     assert trials.loc[best.number, "objective.score"] == best.values[0]  # type: ignore[index]
     assert study.report() == Path("runs/tiny/report/report.html")
-    shown = study._repr_html_()
-    assert "<b>tiny</b>: 4 of 4 trials done" in shown
-    assert re.findall("(?:src|href)=|https?://(?!www.w3.org/2000/svg)", shown) == [], "it is read offline"
+    assert "trials='4 of 4 trials ended'" in repr(study)
     found = study.compare(top=1, max_seeds=3, precisions=("fp32", "bf16"))
     assert found == ok(hpo_command(folder, "compare", "tiny.yaml", "--json")).json
 

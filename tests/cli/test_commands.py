@@ -112,7 +112,7 @@ def test_a_command_about_a_study_is_a_thin_call_of_a_method(name: str) -> None:
 def test_run_for_people(folder: Path) -> None:
     text = ok(hpo_command(folder, "run", "tiny.yaml", "--n-trials", "3")).out
     place = f"sqlite:///runs/hpo.db ({folder}/runs/hpo.db)"
-    assert f"Study tiny (resumed): 2 of 3 trials done, in {place}." in text
+    assert f"Study tiny (resumed): 2 of 3 trials ended, in {place}." in text
     assert re.search(
         r"^trial   2  complete +0\.\d+  learning_rate=\S+  3/3 trials(  best score so far)?$",
         text,
@@ -131,7 +131,7 @@ def test_run_of_a_finished_study_runs_nothing(ran: Path) -> None:
     assert finished.json == status | {"ended": "finished", "left_out": {}}
     assert finished.err == ""
     text = ok(hpo_command(ran, "run", "tiny.yaml")).out
-    assert "Study tiny (finished): 2 of 2 trials done" in text
+    assert "Study tiny (finished): 2 of 2 trials ended" in text
     assert "trial   " not in text
     assert "best trial" in text
     assert hpo_command(ran, "status", "tiny.yaml", "--json").json == status
@@ -144,7 +144,7 @@ def test_init(tmp_path: Path) -> None:
     text = ok(hpo_command(tmp_path, "init", "tiny.yaml")).out
     place = f"sqlite:///runs/hpo.db ({tmp_path}/runs/hpo.db)"
     assert text == f"The study tiny with 2 trials is ready in {place}.\n"
-    assert "No complete trial yet." in ok(hpo_command(tmp_path, "status", "tiny")).out
+    assert "No trial is complete yet." in ok(hpo_command(tmp_path, "status", "tiny")).out
     assert hpo_command(tmp_path, "best", "tiny").exit_code == 1
     assert ok(hpo_command(tmp_path, "report", "tiny")).out == "runs/tiny/report/report.html\n"
 
@@ -254,7 +254,9 @@ def test_a_short_timeout_is_stated_before_and_after(tmp_path: Path, pruner: str,
     text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.001")).out
     before = "--timeout is shorter than a whole trial, which takes about 50 min" in text
     assert before == (is_known and pruner == "promote"), "without pauses a trial that has begun ends"
-    assert "Out of time: 0 of 2 trials done, none of them complete. To go on: hpo run tiny.yaml" in text
+    assert (
+        "The time is over: 0 of 2 trials ended, none of them complete. To continue: hpo run tiny.yaml" in text
+    )
 
 
 # Options

@@ -199,7 +199,7 @@ def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(planted_folder
             assert ended["study"] == "planted-compare"
             assert ended["ended"] in ("stopped", "timeout")
             again = hpo_command(planted_folder, *PLANTED, "--until", "+1")
-            assert "To go on: hpo compare tiny.yaml --top 1 --precisions bf16 --until +1" in again.out
+            assert "To continue: hpo compare tiny.yaml --top 1 --precisions bf16 --until +1" in again.out
         result = ok(hpo_command(planted_folder, "compare", "planted", "--json")).json
     assert result["has_ended"]
     check_verdict(result["verdicts"][0], 0, "as_good", planted_folder)

@@ -34,7 +34,7 @@ def test_the_best_configurations_on_new_seeds(tmp_path: Path) -> None:
     assert f"(test has a detailed evaluation of trial {number})" in told.out, "at the end of the search"
     assert "no precision" not in told.err
     best = ok(hpo_command(tmp_path, "best", "tiny"))
-    assert f"configurations compared on new seeds: {found['recommendation']}" in best.out
+    assert f"Comparison of configurations on new seeds: {found['recommendation']}" in best.out
     ok(hpo_command(tmp_path, "report", "tiny"))
     page = (tmp_path / "runs" / "tiny" / "report" / "report.html").read_text()
     assert "labelled rows of test" in page
@@ -88,7 +88,7 @@ def test_the_plan_of_a_measured_search_needs_no_data(tmp_path: Path) -> None:
     shutil.rmtree(data)
     told = ok(hpo_command(tmp_path, "plan", "tiny"))
     assert "The losses that `hpo compare` cannot exclude are not known here: " in told.err
-    assert "Device-hours: about" in told.out
+    assert "Device time in all: about" in told.out
 
 
 def test_a_plan_in_label_units_has_no_default_margin(tmp_path: Path) -> None:

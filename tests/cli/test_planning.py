@@ -70,4 +70,4 @@ def test_it_is_measured_first_and_then_by_the_trials(tmp_path: Path) -> None:
     assert [one["measured_by"] for one in after["costs"]] == ["2 complete trials"]
     assert after["spent_hours"] > 0
     told = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01")).out
-    assert "of the budget of 0.01" in told
+    assert "of the budget of 36 s" in told

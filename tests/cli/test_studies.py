@@ -62,7 +62,7 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
     (listed,) = ok(hpo_command(made, "studies", "--json")).json
     assert (listed["name"], listed["state"], listed["workers"]) == ("tiny", "done", 0)
     assert listed["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
-    assert "tiny   done   2/2" in ok(hpo_command(made, "studies", width=120)).out
+    assert "tiny   finished  2 of 2" in ok(hpo_command(made, "studies", width=120)).out
 
 
 def test_an_unknown_name(made: Path) -> None:
@@ -105,17 +105,24 @@ def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, comman
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
     changed = ok(hpo_command(tmp_path, command, "tiny"))
     state = {"pause": "paused", "cancel": "cancelled"}[command]
-    assert f"The study tiny is {state}: 0 of 2 trials done" in changed.out
+    assert f"The study tiny is {state}: 0 of 2 trials ended" in changed.out
     ended = ok(finish(process))
-    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in ended.out
+    assert (
+        f"The study tiny is {state}: 0 of 2 trials ended. To continue it: hpo resume tiny, then hpo worker"
+        in ended.out
+    )
     (trial,) = stored(tmp_path).trials
     assert (trial.state, trial.outcome) == ("RUNNING" if command == "pause" else "FAIL", "preempted")
     again = ok(hpo_command(tmp_path, "run", str(path)))
-    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in again.out
     assert (
-        f"It is {state}; `hpo resume tiny` opens it again." in ok(hpo_command(tmp_path, "status", "tiny")).out
+        f"The study tiny is {state}: 0 of 2 trials ended. To continue it: hpo resume tiny, then hpo worker"
+        in again.out
     )
-    assert f"was {state} and is open again" in ok(hpo_command(tmp_path, "resume", "tiny")).out
+    assert (
+        f"The study is {state}. To continue it: hpo resume tiny"
+        in ok(hpo_command(tmp_path, "status", "tiny")).out
+    )
+    assert f"is no longer {state}" in ok(hpo_command(tmp_path, "resume", "tiny")).out
     assert stored(tmp_path).state == "open"
 
 

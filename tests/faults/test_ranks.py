@@ -96,7 +96,7 @@ def test_told_to_stop(tmp_path: Path) -> None:
     wait_until(lambda: bool(checkpoints(tmp_path)), process, 240)
     process.terminate()
     stopped = finish_all(process, ALL_END_IN)
-    assert "Stopped and checkpointed: 0 of 2 trials done." in stopped.out, stopped
+    assert "Stopped; running trials have a checkpoint: 0 of 2 trials ended." in stopped.out, stopped
     check_goes_on(tmp_path)
 
 

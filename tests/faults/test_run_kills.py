@@ -62,11 +62,11 @@ def test_killed_in_the_middle_of_a_trial(folder: Path) -> None:
     assert before.counts == {"open": 1, "running": 0, "done": 1}, "killed too late to test anything"
     assert before.trials[1].outcome == "preempted"
     status = ok(hpo_command(folder, "status", "tiny.yaml")).out
-    assert "1 of 2 trials done, 0 running, 1 to come" in status
-    assert "Unfinished, with no worker: 1. The next worker continues them." in status
+    assert "1 of 2 trials ended, 0 running, 1 not started" in status
+    assert "1 trial was interrupted. The next worker continues there." in status
     newest = saved_steps(folder, trial=1)[-1]
 
-    assert "Study tiny (resumed): 1 of 2 trials done" in resume(folder)
+    assert "Study tiny (resumed): 1 of 2 trials ended" in resume(folder)
     after = stored(folder)
     check_whole(after)
     assert after.trials[0] == before.trials[0], "a finished trial is not touched again"

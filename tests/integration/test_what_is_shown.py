@@ -69,7 +69,7 @@ def test_run(folder: Path, study: optuna.Study) -> None:
 @pytest.mark.parametrize("width", [60, 100])
 def test_status(folder: Path, study: optuna.Study, width: int) -> None:
     text = ok(hpo_command(folder, "status", "tiny.yaml", width=width)).out
-    assert f"{N_TRIALS} of {N_TRIALS} trials done" in text
+    assert f"{N_TRIALS} of {N_TRIALS} trials ended" in text
     rows = dict(re.findall(r"^ +([a-z]+) +(\d+) *$", text, re.MULTILINE))
     assert {name: int(count) for name, count in rows.items()} == outcomes(study)
     assert not UNKNOWN.search(text)

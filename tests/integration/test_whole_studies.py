@@ -177,8 +177,8 @@ def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(f"hpo.{module}.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
-        assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
-        assert f"To go on there: hpo {command} tiny.yaml\n" in text
+        assert "The trials that are left need a device with fp16 or tf32: 0 of 2 trials ended." in text
+        assert f"To continue there: hpo {command} tiny.yaml\n" in text
 
 
 @pytest.mark.usefixtures("idle_workers")
@@ -187,5 +187,7 @@ def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:
     given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
     options = (*given, "--timeout", "1e-06")
     text = ok(hpo_command(tmp_path, "run", "my study.yaml", *options, width=300)).out
-    said = "Out of time: 0 of 9 trials done, none of them complete. To go on: hpo run 'my study.yaml'"
+    said = (
+        "The time is over: 0 of 9 trials ended, none of them complete. To continue: hpo run 'my study.yaml'"
+    )
     assert f"{said} {' '.join(options)}\n" in text

@@ -91,13 +91,13 @@ def test_classes_for_people_begin_with_the_most_frequent() -> None:
 
 def test_the_headline_is_the_score_or_the_first_metric_of_each_task() -> None:
     tasks = every_kind()["tasks"]
-    told = headline(Detailed(6, "test", document(tasks))).replace("\u00a0", " ")
+    told = headline(Detailed(6, "test", document(tasks)), []).replace("\u00a0", " ")
     assert told == "test, 500 rows: score 0.712 [0.682, 0.742] (best constant prediction 0.25)"
     two = {name: tasks[name] for name in ("tags", "stars")}
-    told = headline(Detailed(6, "test", document(two, score=None, num_examples=1))).replace("\u00a0", " ")
+    told = headline(Detailed(6, "test", document(two, score=None, num_examples=1)), []).replace("\u00a0", " ")
     assert told == (
-        "test, 1 row: tags f1_macro 0.520 [0.490, 0.550] (best constant prediction 0.31), "
-        "stars r2 0.410 [0.380, 0.440] (best constant prediction 0)"
+        "test, 1 row: tags/f1_macro 0.520 [0.490, 0.550] (best constant prediction 0.31), "
+        "stars/r2 0.410 [0.380, 0.440] (best constant prediction 0)"
     )
 
 

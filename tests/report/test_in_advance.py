@@ -37,7 +37,9 @@ def test_few_rows_cannot_show_a_precision_to_be_as_good(tmp_path: Path) -> None:
     told = limit_in_advance(config, data, 0.5)
     assert told.startswith("With 100 labelled rows of test, losses under 3.63 points cannot be excluded. ")
     assert "A margin of 0.5 takes 736 such rows." in told
-    assert told.endswith(" Judged by the labels alone, no precision can be shown to be as good.")
+    assert told.endswith(
+        " So no precision can be shown to be as good as fp32. Label more rows of test to change that."
+    )
 
 
 def test_enough_rows_state_their_limit_alone(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_enough_rows_state_their_limit_alone(tmp_path: Path) -> None:
 def test_classes_with_too_few_rows_are_named(tmp_path: Path) -> None:
     told = limit_in_advance(study(1, objective={"metric": "topic/f1_macro"}), data_of(tmp_path, 4000), 2.0)
     assert "too few rows, so their loss is unknown: `rare` (2)." in told
-    assert "no precision can be shown to be as good" in told
+    assert "no precision can be shown to be as good as fp32" in told
 
 
 def test_a_test_split_without_labels_leaves_the_judgement_to_validation(tmp_path: Path) -> None:
@@ -79,8 +81,8 @@ def test_a_metric_of_the_users_own_code_has_no_limit(tmp_path: Path, monkeypatch
     monkeypatch.setattr(SingleLabel, "row_bound", lambda *_: float("inf"))
     told = limit_in_advance(study(1, objective={"metric": "topic/accuracy"}), data_of(tmp_path, 100), 0.5)
     assert told == (
-        "By how much one row can change topic/accuracy is unknown, so no loss can be excluded. Judged by the "
-        "labels alone, no precision can be shown to be as good."
+        "By how much one row can change topic/accuracy is unknown, so no loss can be excluded. So no "
+        "precision can be shown to be as good as fp32."
     )
 
 

@@ -63,7 +63,8 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
     record = fake_record()
     text = without_plotly(full_report)
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
-    assert "40 trials, 27 complete. Objective: maximize score." in text
+    assert "40 trials, 27 complete." in text
+    assert "<p>Objective: maximize score. <code>score</code> is the mean" in text
     assert "Planned: 40, of which 38 are done." in text
     assert f"<dt>trial</dt><dd>{best.number}</dd>" in text
     assert "<dt>score on" not in text, "nothing was evaluated in detail"

@@ -106,7 +106,7 @@ def test_a_line_now_and_then_and_one_for_each_end(
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
         "trial   9   40%  step 30",
-        f"trial   7  complete      0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
+        f"trial   7  complete      score 0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",
     ]
 
@@ -132,7 +132,7 @@ def test_summary_fits_the_terminal(screen: Screen) -> None:
     assert names <= set(table.split())
     assert {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "   hpo best fake\n" in screen.text
+    assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
 
 
 def test_status_shows_who_runs_what_where(screen: Screen) -> None:

@@ -86,8 +86,8 @@ def test_paused_trials_are_named_with_the_condition_of_the_study(factor: int, sh
     counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
     told = paused_told(record_of([], counts=counts, definition={"pruner": pruner}))
     assert told == (
-        f"Paused: 4. A paused trial continues if it is among the best {share} at its rung. When all "
-        "trials have begun, more of them continue."
+        f"Trials that are paused: 4. One continues if it is among the best {share} of those that trained as "
+        "long. When no trial is left to start, more of them continue."
     )
 
 

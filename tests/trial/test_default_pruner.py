@@ -41,14 +41,14 @@ def test_short_trials_do_not_pause(tmp_path: Path, epochs: float, name: str) -> 
     """`promote` tries at least three configurations for the rows of one whole trial."""
     config, reason = fitted(tmp_path, epochs)
     assert config.pruner.name == name
-    assert f"a start {'costs' if name == 'promote' else 'with `promote` would cost'}" in reason
+    assert f"stage of a trial {'costs' if name == 'promote' else 'would cost with `promote`'}" in reason
 
 
 @pytest.mark.parametrize("name", ["promote", "median"])
 def test_the_pruner_of_the_file_stays(tmp_path: Path, name: str) -> None:
     config, reason = fitted(tmp_path, 1, pruner={"name": name})
     assert config.pruner.name == name
-    assert reason.startswith("the study file names it")
+    assert reason.startswith("it is set in the study file")
 
 
 def test_the_choice_is_stored_and_shown(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_choice_is_stored_and_shown(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hpo.db"
     path = write_without_pruner(tmp_path, 1)
     told = ok(hpo_command(tmp_path, "plan", "tiny.yaml")).out
-    assert "Pruner: none; counted in rows, a start with `promote` would cost" in told
+    assert "Pruner: none; the first stage of a trial would cost with `promote`" in told
     ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
     with open_storage(url) as storage:
         stored = read_study(storage, "tiny").definition

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpo.config.study_file import show
-from hpo.study.store.database import snapshot
-from hpo.study.store.schema import claims
+from hpo.errors import StorageError
+from hpo.study.store.database import parse_url, snapshot, sqlite_path, storage_url
+from hpo.study.store.schema import claims, studies
 from hpo.study.store.storage import Storage, count_trials
 
 _logger = logging.getLogger(__name__)
@@ -75,6 +77,28 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
         return overviews
 
     return storage.persist(read)
+
+
+def glance(storage: str | None, name: str) -> tuple[dict[str, Any], dict[str, int]] | None:
+    """Return the definition of a study and its numbers of trials; both are empty if it is not stored.
+
+    It opens no network, changes nothing and does not wait. None: the study cannot be read like this.
+    """
+    try:
+        path = sqlite_path(parse_url(storage_url(storage)))
+        if path is None or not path.exists():
+            return None if path is None else ({}, {})
+        file = f"{path.absolute().as_uri()}?mode=ro"
+        engine = sa.create_engine(
+            "sqlite://", creator=lambda: sqlite3.connect(file, uri=True, timeout=0), poolclass=sa.NullPool
+        )
+        with engine.connect() as connection:
+            of_study = studies.c.name == name
+            definition = connection.execute(sa.select(studies.c.definition).where(of_study)).scalar()
+            counts = count_trials(connection, of_study)
+        return ({}, {}) if definition is None else (json.loads(definition), counts[name])
+    except (StorageError, sa.exc.SQLAlchemyError, ValueError):
+        return None
 
 
 @lru_cache(maxsize=1024)

@@ -175,6 +175,11 @@ class StudyRecord:
     """The results of `hpo compare`, by its question: `precisions`, `configurations` or another."""
 
 
+def is_over(record: StudyRecord) -> bool:
+    """Return whether no trial of the study is left to run."""
+    return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
+
+
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
     """The kind of device that each trial ran on, by the trial's number, where that is known.
 

@@ -120,7 +120,7 @@ class TrialRunner:
             if rung is not None:
                 # Before the checkpoint, so that whoever continues from that knows.
                 lease.pause(rung, scored.values)
-                raise Paused(f"paused at {evaluation.budget_used:.0%} of its budget.")
+                raise Paused(f"paused at {evaluation.budget_used:.0%} of its training.")
         if lease.is_budget_spent():
             raise Paused(BUDGET_SPENT)
 
