@@ -27,6 +27,7 @@ CHANGEABLE = (
     "sampler",
     "pruner",
     "tracker",
+    "tags",
     "device",
     "checkpoint",
     "data.csv",  # what it changes in the data changes their fingerprint

@@ -108,6 +108,8 @@ class StudyConfig(CheckedSection):
     """The plan of a study that `hpo compare` has made; not a key of a study file."""
     name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Texts of your own that a tracker shows with each run, by name: `{team: search, ticket: "7"}`."""
     code: dict[str, str] = Field(default_factory=dict, title="text or list")
     """Code of your own, with kinds of tasks, poolings, losses, ...: a `.py` file beside this one, a module or
     an entry point of an installed package, or a list of them."""

@@ -1,17 +1,20 @@
-"""Runs of MLflow: an experiment of the study's name, in which a tag names the trial of a run.
+"""Runs of MLflow: an experiment of the study's name, with a run for the study and
+one below it for each trial.
 
 Two commands may both make the run of a trial. Each then keeps the one with the first id and deletes the
-others. Whether an evaluation is in a run is read from the run itself: `epoch` is the last metric that is
-written.
+others. Whether an evaluation is in a run is read from the run itself: the `marker` is the last metric that is
+written. MLflow refuses another value of a param, so a param of an earlier call keeps its value.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import sqlalchemy as sa
@@ -51,8 +54,9 @@ class _Known:
     run_id: str
     digest: str = ""
     results: dict[str, float] = field(default_factory=dict)
+    params: set[str] = field(default_factory=set)
     steps: set[int] | None = None
-    """Of the evaluations; None: they were not asked for yet."""
+    """The steps of its points; None: they were not asked for yet."""
 
 
 class MlflowTracker:
@@ -80,7 +84,7 @@ class MlflowTracker:
         page = f"/#/experiments/{self._experiment_id}/runs" if self._address.startswith("http") else ""
         return f"{self._address}{page}, experiment {self._experiment}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
         with self._asking():
             self._connect()
             known = self._find(run)
@@ -88,6 +92,11 @@ class MlflowTracker:
                 return False
             try:
                 self._bring(known, run)
+                if write_files:
+                    with TemporaryDirectory() as folder:
+                        write_files(Path(folder))
+                        self._client.log_artifacts(known.run_id, folder)
+                self._finish(known, run)
             except Exception:
                 self._experiment_id = ""  # the run may be gone: deleted by a person, or by another command
                 raise
@@ -113,7 +122,7 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         if known.steps is None:
-            history = self._client.get_metric_history(known.run_id, "epoch")
+            history = self._client.get_metric_history(known.run_id, run.marker)
             known.steps = {metric.step for metric in history}
         new = [point for point in run.points if point.step not in known.steps]
         at = (int((run.ended or run.started) * 1000), run.points[-1].step if run.points else 0)
@@ -121,16 +130,23 @@ class MlflowTracker:
         metrics = [metric for point in new for metric in _metrics(point)]
         metrics += [_metric(name, value, *at) for name, value in results.items()]
         self._log(known.run_id, MAX_METRICS, metrics=metrics)
-        params = [Param(name, str(value)) for name, value in sorted(run.params.items())]
-        self._log(known.run_id, MAX_PARAMS, params=params)
+        params = {name: str(value) for name, value in run.params.items() if name not in known.params}
+        self._log(known.run_id, MAX_PARAMS, params=[Param(*item) for item in params.items()])
         if run.ended is None:
             self._client.update_run(known.run_id, status=_STATUS[run.status])
         else:
             self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
-        tags = {**run.facts, "mlflow.runName": run.name, DIGEST: run.digest}  # last: all of it is there
-        self._log(known.run_id, MAX_PARAMS, tags=[RunTag(name, value) for name, value in tags.items()])
+        tags = {**run.facts, "mlflow.runName": run.name}
+        if run.study:
+            tags["mlflow.parentRunId"] = self._find(run.study).run_id
+        self._log(known.run_id, MAX_PARAMS, tags=[RunTag(*item) for item in tags.items()])
         known.steps |= {point.step for point in new}
         known.results |= results
+        known.params |= params.keys()
+
+    def _finish(self, known: _Known, run: Run) -> None:
+        """Note as of when the run is, after all of it is there."""
+        self._client.set_tag(known.run_id, DIGEST, run.digest)
         known.digest = run.digest
 
     def _log(self, run_id: str, at_most: int, **entities: Sequence[Any]) -> None:
@@ -211,9 +227,8 @@ def _status_of(error: Any) -> int:  # whose method has no types
 
 
 def _known(run: Any) -> _Known:
-    metrics = dict(run.data.metrics)
-    steps = None if "epoch" in metrics else set[int]()
-    return _Known(run.info.run_id, run.data.tags.get(DIGEST, ""), metrics, steps)
+    metrics, digest = dict(run.data.metrics), run.data.tags.get(DIGEST, "")
+    return _Known(run.info.run_id, digest, metrics, set(run.data.params), None if metrics else set())
 
 
 def _metrics(point: Point) -> list[Any]:

@@ -1,8 +1,8 @@
-"""The runs that a tracker shows: one for each trial, made from the study's tables alone.
+"""The runs that a tracker shows: one for the study and one for each trial, made from its tables alone.
 
 The key of a run is the same in any database, so another machine or a copy of the study finds it again. A
 trial that paused and continues is one run. Anybody who can write to the database decides on names and texts,
-so control characters, and in names what MLflow refuses, are replaced.
+so control characters, and in names what MLflow refuses, are replaced. Passwords and tokens are replaced too.
 """
 
 from __future__ import annotations
@@ -10,36 +10,49 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.report.formats import format_value, observed_precision, stored_precisions
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord
+from hpo.report.formats import format_value, observed_precision
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials
+from hpo.track.settings import (
+    HIDDEN,
+    is_changeable,
+    is_secret,
+    section,
+    study_settings,
+    trial_settings,
+    without_secrets,
+)
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
-MAX_NAME, MAX_TEXT = 200, 2000
+MAX_NAME, MAX_TEXT = 200, 5000
+"""MLflow takes 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
+_DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
+"""Names of facts about the device; the others begin with `device.`."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation."""
+    """One evaluation of a trial, or the state of a study."""
 
     step: int
     time: float
     """Seconds since 1970: the start of the trial and what it had trained."""
     metrics: Mapping[str, float]
-    """As `task/metric`; `epoch` is the last."""
+    """As `task/metric`; the last is the `marker` of the run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trial as it is shown."""
+    """A trial, or a study, as it is shown."""
 
     key: str
-    """The token of the study and the number of the trial that started: letters, digits and `-`."""
+    """The token of the study, and the number of the trial that started or `study`."""
     name: str
     status: Status
     """`waiting`: it is paused or preempted; `stopped`: by the pruner, a limit or a person."""
@@ -47,41 +60,89 @@ class Run:
     """Seconds since 1970, as `ended`."""
     ended: float | None
     params: Mapping[str, str | float]
+    """The settings that cannot change: those that were searched, and those that the study fixes."""
     facts: Mapping[str, str]
-    """Outcome, device, and its precisions as requested and effective, the reason, and what was observed."""
+    """The study's tags, the settings that may change, the outcome, the device and the precisions."""
     points: Sequence[Point]
     results: Mapping[str, float]
     """Of the whole trial, each as `trial/NAME`; empty while it runs."""
+    study: Run | None = None
+    """The run of the study that the trial belongs to; None: this is a study."""
+
+    @property
+    def marker(self) -> str:
+        """The metric that each point has, as its last one."""
+        return "epoch" if self.study else "trials_ended"
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+        """A short name of the content."""
+        return digest_of(asdict(replace(self, study=None)))
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def runs_of(record: StudyRecord, token: str) -> list[Run]:
-    """The runs of a study whose token this is, in the order of their trials."""
+    """Return a run for each trial that has started, in their order. `token` is that of the study."""
     begun = [trial for trial in record.trials if trial.started is not None]  # the others wait
-    return [_run(record, f"{token}-{trial.number}", trial) for trial in begun]
+    if not begun:
+        return []
+    study = _study_run(record, token, begun)
+    return [_trial_run(record, study, f"{token}-{trial.number}", trial) for trial in begun]
 
 
 def is_over(record: StudyRecord) -> bool:
     return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
-def _run(record: StudyRecord, key: str, trial: TrialRecord) -> Run:
+def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) -> Run:
+    started = min(trial.started.timestamp() for trial in begun if trial.started)
+    ends = [trial.ended.timestamp() for trial in begun if trial.ended]
+    has_worker = any(worker.alive for worker in record.workers)
+    status: Status = "running" if has_worker else "waiting"
+    if is_over(record):
+        status = "stopped" if record.state == "cancelled" else "finished"
+    facts = {"study": record.name, "state": record.state}
+    facts |= {f"trials_{state}": count for state, count in record.counts.items()}
+    metrics: dict[str, float] = {}
+    for best in best_trials(record)[:1]:
+        facts |= {"best_trial": best.number, **{f"best.{name}": value for name, value in best.params.items()}}
+        values = zip(record.metric_names, best.values or (), strict=False)
+        metrics |= dict(named(_numbers(dict(values), "best/")))
+    settings = study_settings(record.definition)
+    changeable = {name: value for name, value in settings.items() if is_changeable(name)}
+    return Run(
+        key=f"{token}-study",
+        name=f"study {record.name}",
+        status=status,
+        started=started,
+        ended=max(ends, default=started) if status in ("finished", "stopped") else None,
+        params=_params(settings),
+        facts=_facts(record, {**changeable, **facts}),
+        points=[Point(len(ends), max(ends, default=started), {**metrics, "trials_ended": len(ends)})],
+        results={},
+    )
+
+
+def _trial_run(record: StudyRecord, study: Run, key: str, trial: TrialRecord) -> Run:
     assert trial.started is not None
     started, status = trial.started.timestamp(), _status(trial)
-    params = {name: _value(value) for name, value in named(trial.params.items())}
+    settings = trial_settings(record.definition, trial.params)
+    changeable = {name: value for name, value in settings.items() if is_changeable(name)}
+    facts = {"study": record.name, "trial": trial.number, **_trial_facts(trial)}
     return Run(
         key=key,
         name=f"trial {trial.number}",
         status=status,
         started=started,
         ended=None if status in ("running", "waiting") or not trial.ended else trial.ended.timestamp(),
-        params=params,
-        facts={"study": record.name, "trial": str(trial.number), **_facts(trial)},
+        params=_params(settings),
+        facts=_facts(record, {**changeable, **facts}),
         points=[_point(row, started) for row in trial.evaluations],
         results=dict(_results(record, trial)),
+        study=study,
     )
 
 
@@ -93,31 +154,53 @@ def _status(trial: TrialRecord) -> Status:
     return "stopped" if trial.outcome in (Outcome.PRUNED, Outcome.PREEMPTED) else "failed"
 
 
-def _facts(trial: TrialRecord) -> dict[str, str]:
-    precision, device = trial.telemetry.get("precision") or {}, trial.telemetry.get("device") or {}
+def _params(settings: Mapping[str, Any]) -> dict[str, str | float]:
+    fixed = ((name, value) for name, value in settings.items() if not is_changeable(name))
+    return {name: _value(name, value) for name, value in named(fixed)}
+
+
+def _facts(record: StudyRecord, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the study's tags and `facts`, which win over a tag of the same name."""
+    known = {**section(record.definition, "tags"), **facts}
+    # An empty reason replaces an earlier one.
+    kept = [(name, value or "") for name, value in known.items() if name.endswith("reason")]
+    kept += [(name, value) for name, value in known.items() if not name.endswith("reason")]
+    return {name: str(_value(name, value)) for name, value in named(kept) if value is not None}
+
+
+def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
+    telemetry = trial.telemetry
+    device, precision = telemetry.get("device") or {}, telemetry.get("precision") or {}
     facts = {
         "outcome": trial.outcome,
         "outcome_reason": trial.reason,
-        "precision_requested": precision.get("requested"),
-        "precision_effective": precision.get("effective"),
-        "precision_observed": observed_precision(trial) if precision else None,
-        "precision_agrees": _agreement(precision),
-        "precision_reason": precision.get("reason"),
-        "compatibility": (trial.telemetry.get("compatibility") or {}).get("verdict"),
-        "device": device.get("name"),
-        "host": device.get("host"),
-        "torch": device.get("torch"),
+        "compatibility": (telemetry.get("compatibility") or {}).get("verdict"),
+        **{_DEVICE.get(name, f"device.{name}"): value for name, value in device.items()},
+        **{f"environment.{name}": value for name, value in section(telemetry, "environment").items()},
     }
-    for name, stored in stored_precisions(trial).items():
-        facts |= {f"{name}_{fact}": stored.get(fact) for fact in ("requested", "effective", "reason")}
-    # An empty reason replaces that of a pause.
-    return {name: _text(value) for name, value in facts.items() if value or name == "outcome_reason"}
+    for part in ("precision", "base_precision", "optimizer_state"):
+        if stored := telemetry.get(part):
+            facts |= {
+                f"{part}_{fact}": stored.get(fact) for fact in ("requested", "effective", "support", "reason")
+            }
+            facts |= {f"{part}_observed": stored.get("observed") or stored.get("dtypes")}
+            facts |= {f"{part}_agrees": _agreement(stored)}
+    if precision:
+        facts["precision_observed"] = observed_precision(trial)
+    in_fp32 = telemetry.get("fp32_parts") or {}
+    facts |= {
+        f"fp32_parts_{fact}": in_fp32.get(fact) for fact in ("requested", "resolved", "reason") if in_fp32
+    }
+    for part, stored in (in_fp32.get("by_part") or {}).items():
+        facts |= {f"fp32_parts.{part}.{fact}": value for fact, value in stored.items()}
+    return facts
 
 
-def _agreement(precision: Mapping[str, Any]) -> str | None:
-    if not precision.get("observed"):
+def _agreement(stored: Mapping[str, Any]) -> str | None:
+    """Return the verdict on what was observed; None if nothing was."""
+    if not stored.get("observed"):
         return None
-    return "unverified" if precision.get("agrees") is None else format_value(precision["agrees"])
+    return "unverified" if stored.get("agrees") is None else format_value(stored["agrees"])
 
 
 def _point(row: EvaluationRow, started: float) -> Point:
@@ -161,10 +244,17 @@ def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield unique, value
 
 
-def _value(value: Any) -> str | float:
+def _value(name: str, value: Any) -> str | float:
+    if value and is_secret(name):
+        return HIDDEN
     return value if is_number(value) else _text(format_value(value))
 
 
 def _text(value: Any) -> str:
-    """`value` as text that can be sent and shown: half a surrogate pair cannot."""
-    return shorten(printable(str(value).encode(errors="replace").decode()), MAX_TEXT)
+    """Return `value` as text that can be sent and shown: without secrets and halves of surrogate pairs."""
+    return _sendable(str(value))
+
+
+@lru_cache(10_000)  # the trials of a study share most of their texts
+def _sendable(text: str) -> str:
+    return shorten(without_secrets(printable(text.encode(errors="replace").decode())), MAX_TEXT)

@@ -1,12 +1,14 @@
-"""Event files of TensorBoard: a folder for each trial, with its evaluations as scalars and, at its end,
-HPARAMS.
+"""Event files of TensorBoard: a folder for each trial and one for the study, with their numbers as scalars
+and, at the end, the settings and facts as HPARAMS and as a table under TEXT.
 
 A folder that is written anew begins with `purge_step`, which makes TensorBoard drop what it had read before.
 """
 
 from __future__ import annotations
 
+import html
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ class TensorboardTracker:
     def where(self) -> str:
         return f"{self._folder}: tensorboard --logdir {self._folder}"
 
-    def show(self, run: Run, /) -> bool:
-        folder = self._folder / f"trial-{run.key.rpartition('-')[2]}"
+    def show(self, run: Run, _: object = None, /) -> bool:
+        folder = self._folder / (run.name.replace(" ", "-") if run.study else "study")
         if run.key not in self._open:
             if is_noted(folder, run):
                 return False
@@ -50,8 +52,10 @@ class TensorboardTracker:
         for name, value in run.results.items():
             writer.add_scalar(name, value, last, run.ended)
         events: Any = writer.file_writer
-        for summary in hparams({**run.params, **run.facts}, dict(run.results)):
+        settings = {**run.params, **run.facts}
+        for summary in hparams(settings, dict(run.results)):
             events.add_summary(summary)
+        writer.add_text("settings", _table(settings), last, run.ended)
         writer.close()
         note(folder, run)
         return True
@@ -60,3 +64,11 @@ class TensorboardTracker:
         for writer, _ in self._open.values():
             writer.close()
         self._open.clear()
+
+
+def _table(settings: Mapping[str, Any]) -> str:
+    """Return a table in Markdown."""
+    rows = (
+        f"| {name} | {html.escape(str(value)).replace('|', '&#124;')} |" for name, value in settings.items()
+    )
+    return "\n".join(["| setting | value |", "| --- | --- |", *rows])

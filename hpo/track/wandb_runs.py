@@ -1,4 +1,5 @@
-"""Runs of Weights & Biases: a project of the study's name, in which a run's id is the key of its trial.
+"""Runs of Weights & Biases: a project of the study's name, in which a run's id is the key of its trial, or of
+the study. The run of the study has the report as an artifact.
 
 `WANDB_MODE=offline` keeps them in files, for `wandb sync` to send later. A server goes on with the run of
 that id and takes no step twice; the files of a trial are written anew where they are not as it is.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import wandb
@@ -38,7 +40,7 @@ class WandbTracker:
     def where(self) -> str:
         return f"W&B, project {self._project}, files in {self._folder / 'wandb'}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
         with _asking():
             if run.key not in self._open:
                 before = list(self._folder.glob(f"wandb/*run-*-{run.key}"))
@@ -50,6 +52,8 @@ class WandbTracker:
                 if point.step >= opened.step:
                     opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
             opened.config.update({**run.params, **run.facts}, allow_val_change=True)
+            if write_files:
+                self._log_files(opened, run, write_files)
             if run.status != "running":
                 opened.summary.update(run.results)
                 self._end(run.key, has_ended=run.status != "waiting", failed=run.status == "failed")
@@ -80,11 +84,20 @@ class WandbTracker:
             project=self._project,
             id=run.key,
             name=run.name,
+            group=(run.study or run).name,
+            job_type="trial" if run.study else "study",
             dir=self._folder.absolute(),  # W&B has a process, whose directory may be another
             resume="allow",
             reinit="create_new",
             settings=wandb.Settings(**options),
         )
+
+    def _log_files(self, opened: Any, run: Run, write_files: Callable[[Path], None]) -> None:
+        artifact = wandb.Artifact(f"report-{run.key}", type="report")
+        with TemporaryDirectory() as folder:
+            write_files(Path(folder))
+            artifact.add_dir(folder)  # which copies the files
+        opened.log_artifact(artifact)
 
     def _end(self, key: str, *, has_ended: bool, failed: bool) -> None:
         opened = self._open.pop(key)

@@ -21,7 +21,7 @@ class Taken:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: object = None, /) -> bool:  # noqa: ARG002
         self.names.append(run.name)
         return True
 
@@ -84,8 +84,10 @@ def test_idle_seconds_count_from_the_last_heartbeat_by_the_clock_of_the_follower
 
 
 def test_in_what_weights_and_optimizer_states_are_stored(tracked: TrackedStudy) -> None:
-    base = {"requested": "nf4", "effective": "nf4", "reason": "", "observed": {}, "agrees": True}
+    base = {"requested": "nf4", "effective": "nf4", "reason": "", "agrees": True}
+    base["observed"] = {"storage_dtypes": {"uint8": 12}}
     kept = {"requested": "int8", "effective": "fp32", "reason": "no matrix is large enough.", "bytes": 4}
+    kept["dtypes"] = {"float32": 90}
     tracked.run("complete", telemetry=TELEMETRY | {"base_precision": base, "optimizer_state": kept})
     tracked.run("complete", telemetry=TELEMETRY | {"optimizer_state": kept | {"requested": "fp32"}})
     stored, default = (run.facts for run in runs_of(tracked.record, "token"))
@@ -93,8 +95,13 @@ def test_in_what_weights_and_optimizer_states_are_stored(tracked: TrackedStudy) 
     assert {name: value for name, value in stored.items() if name.startswith(names)} == {
         "base_precision_requested": "nf4",
         "base_precision_effective": "nf4",
+        "base_precision_observed": '{"storage_dtypes": {"uint8": 12}}',
+        "base_precision_agrees": "true",
+        "base_precision_reason": "",
         "optimizer_state_requested": "int8",
         "optimizer_state_effective": "fp32",
+        "optimizer_state_observed": '{"float32": 90}',
         "optimizer_state_reason": "no matrix is large enough.",
     }
-    assert not [name for name in default if name.startswith(names)]
+    assert {name for name in default if name.startswith("base_precision")} == set()
+    assert default["optimizer_state_effective"] == "fp32"

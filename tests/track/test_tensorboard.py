@@ -40,7 +40,7 @@ def test_each_trial_is_a_folder(tracked: TrackedStudy) -> None:
     told = tracked.tracked("tensorboard")
     folder = tracked.folder / "runs" / tracked.name / "tensorboard"
     assert (told["trials"], told["changed"]) == (3, 3)
-    assert sorted(path.name for path in folder.iterdir()) == ["trial-0", "trial-1", "trial-2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["study", "trial-0", "trial-1", "trial-2"]
     for number, trial in enumerate(tracked.record.trials):
         points = scalars(folder / f"trial-{number}")
         steps = [10, 20, 30] if number < 2 else [10]

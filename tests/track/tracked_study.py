@@ -19,7 +19,8 @@ METRICS = {"score": 0.5, "criteria": {"f1_macro": 0.25}}
 OBSERVED = {"linear_products": {"bfloat16": 3}, "tf32": False}
 PRECISION = {"requested": "bf16", "effective": "fp32", "support": "emulated", "reason": "no AMX"}
 PRECISION |= {"observed": {**OBSERVED, "compiled": False}, "agrees": False}
-TELEMETRY = {"precision": PRECISION, "device": {"name": "Example CPU", "host": "node1", "torch": "2.13.0"}}
+DEVICE = {"type": "cpu", "name": "Example CPU", "host": "node1", "torch": "2.13.0", "transformers": "5.23.0"}
+TELEMETRY = {"precision": PRECISION, "device": DEVICE}
 TELEMETRY |= {"peak_memory_bytes": 2**30, "throughput": {"train_examples_per_second": 12.5}}
 
 

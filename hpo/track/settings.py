@@ -1,0 +1,116 @@
+"""The settings of a study and of its trials as flat names and texts, without secrets.
+
+A setting has its name in the study file, such as `data.source`. The settings of `training` have their bare
+names, because the search uses these too: `learning_rate` is one column, whether a study fixes or searches it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hpo.config.definition import CHANGEABLE
+from hpo.config.trial_settings import BUDGETS
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(?i)(?:^|[._-])(?:password|passwd|secret|credentials?|token|(?:hf|api|access|auth|secret)_?(?:token|key))$"
+)
+_SECRETS = (
+    # a password, or a token alone, in a URL
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/?#@'\"<>]*):[^\s'\"<>]*@", re.IGNORECASE), rf"\1:{HIDDEN}@"),
+    (re.compile(r"(\bhttps?://)[^\s:/?#@'\"<>]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
+    (
+        re.compile(
+            r"((?:[?&;]|\b)(?:\w*password|passwd|secret|api_?key|access_?key|x-amz-\w+)=)[^\s&;,'\"<>]+",
+            re.IGNORECASE,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"([?&;](?:\w*token|sig|signature|key)=)[^\s&;,'\"<>]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    # tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS
+    (
+        re.compile(
+            r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b"
+        ),
+        HIDDEN,
+    ),
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return the text with `***` in place of passwords in URLs and of access tokens."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def is_changeable(name: str) -> bool:
+    """Return True if the setting may change while the study goes on."""
+    return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
+
+
+def study_settings(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a study by their names: the distributions of the search, and fixed values.
+
+    A distribution has the name `search_space.NAME`.
+    """
+    space = section(definition, "search_space")
+    settings = {f"search_space.{name}": distribution for name, distribution in space.items()}
+    return settings | _fixed(definition, space)
+
+
+def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a trial: the values that the search gave it, and those that its study fixes.
+
+    Settings of how the study is run, such as `n_trials`, are those of the study alone.
+    """
+    return {
+        **params,
+        **{
+            name: value
+            for name, value in _fixed(definition, params).items()
+            if name.partition(".")[0] not in CHANGEABLE
+        },
+    }
+
+
+def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that `searched` does not replace."""
+    left_out = ("given", "name", "tags", "search_space", "training")
+    fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
+    training = section(definition, "training")
+    training |= section(training, "option")
+    training.pop("option", None)
+    if any(searched.get(budget) is not None for budget in BUDGETS):
+        training = {name: value for name, value in training.items() if name not in BUDGETS}
+    # These settings of `training` replace those of another section.
+    for name, other in (("encoder", "model"), ("init_scale", "amp")):
+        if name in searched or training.get(name) is not None:
+            replaced = f"{other}.{name}."
+            fixed = {key: value for key, value in fixed.items() if not f"{key}.".startswith(replaced)}
+        else:
+            training.pop(name, None)
+    return {name: value for name, value in (_flat(training) | fixed).items() if name not in searched}
+
+
+def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the mapping of this name; empty if there is none."""
+    value = content.get(name)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a setting of this name holds a password or a token."""
+    return bool(_SECRET_NAME.search(name))
+
+
+def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat
