@@ -285,7 +285,9 @@ def test_the_code_of_the_readme_is_compared_exported_loaded_and_deployed(tmp_pat
     options = ("--precisions", "bf16", "--top", "1", "--seeds", "3", "--max-seeds", "3", "--json")
     compared = ok(finish(start_hpo(tmp_path, "compare", "tiny.yaml", *options), 300)).json
     (verdict,) = compared["verdicts"]
-    assert (verdict["metric"], verdict["num_runs"], verdict["num_rows"]) == ("topic/worst_recall", 3, 24), compared
+    assert (verdict["metric"], verdict["num_runs"], verdict["num_rows"]) == ("topic/worst_recall", 3, 24), (
+        compared
+    )
 
     ok(finish(start_hpo(tmp_path, "best", "tiny.yaml", "--export", "model")))
     model = hpo.load(tmp_path / "model", device="cpu", code=tmp_path / "my_tasks.py")
