@@ -103,8 +103,8 @@ def _own_rows(rows: list[Any], name: str, tasks: TaskConfigs) -> Iterator[Row]:
             yield Row(where, None, [f"must be what JSON can hold, but {error}"])
         else:
             named = {"id": f"{name.rpartition(' ')[2]}-{number}"}
-            row = Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
-            yield read_jsonl_row(row, tasks)
+            with_id = {**named, **plain} if isinstance(plain, dict) else plain
+            yield read_jsonl_row(Row(where, with_id), tasks)
 
 
 def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -222,13 +222,19 @@ def _parquet_rows(paths: Sequence[Path], table: Table) -> Iterator[Row]:
             file = pq.ParquetFile(path)
             table.check(file.schema_arrow.names)
             batches = file.iter_batches(columns=table.names)
-            rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+            rows = chain.from_iterable(_rows_of_batch(path, batch) for batch in batches)
             for in_file, (cells, number) in enumerate(zip(rows, numbers, strict=False), start=1):
                 yield table.row(f"{path} row {in_file}", number, cells)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: must be a parquet file, but {error}.") from None
-        except KeyError as error:
-            raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
+
+
+def _rows_of_batch(path: Path, batch: Any) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
+    return rows
 
 
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -291,8 +297,9 @@ def _plain_files(builder: Any) -> dict[str, list[Path]]:
     options = (one for one in fields(builder.config) if one.name not in ours)
     if any(getattr(builder.config, one.name) != one.default for one in options):
         return {}
-    found = datasets.DownloadManager().download_and_extract(builder.config.data_files)
-    files = {str(split): [Path(file) for file in of_split] for split, of_split in found.items()}
+    manager = datasets.DownloadManager()
+    found = manager.download_and_extract(builder.config.data_files)
+    files = {str(split): [*map(Path, manager.iter_files(of_split))] for split, of_split in found.items()}
     if builder.name == "parquet":
         heads = (pq.read_schema(file) for of_split in files.values() for file in of_split)
         if any(b"huggingface" in (head.metadata or {}) for head in heads):  # names of classes, for instance
