@@ -113,11 +113,22 @@ def test_every_reader_reads_a_cell_in_the_same_way(reader: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whole_numbers_match_declared_classes(reader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("classes", [["1", "5"], ["1.0", "5.0"]])
+@pytest.mark.parametrize("cells", [[1.0, None, 5.0], [1, None, 5], ["1.0", None, "5"]])
+def test_whole_numbers_match_declared_classes(
+    reader: str, classes: list[str], cells: list[Any], tmp_path: Path
+) -> None:
     """pandas writes 1.0 to csv where a column of whole numbers has an empty cell."""
-    tasks = {"stars": {"kind": ONE, "classes": ["1", "5"]}}
-    dataset = read(tmp_path, reader, tasks, {"stars": [1.0, None, 5.0]})
-    assert [row.labels.get("stars") for row in dataset.splits["train"]] == ["1", None, "5"]
+    dataset = read(tmp_path, reader, {"stars": {"kind": ONE, "classes": classes}}, {"stars": cells})
+    assert [row.labels.get("stars") for row in dataset.splits["train"]] == [classes[0], None, classes[1]]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_version_is_no_number(reader: str, tmp_path: Path) -> None:
+    tasks = {"version": {"kind": ONE, "classes": ["5.1", "5.10", "05", "5"]}}
+    cells = ["5.1", "5.10", "05", "5"]
+    dataset = read(tmp_path, reader, tasks, {"version": cells})
+    assert [row.labels["version"] for row in dataset.splits["train"]] == cells
 
 
 @pytest.mark.parametrize("reader", [reader for reader in READERS if "csv" not in reader])
@@ -313,7 +324,7 @@ def test_a_column_twice_is_refused(source: str, header: str, tmp_path: Path) -> 
         ("train.csv", b"\x1f\x8b\x08\x00data", "is a gzip file, but must be text. Unpack it"),
         ("train.jsonl", b"\x1f\x8b\x08\x00data", "is a gzip file, but must be text. Unpack it"),
         ("train.csv", b"PK\x03\x04data", "is a zip or Excel file, but must be text."),
-        ("train.csv", b"PAR1data", "is a parquet file, but must be text."),
+        ("train.csv", b"PAR1\x15data", "is a parquet file, but must be text."),
         ("train.jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16, but must be UTF-8"),
         ("train.jsonl", b'[\n{"text": "a"}\n]', "is a JSON array, but must have one JSON object a line"),
     ],
@@ -340,3 +351,10 @@ def test_a_csv_of_the_hub_is_read_as_any_csv(end: str, tmp_path: Path) -> None:
     dataset = load(source="hub", hub={"name": str(tmp_path)}, tasks=TONE, columns=columns)
     assert [row.text for row in dataset.splits["train"]] == ["one\ntwo; three", "four"]
     assert [row.labels["tone"] for row in dataset.splits["train"]] == ["None", "ja"]
+
+
+def test_columns_may_be_called_as_another_format_begins(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text("PAR1,tone,text\n1,a,one\n2,b,two\n")
+    dataset = load(source="csv", path=str(tmp_path), tasks=TONE, columns={"labels": {"tone": "tone"}})
+    assert [row.text for row in dataset.splits["train"]] == ["one", "two"]
