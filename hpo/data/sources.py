@@ -116,14 +116,11 @@ def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        rows: Callable[[], Iterator[Row]]
         if config.source == "jsonl":
-            rows = partial(_labelled_rows, path, tasks)
-        elif config.source == "csv":
-            rows = _csv_reader([path], config.csv, Table(str(path), split, config.columns, tasks))
+            readers[split] = Reader(str(path), partial(_labelled_rows, path, tasks))
         else:
-            rows = partial(_parquet_rows, [path], Table(str(path), split, config.columns, tasks))
-        readers[split] = Reader(str(path), rows)
+            table = Table(str(path), split, config.columns, tasks)
+            readers[split] = _table_reader(config.source == "csv", [path], config.csv, table)
     return readers
 
 
@@ -190,9 +187,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Callable[[], Iterator[Row]]:
+def _table_reader(is_csv: bool, paths: Sequence[Path], csv: CsvConfig, table: Table) -> Reader:
+    """Return the reader of csv files, or else of parquet files."""
+    if not is_csv:
+        return Reader(table.name, partial(_parquet_rows, paths, table))
     forms = {path: found_form(path, csv, table.names) for path in paths}
-    return partial(_csv_rows, forms, table)
+    return Reader(table.name, partial(_csv_rows, forms, table))
 
 
 def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
@@ -261,18 +261,14 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}
-    rows: Callable[[], Iterator[Row]]
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            if not isinstance(loaded[name], list):
-                rows = partial(_hub_rows, loaded[name], table)
-            elif builder.name == "csv":
-                rows = _csv_reader(loaded[name], config.csv, table)
+            if isinstance(loaded[name], list):
+                readers[split] = _table_reader(builder.name == "csv", loaded[name], config.csv, table)
             else:
-                rows = partial(_parquet_rows, loaded[name], table)
-            readers[split] = Reader(table.name, rows)
+                readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
