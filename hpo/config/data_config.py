@@ -134,8 +134,7 @@ class ColumnsConfig(Section):
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Task name to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` if the task has
-    one span name. A span is the characters `text[start:end]`: counting starts at 0, and `end` is not part of
-    it."""
+    one span name. A span is the characters `text[start:end]`: the first one is 0, and `end` is left out."""
 
 
 def _one_character(given: str) -> str:

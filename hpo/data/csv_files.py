@@ -28,9 +28,9 @@ _OTHER_FORMATS = {
     b"\x1f\x8b": "a gzip file",
     b"PK\x03\x04": "a zip or Excel file",
     b"\xd0\xcf\x11\xe0": "an Excel file",
-    b"PAR1": "a parquet file",
-    b"ARROW1": "an Arrow file",
-    b"BZh": "a bzip2 file",
+    b"PAR1\x15": "a parquet file",
+    b"ARROW1\x00": "an Arrow file",
+    b"BZh9": "a bzip2 file",
     b"\xfd7zXZ": "an xz file",
     b"(\xb5/\xfd": "a zstandard file",
 }

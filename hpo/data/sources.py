@@ -103,8 +103,8 @@ def _own_rows(rows: list[Any], name: str, tasks: TaskConfigs) -> Iterator[Row]:
             yield Row(where, None, [f"must be what JSON can hold, but {error}"])
         else:
             named = {"id": f"{name.rpartition(' ')[2]}-{number}"}
-            row = Row(where, {**named, **plain} if isinstance(plain, dict) else plain)
-            yield read_jsonl_row(row, tasks)
+            with_id = {**named, **plain} if isinstance(plain, dict) else plain
+            yield read_jsonl_row(Row(where, with_id), tasks)
 
 
 def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -116,14 +116,11 @@ def _file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        rows: Callable[[], Iterator[Row]]
         if config.source == "jsonl":
-            rows = partial(_labelled_rows, path, tasks)
-        elif config.source == "csv":
-            rows = _csv_reader([path], config.csv, Table(str(path), split, config.columns, tasks))
+            readers[split] = Reader(str(path), partial(_labelled_rows, path, tasks))
         else:
-            rows = partial(_parquet_rows, [path], Table(str(path), split, config.columns, tasks))
-        readers[split] = Reader(str(path), rows)
+            table = Table(str(path), split, config.columns, tasks)
+            readers[split] = _table_reader(config.source == "csv", [path], config.csv, table)
     return readers
 
 
@@ -190,9 +187,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Callable[[], Iterator[Row]]:
+def _table_reader(is_csv: bool, paths: Sequence[Path], csv: CsvConfig, table: Table) -> Reader:
+    """Return the reader of csv files, or else of parquet files."""
+    if not is_csv:
+        return Reader(table.name, partial(_parquet_rows, paths, table))
     forms = {path: found_form(path, csv, table.names) for path in paths}
-    return partial(_csv_rows, forms, table)
+    return Reader(table.name, partial(_csv_rows, forms, table))
 
 
 def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
@@ -222,13 +222,19 @@ def _parquet_rows(paths: Sequence[Path], table: Table) -> Iterator[Row]:
             file = pq.ParquetFile(path)
             table.check(file.schema_arrow.names)
             batches = file.iter_batches(columns=table.names)
-            rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
+            rows = chain.from_iterable(_rows_of_batch(path, batch) for batch in batches)
             for in_file, (cells, number) in enumerate(zip(rows, numbers, strict=False), start=1):
                 yield table.row(f"{path} row {in_file}", number, cells)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: must be a parquet file, but {error}.") from None
-        except KeyError as error:
-            raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
+
+
+def _rows_of_batch(path: Path, batch: Any) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
+    return rows
 
 
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -255,18 +261,14 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}
-    rows: Callable[[], Iterator[Row]]
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            if not isinstance(loaded[name], list):
-                rows = partial(_hub_rows, loaded[name], table)
-            elif builder.name == "csv":
-                rows = _csv_reader(loaded[name], config.csv, table)
+            if isinstance(loaded[name], list):
+                readers[split] = _table_reader(builder.name == "csv", loaded[name], config.csv, table)
             else:
-                rows = partial(_parquet_rows, loaded[name], table)
-            readers[split] = Reader(table.name, rows)
+                readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
@@ -291,8 +293,9 @@ def _plain_files(builder: Any) -> dict[str, list[Path]]:
     options = (one for one in fields(builder.config) if one.name not in ours)
     if any(getattr(builder.config, one.name) != one.default for one in options):
         return {}
-    found = datasets.DownloadManager().download_and_extract(builder.config.data_files)
-    files = {str(split): [Path(file) for file in of_split] for split, of_split in found.items()}
+    manager = datasets.DownloadManager()
+    found = manager.download_and_extract(builder.config.data_files)
+    files = {str(split): [*map(Path, manager.iter_files(of_split))] for split, of_split in found.items()}
     if builder.name == "parquet":
         heads = (pq.read_schema(file) for of_split in files.values() for file in of_split)
         if any(b"huggingface" in (head.metadata or {}) for head in heads):  # names of classes, for instance

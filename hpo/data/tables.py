@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -65,12 +65,12 @@ def read_labels(
 
 
 def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
-    """Return a row of jsonl with its labels as `read_labels` gives them."""
+    """Return a row of jsonl, which belongs to the caller, with its labels as `read_labels` gives them."""
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
-    labels = read_labels(row.row["labels"], tasks, NO_CSV, problems)
-    return replace(row, row={**row.row, "labels": labels}, problems=problems)
+    row.row["labels"] = read_labels(row.row["labels"], tasks, NO_CSV, problems)
+    return Row(row.where, row.row, problems) if problems else row
 
 
 def column_names(columns: ColumnsConfig) -> list[str]:

@@ -257,7 +257,7 @@ def class_name(value: Any) -> Any:
     """
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value.strip())
-    if isinstance(value, float | Decimal) and abs(value) < 2**53 and value % 1 == 0:
+    if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
     return str(value) if isinstance(value, int) else value
 

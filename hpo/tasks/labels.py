@@ -56,8 +56,8 @@ class _Labels(Kind):
         return {label: c for c, label in enumerate(self.task.labels)}
 
     @cached_property
-    def _alike(self) -> dict[Any, str]:
-        return {class_name(label): label for label in reversed(self.task.labels)}
+    def _alike(self) -> dict[str, str]:
+        return {_number_alike(class_name(label)): label for label in reversed(self.task.labels)}
 
     def _listed(self, label: Any) -> list[str]:
         return label if self.is_list else [label]
@@ -84,10 +84,7 @@ class _Labels(Kind):
         if isinstance(item, str) and item in self._index:
             return item
         name = class_name(item)
-        if not isinstance(name, str):
-            return name
-        whole = _WHOLE.fullmatch(name)
-        return self._alike.get(name) or (self._alike.get(whole[1]) if whole else None) or name
+        return self._alike.get(_number_alike(name), name) if isinstance(name, str) else name
 
     def truth(self, example: Example) -> Any:
         label: Any = example.labels[self.task.name]
@@ -153,6 +150,11 @@ class _Labels(Kind):
             of_binary = np.log(np.where(true_RC, p_RC, 1 - p_RC))
             loss_N[rows] = -(of_binary.sum(axis=1) if self.is_list else np.log(p_RC[true_RC]))
         return loss_N
+
+
+def _number_alike(name: str) -> str:
+    whole = _WHOLE.fullmatch(name)
+    return whole[1] if whole else name
 
 
 def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:

@@ -1,8 +1,8 @@
 """Scores of predictions, for each kind of task.
 
 A prediction is what a person would read: a class name, a list of class names, a number, or spans
-`(name, start, end)` of characters, end exclusive. So scores do not depend on the tokenizer, on windows or
-on truncation: a span that truncation cut off counts as missed.
+`(name, start, end)`, each the characters `text[start:end]`. So scores do not depend on the tokenizer, on
+windows or on truncation: a span that truncation cut off counts as missed.
 
 Names are scikit-learn's and SQuAD's. Rows whose truth for the task is missing are left out. No metric is
 ever NaN or infinite:

@@ -69,7 +69,7 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
 def read(folder: Path, reader: str, tasks: dict[str, Any], columns: Columns, **more: Any) -> DataSet:
     """The columns as training and validation data; `spans` are those of the task `names`."""
     folder = folder / reader.replace(" ", "_")
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for split in ("train", "validation"):
         write(folder, reader, split, columns)
     source = reader.partition(" ")[0]
@@ -114,10 +114,18 @@ def test_every_reader_reads_a_cell_in_the_same_way(reader: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_whole_numbers_match_declared_classes(reader: str, tmp_path: Path) -> None:
-    """pandas writes 1.0 to csv where a column of whole numbers has an empty cell."""
-    tasks = {"stars": {"kind": ONE, "classes": ["1", "5"]}}
-    dataset = read(tmp_path, reader, tasks, {"stars": [1.0, None, 5.0]})
-    assert [row.labels.get("stars") for row in dataset.splits["train"]] == ["1", None, "5"]
+    """pandas writes 1.0 to csv where a column of whole numbers has an empty cell; 5.10 is no number."""
+    versions = ["5.1", "5.10", "05"]
+    cells: Columns = {"floats": [1.0, None, 5.0], "integers": [1, None, 5], "texts": ["1.0", None, "5"]}
+    declared = {f"{name}{n}": ["1", "5"] if n else ["1.0", "5.0"] for name in cells for n in (0, 1)}
+    tasks = {name: {"kind": ONE, "classes": classes} for name, classes in declared.items()}
+    tasks["versions"] = {"kind": ONE, "classes": versions}
+    columns = {name: cells[name[:-1]] for name in declared}
+    dataset = read(tmp_path, reader, tasks, {**columns, "versions": versions})
+    rows = dataset.splits["train"]
+    for name, (one, five) in declared.items():
+        assert [row.labels.get(name) for row in rows] == [one, None, five], name
+    assert [row.labels["versions"] for row in rows] == versions
 
 
 @pytest.mark.parametrize("reader", [reader for reader in READERS if "csv" not in reader])
@@ -133,27 +141,27 @@ def test_empty_cells_of_csv_may_be_unlabelled(reader: str, tmp_path: Path) -> No
     assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
 
 
+REFUSED: dict[str, tuple[str, list[Any], str]] = {
+    "infinite": (NUMBER, [1.0, float("inf")], " must be a finite number, but got inf"),
+    "words": (NUMBER, ["1", "one"], " must be a finite number, but got 'one'"),
+    "no_number": (NUMBER, ["1", "NaN"], " must be a finite number, but got "),
+    "unknown": (ONE, ["a", "c"], ": unknown class `c`"),
+    "joined": (MANY, ["a", "a,b"], ": unknown class `a,b`"),
+    "quotes": (MANY, ["a", "['a']"], " must be JSON in double quotes"),
+    "twice": (MANY, [["a"], ["a", "a"]], " names a class twice"),
+}
+
+
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize(
-    ("kind", "cells", "message"),
-    [
-        (NUMBER, [1.0, float("inf")], "labels.t must be a finite number, but got inf"),
-        (NUMBER, ["1", "one"], "labels.t must be a finite number, but got 'one'"),
-        (NUMBER, ["1", "NaN"], "labels.t must be a finite number, but got "),
-        (ONE, ["a", "c"], "labels.t: unknown class `c`"),
-        (MANY, ["a", "a,b"], "labels.t: unknown class `a,b`"),
-        (MANY, ["a", "['a']"], "labels.t must be JSON in double quotes"),
-        (MANY, [["a"], ["a", "a"]], "labels.t names a class twice"),
-    ],
-)
-def test_every_reader_refuses_a_cell_with_the_same_words(
-    reader: str, kind: str, cells: list[Any], message: str, tmp_path: Path
-) -> None:
-    classes = {} if kind == NUMBER else {"classes": ["a", "b"]}
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, reader, {"t": {"kind": kind, **classes}}, {"t": cells})
-    assert message in str(caught.value)
-    assert "row in the data" in str(caught.value) or "rows in the data" in str(caught.value)
+def test_every_reader_refuses_a_cell_with_the_same_words(reader: str, tmp_path: Path) -> None:
+    for name, (kind, cells, message) in REFUSED.items():
+        classes = {} if kind == NUMBER else {"classes": ["a", "b"]}
+        with pytest.raises(DataError) as caught:
+            read(tmp_path / name, reader, {"t": {"kind": kind, **classes}}, {"t": cells})
+        first, second, third = str(caught.value).splitlines()
+        assert first == "2 bad rows in the data; mend or remove:"
+        assert f"labels.t{message}" in second
+        assert f"labels.t{message}" in third
 
 
 @pytest.mark.parametrize(
@@ -238,23 +246,26 @@ def test_spans_may_be_objects_of_start_and_end(reader: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
-    ("pair", "message"),
+    "messages",
     [
-        ([0, 12], "spans.person: [0, 12] must lie inside the text of 11 characters"),
-        ([3, 0], "spans.person: 0 <= start < end must hold, but got [3, 0]"),
-        ([-1, 3], "spans.person: 0 <= start < end must hold, but got [-1, 3]"),
-        ([0.0, 3.0], "spans.person: a span must be [start, end] in whole characters, but got [0.0, 3.0]"),
-        (["0", "3"], "spans.person: a span must be [start, end] in whole characters, but got ['0', '3']"),
-        ([0, 3, 5], "spans.person: a span must be [start, end] in whole characters, but got [0, 3, 5]"),
+        {
+            (0, 12): "[0, 12] must lie inside the text of 11 characters",
+            (3, 0): "0 <= start < end must hold, but got [3, 0]",
+            (-1, 3): "0 <= start < end must hold, but got [-1, 3]",
+            (0, 3, 5): "a span must be [start, end] in whole characters, but got [0, 3, 5]",
+        },
+        {(0.0, 3.0): "a span must be [start, end] in whole characters, but got [0.0, 3.0]"},
+        {("0", "3"): "a span must be [start, end] in whole characters, but got ['0', '3']"},
     ],
-    ids=str,
+    ids=["integers", "floats", "texts"],
 )
 def test_every_reader_refuses_a_span_with_the_same_words(
-    reader: str, pair: list[Any], message: str, tmp_path: Path
+    reader: str, messages: dict[tuple[Any, ...], str], tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as caught:
-        read(tmp_path, reader, PERSON, {"spans": [[pair]]})
-    assert message in str(caught.value)
+        read(tmp_path, reader, PERSON, {"spans": [[list(pair)] for pair in messages]})
+    for message in messages.values():
+        assert f"spans.person: {message}" in str(caught.value)
 
 
 # Files
@@ -313,7 +324,7 @@ def test_a_column_twice_is_refused(source: str, header: str, tmp_path: Path) -> 
         ("train.csv", b"\x1f\x8b\x08\x00data", "is a gzip file, but must be text. Unpack it"),
         ("train.jsonl", b"\x1f\x8b\x08\x00data", "is a gzip file, but must be text. Unpack it"),
         ("train.csv", b"PK\x03\x04data", "is a zip or Excel file, but must be text."),
-        ("train.csv", b"PAR1data", "is a parquet file, but must be text."),
+        ("train.csv", b"PAR1\x15data", "is a parquet file, but must be text."),
         ("train.jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16, but must be UTF-8"),
         ("train.jsonl", b'[\n{"text": "a"}\n]', "is a JSON array, but must have one JSON object a line"),
     ],
@@ -340,3 +351,10 @@ def test_a_csv_of_the_hub_is_read_as_any_csv(end: str, tmp_path: Path) -> None:
     dataset = load(source="hub", hub={"name": str(tmp_path)}, tasks=TONE, columns=columns)
     assert [row.text for row in dataset.splits["train"]] == ["one\ntwo; three", "four"]
     assert [row.labels["tone"] for row in dataset.splits["train"]] == ["None", "ja"]
+
+
+def test_columns_may_be_called_as_another_format_begins(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text("PAR1,tone,text\n1,a,one\n2,b,two\n")
+    dataset = load(source="csv", path=str(tmp_path), tasks=TONE, columns={"labels": {"tone": "tone"}})
+    assert [row.text for row in dataset.splits["train"]] == ["one", "two"]
