@@ -125,7 +125,7 @@ def enqueue(
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")
     if not fixed:
         raise InputError("A configuration must have at least one setting: give --param NAME=VALUE.")
-    if problems := [f"--param {problem}" for problem in fixed_problems(config.search_space, fixed)]:
+    if problems := [problem.message for problem in fixed_problems(config.search_space, fixed)]:
         raise InputError("\n".join(problems))
     ahead, to_begin = database.read(lambda connection: lifecycle.enqueued(connection, name))
     if ahead >= to_begin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpo.config.search_space import SearchSpace, decode, encode, refusal
+from hpo.config.search_space import SearchSpace, decode, encode, refusal, shown
 from hpo.config.study_file import Problem, refuse, show
 from hpo.config.trial_settings import setting_value
 from hpo.section import Count, Section
@@ -59,12 +59,17 @@ def fixed_problems(space: SearchSpace, params: Mapping[str, Any]) -> Iterator[Pr
     params = decode(space, params)
     for name, value in params.items():
         if said := refusal(space, {name: encode(value)}):
-            yield Problem((name,), f"no trial can be so: {said}")
+            yield Problem((name,), said)
             continue
         for parent, values in space[name].when.items():
             if params.get(parent) not in values:
-                needed = " or ".join(f"{parent}={value}" for value in values)
-                yield Problem((name,), f"it is drawn with {needed} alone. Give that, too.")
+                needed = " or ".join(f"{parent}={shown(value)}" for value in values)
+                given = (
+                    f", not with {parent}={shown(params[parent])}."
+                    if parent in params
+                    else ". Give that, too."
+                )
+                yield Problem((name,), f"{name} is searched only with {needed}{given}")
 
 
 def fitting(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -20,6 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from hpo.config.study_file import CheckedSection, KeyPath, Problem, one_of, problems_of, refuse, show
 from hpo.config.trial_settings import Positive, check_name, setting_value, takes_whole_numbers
 from hpo.errors import did_you_mean
+from hpo.json_safe import is_number
 from hpo.precision.table import PRECISION
 from hpo.section import Count, Section, Switch, Whole
 
@@ -34,6 +34,8 @@ def _as_lists(conditions: Any) -> Any:
     return {key: value if isinstance(value, (list, tuple)) else [value] for key, value in conditions.items()}
 
 
+_WHOLE = 1e-8
+"""So near to a whole number of steps a value is one of the range, as for Optuna."""
 Values = Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]
 Conditions = Annotated[dict[str, Values], BeforeValidator(_as_lists)]
 
@@ -53,6 +55,12 @@ class CategoricalDistribution(Section):
 
     def suggest(self, name: str, trial: BaseTrial) -> Any:
         return self.decode(trial.suggest_categorical(name, [encode(choice) for choice in self.choices]))
+
+    def refusal(self, value: Any) -> str:
+        """Return why `value`, as Optuna holds it, is none of the choices; empty: it is one."""
+        if any(encode(choice) == value for choice in self.choices):
+            return ""
+        return f"is none of its choices, which are {', '.join(map(shown, self.choices))}"
 
     def decode(self, value: Any) -> Any:
         """The choice that Optuna holds as `value`, or `value` itself where it is none of them."""
@@ -96,6 +104,21 @@ class Range(CheckedSection):
         low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
         number = type(self.low)
         return tuple(number(low + index * step) for index in range(int((high - low) / step) + 1))
+
+    def refusal(self, value: Any) -> str:
+        """Return why `value` is not in the range; empty: it is."""
+        kind = "a whole number" if isinstance(self.low, int) else "a number"
+        if not is_number(value) or (isinstance(self.low, int) and value != int(value)):
+            return f"must be {kind}"
+        ends = f"{shown(self.low)} to {shown(self.high)}"
+        if not self.low <= value <= self.high:
+            return f"is outside {ends}"
+        step = self.step or 1
+        steps = 0.0 if self.step is None else (value - self.low) / step
+        if abs(steps - round(steps)) < _WHOLE:
+            return ""
+        near = (self.low + count * step for count in (math.floor(steps), math.ceil(steps)))
+        return f"is between the steps of {ends}. The nearest are {' and '.join(map(shown, near))}"
 
 
 class FloatDistribution(Range):
@@ -201,20 +224,19 @@ def grid(space: SearchSpace) -> dict[str, list[Any]]:
 
 
 def refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
-    """Why no trial can have the `params` that it is stored with, which Optuna takes as they are; empty: one
-    can."""
-    from optuna.trial import FixedTrial  # which reading a study does without
-
-    trial = FixedTrial(dict(params))
-    for name in params:
+    """Return why no trial can have these `params`, which Optuna stores as they are; empty: one can."""
+    for name, value in params.items():
         if name not in space:
-            return f"it has `{name}`, which is not searched.{did_you_mean(name, list(space))}"
-        try:
-            with warnings.catch_warnings(action="error"):  # of a value that is out of range
-                space[name].suggest(name, trial)
-        except (UserWarning, ValueError, TypeError) as error:
-            return f"it has a `{name}` that is not searched: {error}"
+            hint = did_you_mean(name, list(space)).replace(" Known:", " It searches")
+            return f"The study does not search `{name}`.{hint}"
+        if wrong := space[name].refusal(value):
+            return f"{name}={shown(value)} {wrong}."
     return ""
+
+
+def shown(value: Any) -> str:
+    """Return a value as `--param` takes it."""
+    return f"{value:.12g}" if isinstance(value, float) else show(value).strip("`")
 
 
 def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hpo.config.exclusions import trial_problems
 from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
-from hpo.config.study_file import Problem, parse_yaml_value, problems_of
+from hpo.config.study_file import Problem, parse_yaml_value, problems_of, show
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
@@ -98,24 +98,27 @@ def parse_params(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
 
     Raises InputError, which lists every problem.
     """
+    if not isinstance(given, Mapping | Sequence):
+        raise InputError(f"The settings must be a mapping, or texts NAME=VALUE, but got {show(given)}.")
     params: dict[str, Any] = {}
     problems = []
-    for text in given:
+    for one in [given] if isinstance(given, str) else given:
+        text = str(one)
         name, equals, value = text.partition("=")
         name = name.strip()
-        if not (equals or isinstance(given, Mapping)):
-            problems.append(f"--param {text}: must be written as name=value.")
+        if not isinstance(given, Mapping) and not (name and equals):
+            problems.append(f"{text}: must be written as NAME=VALUE.")
         elif name in params:
-            problems.append(f"--param {text}: {name} is given twice.")
+            problems.append(f"{text}: {name} is given twice.")
         else:
             try:
-                found = given[text] if isinstance(given, Mapping) else parse_yaml_value(value)
+                found = given[one] if isinstance(given, Mapping) else parse_yaml_value(value)
                 params[name] = setting_value(name, found)
             except ValueError as error:
                 params[name] = None
-                problems.append(f"--param {text}: {error}")
+                problems.append(f"{text}: {error}")
     if len([budget for budget in BUDGETS if params.get(budget) is not None]) > 1:
-        problems.append(f"--param: a trial has one budget; give one of {', '.join(BUDGETS)}.")
+        problems.append(f"A trial has one budget: give one of {', '.join(BUDGETS)}.")
     if problems:
         raise InputError("\n".join(problems))
     if params.get("encoder") is not None:

@@ -69,13 +69,13 @@ _DROPOUT_KEYS = {
     "attention_dropout": ATTENTION_DROPOUT_KEYS,
 }
 
-# hpo draws progress and raises errors itself. torchao (which transformers imports where it is
-# installed) logs each optional kernel that it could not load.
+# hpo draws progress and raises errors itself. torchao (which transformers imports where it is installed) and
+# bitsandbytes log each optional kernel that they could not load. hpo uses none of these kernels.
 if "TRANSFORMERS_VERBOSITY" not in os.environ:
     transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 disable_progress_bars()
-for _chatty in ("torchao", "torch.utils._pytree", "huggingface_hub"):
+for _chatty in ("torchao", "torch.utils._pytree", "huggingface_hub", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
 
 

@@ -38,7 +38,11 @@ def test_a_configuration_is_a_mapping_or_a_list_of_texts(study: hpo.Study, param
         ({}, "must have at least one setting"),
         ({"learning_rat": 1e-3}, "Did you mean `learning_rate`"),
         ({"learning_rate": "fast"}, "must be a number, but got `fast`"),
-        ({"dropout": 0.1}, "which is not searched"),
+        ({"dropout": 0.1}, "^The study does not search `dropout`"),
+        ({"learning_rate": 5}, "^learning_rate=5 is outside [^ ]* to [^ ]*$"),
+        ({1: 2}, "^1: there is no such setting"),
+        (5, "must be a mapping, or texts NAME=VALUE, but got `5`"),
+        ("learning_rate=5", "^learning_rate=5 is outside"),
     ],
 )
 def test_a_configuration_of_no_trial_is_refused(

@@ -133,4 +133,4 @@ def test_a_trial_with_unknown_parameters_is_refused(broken: Path, tmp_path: Path
         row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}
         connection.execute(sa.insert(optuna_internals.params).values(row))
     error = refused(diagnose(folder)).err
-    assert ": it has `encoder`, which is not searched." in " ".join(error.split())
+    assert ": The study does not search `encoder`." in " ".join(error.split())

@@ -259,10 +259,16 @@ def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
     }
     ok(hpo_command(tmp_path, "init", str(write_study(tmp_path, search_space=space, n_trials=1))))
     for params, message in (
-        (["learning_rate=1"], r"that is not searched: The value 1\.0 .* is out of the range"),
-        (["warmup_ratio=0.1"], "which is not searched"),
-        (["init_scale=8"], r"--param init_scale: it is drawn with fp_precision=fp16 alone. Give that, too."),
-        (["nonsense"], "must be written as name=value"),
+        (["learning_rate=1"], r"Error: learning_rate=1 is outside 0\.0001 to 0\.01\.$"),
+        (
+            ["warmup_ratio=0.1"],
+            "Error: The study does not search `warmup_ratio`. It searches fp_",
+        ),
+        (["init_scale=8"], "Error: init_scale is searched only with fp_precision=fp16. Give that, too."),
+        (["init_scale=8", "fp_precision=fp32"], "only with fp_precision=fp16, not with fp_precision=fp32."),
+        (["fp_precision=bf16"], "Error: fp_precision=bf16 is none of its choices, which are fp32, fp16."),
+        (["learning_rate=fast"], "Error: learning_rate=fast: must be a number, but got `fast`."),
+        (["nonsense"], "Error: nonsense: must be written as NAME=VALUE."),
     ):
         options = [part for one in params for part in ("--param", one)]
         ended = hpo_command(tmp_path, "enqueue", "tiny", *options)

@@ -33,15 +33,24 @@ def test_configurations_have_the_values_of_settings(tmp_path: Path) -> None:
         ([{"learning_rate": 1e-3}, {}], "first.1: must be a mapping of settings, but got `{}`."),
         (
             [{}, {"betas": [0.9, 0.98]}, {"learning_rate": 1}],
-            "first.2.learning_rate: no trial can be so: .*: The value 1.0 .* is out of the range",
+            "first.2.learning_rate: learning_rate=1 is outside ",
         ),
-        ([{"learning_rat": 1e-3}], "first.0.learning_rat: .* not searched. Did you mean `learning_rate`?"),
-        ([{"warmup_ratio": 0.1}], "first.0.warmup_ratio: .* which is not searched."),
+        (
+            [{"learning_rat": 1e-3}],
+            "first.0.learning_rat: The study does .* Did you mean `learning_rate`?",
+        ),
+        (
+            [{"warmup_ratio": 0.1}],
+            "first.0.warmup_ratio: The study does not search `warmup_ratio`. It ",
+        ),
         ([{"learning_rate": "fast"}], "first.0.learning_rate: must be a number, but got `fast`."),
-        ([{"fp_precision": "bf16"}], "first.0.fp_precision: no trial can be so: "),
+        (
+            [{"fp_precision": "bf16"}],
+            "first.0.fp_precision: fp_precision=bf16 is none of its choices",
+        ),
         (
             [{"init_scale": 8}],
-            "first.0.init_scale: it is drawn with fp_precision=fp16 alone. Give that, too.",
+            "first.0.init_scale: init_scale is searched only with fp_precision=fp16. Give that, too.",
         ),
         ({"top": 2}, "first.study: "),
         ({"study": "a", "csv": "b"}, "first.csv: this key was removed. Copy that study into this database"),

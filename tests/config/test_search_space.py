@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import optuna
+import pytest
 
-from hpo.config.search_space import Distribution, grid, parse_search_space, suggest
+from hpo.config.search_space import (
+    DISTRIBUTIONS,
+    Distribution,
+    grid,
+    parse_search_space,
+    refusal,
+    suggest,
+)
 from hpo.config.study_config import StudyConfig
+from hpo.study.store.optuna_internals import is_in
 
 RAW: dict[str, Any] = {
     # A child before its parent: the order of the file must not matter.
@@ -98,3 +108,52 @@ def test_the_hash_names_what_is_searched() -> None:
     reordered = RAW | {"fp_precision": {"type": "categorical", "choices": ["bf16", "fp32", "fp16"]}}
     narrower = RAW | {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4, "log": True}}
     assert len({space_hash(raw) for raw in (RAW, reordered, narrower)}) == 3
+
+
+REFUSED = {
+    "a": ({"type": "float", "low": 1e-4, "high": 1e-2, "log": True}, 5, "a=5 is outside 0.0001 to 0.01."),
+    "b": ({"type": "float", "low": 0, "high": 0.4}, -0.1, "b=-0.1 is outside 0 to 0.4."),
+    "c": (
+        {"type": "float", "low": 0, "high": 0.4, "step": 0.1},
+        0.15,
+        "c=0.15 is between the steps of 0 to 0.4. The nearest are 0.1 and 0.2.",
+    ),
+    "d": ({"type": "int", "low": 4, "high": 64, "log": True}, 100, "d=100 is outside 4 to 64."),
+    "e": (
+        {"type": "int", "low": 1, "high": 10**9, "step": 3},
+        6,
+        "e=6 is between the steps of 1 to 1000000000. The nearest are 4 and 7.",
+    ),
+    "f": ({"type": "int", "low": 1, "high": 3}, 2.5, "f=2.5 must be a whole number."),
+    "g": ({"type": "int", "low": 1, "high": 3}, True, "g=true must be a whole number."),
+    "h": ({"type": "float", "low": 0, "high": 1}, "x", "h=x must be a number."),
+    "i": ({"type": "float", "low": 0, "high": 1}, math.nan, "i=nan must be a number."),
+    "j": ({"type": "categorical", "choices": [8, 16]}, 32, "j=32 is none of its choices, which are 8, 16."),
+    "k": (
+        {"type": "categorical", "choices": [True, None, "x", [1, 2]]},
+        False,
+        "k=false is none of its choices, which are true, null, x, [1, 2].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_outside_the_space_is_refused_in_one_line(name: str) -> None:
+    raw, value, message = REFUSED[name]
+    one = DISTRIBUTIONS[str(raw["type"])].model_validate(raw)
+    assert refusal({name: one}, {name: value}) == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "optunas"),
+    [
+        ("float", 0.1, optuna.distributions.FloatDistribution(0, 3, step=0.1)),
+        ("int", 1, optuna.distributions.IntDistribution(0, 3, step=1)),
+    ],
+)
+def test_optuna_agrees_about_the_steps_of_a_range(
+    kind: str, step: float, optunas: optuna.distributions.BaseDistribution
+) -> None:
+    one = DISTRIBUTIONS[kind].model_validate({"type": kind, "low": 0, "high": 3, "step": step})
+    for value in (*one.grid(), *(number / 7 for number in range(-2, 30))):
+        assert (refusal({"x": one}, {"x": value}) == "") == is_in(optunas, value), value

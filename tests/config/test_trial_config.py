@@ -111,7 +111,7 @@ def test_params_of_the_command_line_are_read_as_in_a_study_file() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("learning_rate", r"--param learning_rate: must be written as name=value\."),
+        ("learning_rate", r"^learning_rate: must be written as NAME=VALUE\."),
         ("lerning_rate=1", r"there is no such setting\. Did you mean `learning_rate`\?"),
         ("learning_rate=-1", r"must be > 0, but got `-1`\."),
         ("batch_size=", r"must be a whole number, but got `null`\."),
@@ -129,4 +129,4 @@ def test_all_wrong_params_are_told_at_once() -> None:
         parse_params(given)
     assert len(str(caught.value).splitlines()) == 4
     assert "seed is given twice" in str(caught.value)
-    assert "a trial has one budget" in str(caught.value)
+    assert "A trial has one budget" in str(caught.value)

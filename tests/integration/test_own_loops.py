@@ -119,7 +119,7 @@ def test_a_worker_that_knows_the_study_by_name_needs_the_code(tmp_path: Path) ->
     use_code({}, "a reader")  # which has none
     ok(hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rate=0.004", *at))
     asked = hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rates=0.004", *at)
-    refused(asked, "`learning_rates`, which is not searched. Did you mean `learning_rate`?")
+    refused(asked, "The study does not search `learning_rates`. Did you mean `learning_rate`?")
     ok(hpo_command(elsewhere, "worker", "digits", *at, "--trust-code", str(study / "own_loop.py")))
     (trial,) = stored(study, "digits").trials
     assert (trial.outcome, trial.params["learning_rate"]) == ("complete", 0.004)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import hpo_command, ok
+from command_line import finish, hpo_command, ok, start_python
 from every_kind import TASKS, WINDOWS, write_every_kind
 from peft import PeftModel
 from resumed_trials import check_resume_is_exact, run_trial, weights_of
@@ -262,3 +262,8 @@ def test_an_adapter_is_merged_before_it_is_deployed(tmp_path: Path) -> None:
     told = ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
     assert "The weights under the adapter were int8 in training." in told.out
     assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)
+
+
+def test_bitsandbytes_says_nothing_of_kernels_that_hpo_does_not_use(tmp_path: Path) -> None:
+    finished = finish(start_python(tmp_path, "-c", "import hpo.models.encoder, bitsandbytes"))
+    assert (finished.exit_code, finished.out, finished.err) == (0, "", "")
