@@ -41,9 +41,7 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     assert drawn >= charts | {"learning_curves"}
     assert {file.name for file in full_report.parent.iterdir()} == {"report.html", "tables"}
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
-    names = {"best_task_metrics", "evaluations", "precision"}
-    of_detailed = {"classes", "confusions", "worst_errors"}
-    assert tables.keys() == names | of_detailed | {"trials", "verdicts"}
+    assert tables.keys() == {"evaluations", "precision", "trials", "verdicts"}
     by_precision = StudyTables(fake_record()).by_precision
     pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
