@@ -194,7 +194,7 @@ class StudyTables:
         Columns:
 
         - `precision`, each of `formats.columns`, `device`, `trials`, a count for each outcome, `fell_back`
-        - `support`: native, emulated or unsupported. A choice of the study that no trial drew is `not drawn`,
+        - `support`: native, emulated or unsupported. A choice of the study that no trial tried is `not tried`,
           or `not run here` if no device of the study can run it.
         - `best_<metric>`: over the complete trials that count and meet the study's limits
         - `measured`: trials whose speed and memory count; median of each of `QUANTITIES`
@@ -223,7 +223,7 @@ class StudyTables:
             rows.append({**named, **self.summary(group)})
         for precision, reason in self.undrawn.items():
             named = {**dict.fromkeys(names, ""), "device": "" if several else "".join(devices)}
-            support = "not run here" if reason else "not drawn"
+            support = "not run here" if reason else "not tried"
             rows.append({**named, "precision": precision, **nothing, "support": support})
         rows.sort(key=lambda row: (precision_order(row["precision"]), *(row[name] for name in names[1:])))
         return pd.DataFrame(rows, columns=[*names, *nothing])

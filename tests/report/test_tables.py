@@ -230,7 +230,7 @@ def test_choices_that_no_trial_drew_are_in_the_table() -> None:
     tables = tables_of(trials, definition=definition)
     support = tables.by_precision.drop_duplicates("precision").set_index("precision")["support"]
     not_run = dict.fromkeys(("tf32", "bf16", "fp8"), "not run here")
-    assert dict(support) == {"fp32": "native", "fp16": "not drawn", **not_run}
+    assert dict(support) == {"fp32": "native", "fp16": "not tried", **not_run}
     assert tables.undrawn["fp16"] == ""
     assert "needs compute capability >= 8.0, but this Example GPU has 7.5" in tables.undrawn["bf16"]
     assert "a CPU with AMX or AVX512-BF16, which this Example CPU lacks" in tables.undrawn["bf16"]
