@@ -194,7 +194,7 @@ class StudyTables:
         Columns:
 
         - `precision`, each of `formats.columns`, `device`, `trials`, a count for each outcome, `fell_back`
-        - `support`: native, emulated or unsupported. A choice of the study that no trial tried is `not tried`,
+        - `support`: native, emulated or unsupported. A choice that no trial of the study had is `not tried`,
           or `not run here` if no device of the study can run it.
         - `best_<metric>`: over the complete trials that count and meet the study's limits
         - `measured`: trials whose speed and memory count; median of each of `QUANTITIES`
