@@ -28,7 +28,8 @@ def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: float = 0.
     if watch and as_json:
         raise InputError("--watch shows a screen, so --json must be left out.")
     if watch:
-        return _watch(study, interval or 5.0)
+        _watch(study, interval or 5.0)
+        return None
     if interval:
         raise InputError("--interval is the time between two looks of --watch: give --watch, too.")
     record = study.outline

@@ -37,11 +37,11 @@ def caveats(tables: StudyTables) -> list[Notice]:
         *(Notice(*said) for said in unverified_precisions(tables.record)),
         *(Notice(*said) for said in lost_weights(tables.record)),
         *(
-            Notice(text, "Texts that nothing was chosen on would tell.")
+            Notice(text, "Measure it again on texts that no choice was based on.")
             for text in chosen_on_test(tables.record)
         ),
         *(
-            Notice(text, "Nothing shows that the model learned from the texts.")
+            Notice(text, "The model may have learned nothing from the texts.")
             for text in no_better_than_constant(tables.record)
         ),
         *_not_run(tables.undrawn),
@@ -57,7 +57,7 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
         yield Notice(
             f"{_trials(invalid)} {'is' if len(invalid) == 1 else 'are'} invalid: "
             f"{' '.join(invalid['reason'].unique())}",
-            "They say nothing about any precision. Correct the model, the data or the metric.",
+            "They say nothing about a precision. Correct the model, the data or the metric.",
         )
     disagree = trials[trials["agrees"].eq(False) & trials["effective"].eq(trials["precision"])]
     if len(disagree):
@@ -65,21 +65,21 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
         yield Notice(
             f"{_trials(disagree)}: the precision observed is not the one requested "
             f"({reasons or 'no reason is stored'}).",
-            "Left out of the statistics by precision. Run `hpo verify` on that machine.",
+            "They are not in the statistics by precision. Run `hpo verify` on that machine.",
         )
     others = trials[fell_back(trials)]
     if len(others):
         pairs = others["precision"] + " ran as " + others["effective"]
         yield Notice(
             f"{_trials(others)} fell back ({', '.join(sorted(pairs.unique()))}).",
-            "Left out of the statistics of both precisions. "
+            "They are in the statistics of neither precision. "
             "With `amp.on_unsupported: prune` such a trial ends at once instead.",
         )
     emulated = trials[trials["support"].eq("emulated") & trials["effective"].notna()]
     if len(emulated):
         yield Notice(
-            f"{_on_devices(emulated, ' ran emulated')}, without instructions for it.",
-            "Its speed here says nothing about a device that has them. "
+            f"{_on_devices(emulated, ' was emulated')}, because the device has no instructions for it.",
+            "Its speed here says nothing about a device that has such instructions. "
             "Leave `amp.allow_emulated` off where time matters.",
         )
     degraded = trials[trials["compatibility"].eq("degraded")]
@@ -95,12 +95,12 @@ def _not_run(undrawn: dict[str, str]) -> Iterator[Notice]:
     if lacking := {name: reason for name, reason in undrawn.items() if reason}:
         yield Notice(
             f"Not run here: {_names(lacking)}. {' '.join(dict.fromkeys(lacking.values()))}",
-            "This study says nothing about it. A worker on a device that has it can join.",
+            "This study has no result for it. Start a worker on a device that supports it.",
         )
     if open_still := undrawn.keys() - lacking.keys():
         yield Notice(
-            f"No trial drew {_names(open_still)}.",
-            "This study says nothing about it; with more trials (`n_trials`) it might.",
+            f"No trial tried {_names(open_still)}.",
+            "This study has no result for it. Raise `n_trials`.",
         )
 
 
@@ -110,18 +110,18 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
     if len(shared):
         yield Notice(
             f"{_trials(shared)} shared a device with other work.",
-            "Left out of speed comparisons. Use one worker per device to measure speed.",
+            "They are not in the comparisons of speed. Use one worker per device to measure speed.",
         )
     if len(devices) > 1:
         yield Notice(
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
-            "Compare scores, speed and memory within one kind only: each has a column of its own.",
+            "Compare scores, speed and memory only within one kind: each kind has rows of its own.",
         )
         for metric in tables.record.metric_names:
             if metric in MEASURED_METRICS:
                 yield Notice(
                     f"The objective `{metric}` was measured on {len(devices)} kinds of device.",
-                    "The best trial is also that of the best device. Search on one kind to compare settings.",
+                    "The best trial may be best because of its device. Search on one kind of device.",
                 )
     for device in devices:
         utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()

@@ -111,14 +111,16 @@ def precision_facts(trial: TrialRecord) -> str:
     precision = trial.telemetry.get("precision")
     if not precision:
         return "Nothing about its precision is stored."
-    verdict = {True: "they agree", False: "they do NOT agree", None: "this is unverified"}[
-        precision.get("agrees")
-    ]
+    verdict = {
+        True: "the observation agrees",
+        False: "the observation does NOT agree",
+        None: "the precision is unverified",
+    }[precision.get("agrees")]
     if not precision.get("observed"):
-        verdict = "not compared"
+        verdict = "the precision was not compared"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
-        f"requested {precision['requested']}, effective {precision_that_ran(trial) or 'nothing'} "
+        f"requested {precision['requested']}, ran {precision_that_ran(trial) or 'nothing'} "
         f"({precision['support']}), observed: {observed_precision(trial)}; {verdict}{reason}."
         f"{''.join(f' {name}: {_stored(facts)}.' for name, facts in stored_precisions(trial).items())}"
     )
@@ -135,9 +137,9 @@ def stored_precisions(trial: TrialRecord) -> dict[str, Mapping[str, Any]]:
 
 
 def _stored(facts: Mapping[str, Any]) -> str:
-    verdict = "; they do NOT agree" if facts.get("agrees") is False else ""
+    verdict = "; the observation does NOT agree" if facts.get("agrees") is False else ""
     reason = f" ({facts['reason'].rstrip('.')})" if facts.get("reason") else ""
-    return f"requested {facts['requested']}, effective {facts['effective']}{verdict}{reason}"
+    return f"requested {facts['requested']}, ran {facts['effective'] or 'unknown'}{verdict}{reason}"
 
 
 def observed_precision(trial: TrialRecord) -> str:

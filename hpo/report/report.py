@@ -15,7 +15,6 @@ import pandas as pd
 from hpo.errors import RunError
 from hpo.memory import collector_paused
 from hpo.report.charts import all_charts
-from hpo.report.detailed_tables import csv_tables
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
 from hpo.report.verdicts import verdict_table
@@ -52,7 +51,6 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "verdicts": pd.concat(map(verdict_table, [{}, *tables.record.comparisons.values()])),
-        **csv_tables(tables),
     }
 
 

@@ -39,7 +39,7 @@ QUANTITIES = (
     "train_joules_per_example",
     "peak_memory_bytes",
 )
-"""The table by precision has their median, min and max."""
+"""The table by precision has their medians."""
 
 _TELEMETRY = {
     # column: where a trial's telemetry has it
@@ -194,10 +194,10 @@ class StudyTables:
         Columns:
 
         - `precision`, each of `formats.columns`, `device`, `trials`, a count for each outcome, `fell_back`
-        - `support`: native, emulated or unsupported. A choice of the study that no trial drew is `not drawn`,
+        - `support`: native, emulated or unsupported. A choice that no trial of the study had is `not tried`,
           or `not run here` if no device of the study can run it.
         - `best_<metric>`: over the complete trials that count and meet the study's limits
-        - `measured`: trials whose speed and memory count; median, min and max of each of `QUANTITIES`
+        - `measured`: trials whose speed and memory count; median of each of `QUANTITIES`
         - `skipped_steps`, `fp32_fallbacks`: sums
         - `seconds`, `wasted_seconds`, `share_of_time` (0 to 1 of the study's)
 
@@ -223,7 +223,7 @@ class StudyTables:
             rows.append({**named, **self.summary(group)})
         for precision, reason in self.undrawn.items():
             named = {**dict.fromkeys(names, ""), "device": "" if several else "".join(devices)}
-            support = "not run here" if reason else "not drawn"
+            support = "not run here" if reason else "not tried"
             rows.append({**named, "precision": precision, **nothing, "support": support})
         rows.sort(key=lambda row: (precision_order(row["precision"]), *(row[name] for name in names[1:])))
         return pd.DataFrame(rows, columns=[*names, *nothing])
@@ -247,7 +247,7 @@ class StudyTables:
         row["measured"] = len(for_speed)
         for quantity in QUANTITIES:
             values = (trained if quantity == "peak_memory_bytes" else for_speed)[quantity]
-            row |= {f"{quantity}_{name}": values.agg(name) for name in ("median", "min", "max")}
+            row[f"{quantity}_median"] = values.median()
         row |= {name: int(counted[name].sum()) for name in ("skipped_steps", "fp32_fallbacks")}
         wasted = group["outcome"].isin([outcome for outcome in Outcome if outcome.wasted])
         row["seconds"] = float(group["seconds"].sum())
@@ -320,22 +320,15 @@ def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     return "" if runs else supported.reason
 
 
-def task_metrics_table(telemetry: Mapping[str, Any]) -> pd.DataFrame:
-    """The metrics of a trial on validation, and the best constant predictions."""
-    metrics, baseline = telemetry.get("metrics") or {}, telemetry.get("baseline") or {}
+def task_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
+    """The metrics of a trial on validation and the best constant predictions, for people."""
+    baseline = telemetry.get("baseline") or {}
     rows = [
-        (task, metric, value, baseline.get(f"{task}/{metric}"))
-        for task, values in metrics.items()
+        (task, metric, format_number(value), format_number(baseline.get(f"{task}/{metric}")))
+        for task, values in (telemetry.get("metrics") or {}).items()
         for metric, value in values.items()
     ]
-    return pd.DataFrame(rows, columns=["task", "metric", "value", "baseline"])
-
-
-def task_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
-    """`task_metrics_table` for people."""
-    table = task_metrics_table(telemetry)
-    numbers = {name: table[name].map(format_number) for name in ("value", "baseline")}
-    return table.assign(**numbers).rename(columns={"baseline": BASELINE})
+    return pd.DataFrame(rows, columns=["task", "metric", "value", BASELINE])
 
 
 def source_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:

@@ -119,8 +119,8 @@ def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
     must = f"trial {trial.number} must have"
     if trial.outcome != Outcome.NONFINITE:
         raise InputError(
-            f"{must} ended as nonfinite, but it is {trial.outcome}. Why a precision is incompatible is the "
-            "trial's reason; `hpo verify STUDY` compares them."
+            f"{must} ended as nonfinite, but it is {trial.outcome}. `hpo report STUDY` shows why each trial "
+            "ended, and `hpo verify STUDY` checks the precisions."
         )
     here, ran_on = executor.device.type, trial.telemetry["device"]["type"]
     if ran_on != here:

@@ -367,10 +367,8 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     if pruner.name == "promote":
         start, mean = pruner.fitted(cost).costs(cost, num_evaluations)
         told = "costs" if chosen.name == "promote" else "would cost with `promote`"
-        cost = (
-            f"the first stage of a trial {told} {start:.0%} of a whole trial, and a configuration {mean:.0%}"
-        )
-        reason = f"{f'{reason}; ' if is_given else ''}{cost} on average (in rows)"
+        share = f"{start:.0%} of a whole trial, and a configuration {mean:.0%} on average"
+        reason = f"{f'{reason}; ' if is_given else ''}the first stage of a trial {told} {share}"
     return (study if chosen is pruner else study.with_values(pruner=chosen)), reason
 
 

@@ -59,8 +59,8 @@ def check_precision(executor: Executor, name: str, repeats: int) -> Compatibilit
     Nothing is cached. The costs are those of a micro-batch; the errors are those of the trial's check.
     """
     slow = " (emulated here, so slow)" if support(name, executor.device).level == "emulated" else ""
-    passes = "" if name == "fp32" else f" training passes in turn with fp32, timed {repeats} times"
-    _logger.info("checking %s ...%s%s", name, slow, passes)
+    passes = "" if name == "fp32" else f", and timing {repeats} training passes against fp32"
+    _logger.info("checking %s%s%s ...", name, passes, slow)
     emulating = executor.resolved.with_amp(allow_emulated=True)
     parts = build_trial(emulating, {PRECISION: name}, executor.loader)
     if parts.config.fp32_parts == AUTO:

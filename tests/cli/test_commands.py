@@ -120,7 +120,7 @@ def test_run_for_people(folder: Path) -> None:
     )
     assert "tiny: by requested precision" in text
     assert re.search(r"^best trial \d: score 0\.\d+ \(best constant prediction 0\.\d+\)$", text, re.MULTILINE)
-    assert "requested fp32, effective fp32 (native), observed: 17 weights multiplied in float32" in text
+    assert "requested fp32, ran fp32 (native), observed: 17 weights multiplied in float32" in text
     assert "   hpo best tiny\n" in text
 
 

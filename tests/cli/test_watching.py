@@ -63,7 +63,7 @@ def test_a_watch_ends_when_the_study_is_cancelled(
     tmp_path: Path, storage: Storage, waits: Callable[..., list[float]]
 ) -> None:
     waits(lambda: set_state(storage, "tiny", "paused"), lambda: set_state(storage, "tiny", "cancelled"))
-    assert "It is cancelled" in ok(hpo_command(tmp_path, "status", "tiny", "--watch")).out
+    assert "The study is cancelled" in ok(hpo_command(tmp_path, "status", "tiny", "--watch")).out
 
 
 def test_a_watch_on_a_terminal_replaces_its_screen(

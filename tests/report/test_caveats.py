@@ -21,7 +21,7 @@ def texts(trials: list[TrialRecord], **changes: Any) -> str:
     [
         "1 trial (number 9): the precision observed is not the one requested (38 weights were not multiplied",
         "1 trial (number 10) fell back (fp16 ran as fp32)",
-        "fp16 ran emulated on Example CPU",
+        "fp16 was emulated on Example CPU",
         "1 trial (number 6): the compatibility check found larger errors",
         "1 trial (number 12) shared a device",
         "Example CPU was busy 62% of the time (median of",
@@ -110,7 +110,7 @@ def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
 def test_precisions_that_no_trial_ran_are_said() -> None:
     said = texts([fake_trial(0, "fp32")])
     assert "Not run here: tf32, fp16. `tf32` needs CUDA with compute capability >= 8.0" in said
-    assert "No trial drew bf16." in said
+    assert "No trial tried bf16." in said
 
 
 def test_one_seed_is_a_caveat_until_configurations_are_compared_on_new_ones() -> None:

@@ -1,28 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
-import pandas as pd
-import pytest
 from detailed_documents import class_row, document, every_kind, task_document
-from study_records import fake_trial, tables_of, with_values
+from study_records import tables_of, with_values
 
 from hpo.report.detailed import Detailed, headline
 from hpo.report.detailed_tables import (
     classes_text,
     confusions_text,
-    csv_tables,
     detailed_evaluations,
     metrics_text,
 )
-from hpo.report.tables import StudyTables
-
-
-def tables_with(*documents: dict[str, object]) -> StudyTables:
-    """Of a study whose best trial, number 6, has these detailed evaluations."""
-    by_split = {str(one["split"]): one for one in documents}
-    return tables_of([dataclasses.replace(fake_trial(6, "fp32"), detailed=by_split)])
 
 
 def test_only_the_best_are_shown_and_what_the_search_has_not_seen_first() -> None:
@@ -37,46 +26,6 @@ def test_only_the_best_are_shown_and_what_the_search_has_not_seen_first() -> Non
         directions=("maximize", "minimize"),
     )
     assert [one.trial_number for one in detailed_evaluations(front)] == [0, 0, 0, 1, 1, 1]
-
-
-def test_csv_tables_hold_the_document() -> None:
-    found = csv_tables(tables_with(every_kind()))
-    classes = found["classes"]
-    late = classes[classes["class"].eq("late")].iloc[0]
-    assert list(late) == [6, "test", "tags", "late", 40 / 55, 0.8, 80 / 105, 50, 55, 0.41]
-    never = classes[classes["class"].eq("never seen")].iloc[0]
-    assert pd.isna([never["precision"], never["recall"], never["f1"]]).all()
-    confusions = found["confusions"]
-    tags = confusions[confusions["task"].eq("tags")][["true", "predicted", "count"]]
-    assert ["broken", "late", 9] in tags.to_numpy().tolist()
-    worst = found["worst_errors"].set_index("id")
-    assert json.loads(worst.loc["row-6", "predicted"]) == [["damage", 130, 142]]
-    assert worst.loc["row-6", "text_start"] == 800
-    assert worst.loc["row-0", "truth"] == "delivery"
-    assert worst.loc["row-8", "predicted"] == 4.27
-    metrics = found["best_task_metrics"]
-    mae = metrics[metrics["metric"].eq("mae")].iloc[0]
-    assert (mae["task"], mae["split"], mae["number"]) == ("stars", "test", 6)
-    assert (mae["value"], mae["low"], mae["high"]) == pytest.approx((0.83, 0.8, 0.86))
-    assert pd.isna(mae["baseline"])
-    baseline = metrics.set_index(["task", "metric"])["baseline"]
-    assert (baseline["", "score"], baseline["topic", "f1_macro"]) == (0.25, 0.125)
-    searched = metrics[metrics["split"].eq("validation")]
-    assert set(searched["task"]) == {"criteria", "evidence"}
-    assert searched["low"].isna().all()
-
-
-def test_metrics_of_the_search_give_way_to_the_same_with_intervals() -> None:
-    found = csv_tables(tables_with(document({}, "validation")))["best_task_metrics"]
-    assert found[["metric", "split"]].to_numpy().tolist() == [["score", "validation"]]
-
-
-def test_tables_of_nothing_have_their_columns() -> None:
-    found, filled = csv_tables(tables_of([])), csv_tables(tables_with(every_kind()))
-    assert {name: list(table) for name, table in found.items()} == {
-        name: list(table) for name, table in filled.items()
-    }
-    assert all(table.empty for table in found.values())
 
 
 def test_classes_for_people_begin_with_the_most_frequent() -> None:

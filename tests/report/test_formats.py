@@ -62,8 +62,8 @@ SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"agrees": False, "reason": "x gave float32."}, "they do NOT agree (x gave float32)."),
-        ({"agrees": None, "observed": {}}, "observed: nothing; not compared."),
+        ({"agrees": False, "reason": "x gave float32."}, "the observation does NOT agree (x gave float32)."),
+        ({"agrees": None, "observed": {}}, "observed: nothing; the precision was not compared."),
         (
             {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
             "12 float8 layers, TF32 on, compiled",
@@ -75,7 +75,7 @@ SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
         ),
         (
             {"agrees": None, "observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
-            "37 weights multiplied in tf32, 1 weights not measured, TF32 off, not compiled; this is unver",
+            "1 weights not measured, TF32 off, not compiled; the precision is unverified",
         ),
     ],
 )
@@ -92,22 +92,22 @@ def test_precision_facts(change: dict[str, Any], said: str) -> None:
     [
         (
             {"base_precision": {"requested": "nf4", "effective": "nf4", "reason": "", "agrees": True}},
-            " base_precision: requested nf4, effective nf4.",
+            " base_precision: requested nf4, ran nf4.",
         ),
         (
             {"base_precision": {"requested": "nf4", "effective": None}},
-            " base_precision: requested nf4, effective None.",
+            " base_precision: requested nf4, ran unknown.",
         ),
         (
             {
                 "base_precision": {
                     "requested": "fp32",
                     "effective": "bf16",
-                    "reason": "bf16_true has it so.",
+                    "reason": "as bf16_true.",
                     "agrees": False,
                 }
             },
-            " base_precision: requested fp32, effective bf16; they do NOT agree (bf16_true has it so).",
+            " base_precision: requested fp32, ran bf16; the observation does NOT agree (as bf16_true).",
         ),
         (
             {
@@ -117,7 +117,7 @@ def test_precision_facts(change: dict[str, Any], said: str) -> None:
                     "reason": "no matrix is large enough.",
                 }
             },
-            " optimizer_state: requested int8, effective fp32 (no matrix is large enough).",
+            " optimizer_state: requested int8, ran fp32 (no matrix is large enough).",
         ),
         (
             {

@@ -18,7 +18,7 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims
 
-NOT_PROMOTED = "it was not promoted: other trials were better at this rung, or the study ended."
+NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
 
 
 def is_as_seen(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:

@@ -292,7 +292,7 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
     return [
         (
             f"The best weights of {trials} were not kept: {problems[-1]}",
-            "The score stands, but the model that is left is one of an older evaluation, or there is none.",
+            "Their values are right, but the stored model is that of an older evaluation, or there is none.",
         )
     ]
 
