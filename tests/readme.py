@@ -12,7 +12,10 @@ STUDIES, PACKAGE, CLUSTER, BENCHMARKS = (
     ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks")
 )
 REFERENCE = ROOT / "studies" / "REFERENCE.md"
-READMES = (README, STUDIES, REFERENCE, PACKAGE, CLUSTER, BENCHMARKS)
+CHANGELOG, *FOR_VISITORS = (
+    ROOT / ".github" / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
+)
+READMES = (README, STUDIES, REFERENCE, PACKAGE, CLUSTER, BENCHMARKS, CHANGELOG, *FOR_VISITORS)
 BEGIN, END = "<!-- reference: made by `make reference` -->\n", "<!-- end of reference -->\n"
 
 

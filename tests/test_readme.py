@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 from command_line import COMMANDS
-from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, REFERENCE, ROOT, with_reference
+from readme import BEGIN, CHANGELOG, CLUSTER, END, PACKAGE, README, READMES, REFERENCE, ROOT, with_reference
 
+import hpo
 from hpo.config.definition import CHANGEABLE
 from hpo.config.study_config import load_study, study_files
 
@@ -91,3 +93,21 @@ def test_the_study_files_of_the_readme_load(block: str, tmp_path: Path) -> None:
     path.write_text(block)
     assert isinstance(yaml.safe_load(block), dict)
     load_study(path)
+
+
+def test_the_changelog_opens_with_this_version() -> None:
+    assert re.findall(r"^## (\S+)", CHANGELOG.read_text(), re.MULTILINE)[0] == hpo.__version__
+
+
+def test_the_workflow_calls_the_checks() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_issue_form_asks_each_question_once() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/fault.yml").read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    ids = [part["id"] for part in form["body"]]
+    assert len(ids) == len(set(ids)) > 0

@@ -94,7 +94,7 @@ def test_the_command_line_takes_what_is_written(line: str) -> None:
     """Commands, options and their values. A sentence may leave arguments out."""
     words = [PLACEHOLDERS.get(word, word) for word in words_of_hpo(line)]
     name = " ".join(words[:2]) if words[0] == "database" else words[0]
-    if name != "--help":
+    if name not in ("--help", "--version"):
         try:
             COMMANDS[name].make_context(name, words[len(name.split()) :])
         except typer.BadParameter as error:

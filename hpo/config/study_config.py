@@ -358,7 +358,8 @@ def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
 def load_study(name_or_path: str | Path) -> StudyConfig:
     """Return the study of this name or path.
 
-    A name is looked up in the folder `studies` of the working folder, then among the studies of the package.
+    A name is looked up in the folder `studies` of the working folder, then as a folder with a `study.yaml`,
+    then among the studies of the package.
     Raises StudyFileError, which lists every problem of the file.
     """
     path = _find(Path(name_or_path))
@@ -424,10 +425,14 @@ def study_files(folder: Path) -> dict[str, Path]:
 def _find(given: Path) -> Path:
     if not given.parts:
         raise StudyFileError(f"a study must be a name or a YAML file, but got {show(str(given))}.")
-    if given.suffix in (".yaml", ".yml") or len(given.parts) != 1:
+    if given.suffix in (".yaml", ".yml"):
         return given.expanduser()
-    here = Path("studies")
-    known = study_files(INSTALLED) | study_files(here)
+    here, in_folder = study_files(Path("studies")), given.expanduser() / "study.yaml"
+    if in_folder.is_file() and str(given) not in here:  # a copy of an example, before the example
+        return in_folder
+    if len(given.parts) != 1:
+        return given.expanduser()
+    known = study_files(INSTALLED) | here
     if path := known.get(str(given)):
         return path
     hint = did_you_mean(str(given), sorted(known))
@@ -435,4 +440,4 @@ def _find(given: Path) -> Path:
         hint = f" Did you mean `./{given}.yaml`?"
     elif given.is_dir():
         hint = f" {show(str(given))} is a folder: name the YAML file in it."
-    raise NoStudyFileError(f"there is no study {show(str(given))} in {here} or {INSTALLED}.{hint}")
+    raise NoStudyFileError(f"there is no study {show(str(given))} in studies or {INSTALLED}.{hint}")

@@ -69,6 +69,22 @@ def test_a_study_is_found_in_the_working_folder_first(
         load_study("emotion")
 
 
+@pytest.mark.parametrize("given", ["tickets", "tickets/", "./tickets"])
+def test_a_copy_of_an_example_comes_before_the_example(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tickets").mkdir()
+    if given == "tickets":
+        assert load_study(given).path == STUDIES / "examples/tickets/study.yaml"
+    content = "name: {}\ndata: {{source: synthetic}}\n"
+    (tmp_path / "tickets" / "study.yaml").write_text(content.format("copy"))
+    assert load_study(given).name == "copy"
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "tickets.yaml").write_text(content.format("mine"))
+    assert load_study("tickets").name == "mine"
+
+
 def test_paths_are_relative_to_the_study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
