@@ -67,7 +67,7 @@ def test_a_tracker_that_never_answers_does_not_hold_a_run(
     write_study(tmp_path, **SHORT)
     finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     assert "The tracker mlflow: it took longer than 1 s." in finished.err
-    assert "What is missing there comes with: hpo track tiny --to mlflow" in finished.err
+    assert "To show what is missing there, run `hpo track tiny --to mlflow`." in finished.err
     assert stored(tmp_path).trials[0].outcome == "complete"
 
 
