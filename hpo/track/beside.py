@@ -8,10 +8,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import IO
 
 from hpo.config.trackers import TrackerName
 from hpo.errors import shorten
@@ -56,10 +57,10 @@ def tracked(study: str, tracker: TrackerName | None, storage: str, runs_dir: Pat
         telling.join(LEAVE_SECONDS)
 
 
-def _tell(lines: Iterable[str], tracker: TrackerName, log: Path) -> None:
-    """Tell each line at once, the same error only once, and keep all lines in a file."""
+def _tell(lines: IO[str], tracker: TrackerName, log: Path) -> None:
+    """Tell each line at once, the same error only once, and keep all lines in a file. Closes `lines`."""
     told = ""
-    with log.open("w") as kept:
+    with lines, log.open("w") as kept:
         for line in lines:
             kept.write(line)
             kept.flush()
