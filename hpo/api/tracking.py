@@ -48,7 +48,7 @@ def track(
     database, record = study
     stop.can_checkpoint = True
     if with_parent:
-        stop_at_end_of_input(stop, "the run that is followed has ended")
+        stop_at_end_of_input(stop, reason="")  # the run tells about its end itself
     token = database.study_token(record.name)
     default = RUNS / record.name / ("tensorboard" if to == "tensorboard" else "")
     tracker = open_tracker(to, record, token, folder or default)

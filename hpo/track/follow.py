@@ -22,7 +22,7 @@ from hpo.config.trackers import TrackerName
 from hpo.errors import InputError, TrackerError
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.runs import Run, digest_of, is_over, runs_of
-from hpo.track.settings import without_secrets
+from hpo.track.settings import without_secret_settings, without_secrets
 from hpo.versions import install_hint
 
 LOOK_SECONDS = 5.0
@@ -153,6 +153,7 @@ def write_files(record: StudyRecord, folder: Path) -> None:
     """
     from hpo.report.report import write_report
 
+    record = replace(record, definition=without_secret_settings(record.definition))
     try:
         write_report(record, folder / "report")
     except Exception as error:

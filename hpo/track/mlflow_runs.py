@@ -8,6 +8,7 @@ written. MLflow refuses another value of a param, so a param of an earlier call 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,10 +26,11 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from hpo.errors import InputError, TrackerError, shorten
 from hpo.study.store.database import redact, sqlite_path
 from hpo.track.runs import Point, Run
+from hpo.track.settings import without_secrets
 
 ADDRESS = "MLFLOW_TRACKING_URI"
-KEY, STUDY, DIGEST = "hpo.trial", "hpo.study", "hpo.digest"
-"""Tags of a run: of which trial it is, of which study, and as of when."""
+KEY, STUDY, DIGEST, FACTS = "hpo.trial", "hpo.study", "hpo.digest", "hpo.facts"
+"""Tags of a run: its trial, its study, the state that it shows, and the names of the facts among its tags."""
 _STATUS = {
     "running": "RUNNING",
     "waiting": "SCHEDULED",
@@ -55,6 +57,7 @@ class _Known:
     digest: str = ""
     results: dict[str, float] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
+    facts: set[str] = field(default_factory=set)
     steps: set[int] | None = None
     """The steps of its points; None: they were not asked for yet."""
 
@@ -136,7 +139,10 @@ class MlflowTracker:
             self._client.update_run(known.run_id, status=_STATUS[run.status])
         else:
             self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
-        tags = {**run.facts, "mlflow.runName": run.name}
+        for name in known.facts - run.facts.keys():  # true no more, as the reason of a pause
+            self._client.delete_tag(known.run_id, name)
+        known.facts = set(run.facts)
+        tags = {**run.facts, "mlflow.runName": run.name, FACTS: json.dumps([*run.facts])}
         if run.study:
             tags["mlflow.parentRunId"] = self._find(run.study).run_id
         self._log(known.run_id, MAX_PARAMS, tags=[RunTag(*item) for item in tags.items()])
@@ -209,26 +215,43 @@ class MlflowTracker:
         try:
             yield
         except (UnsupportedModelRegistryStoreURIException, ArgumentError) as error:
-            told = shorten(redact(str(error)), 300)
+            told = without_secrets(shorten(str(error), 300))
             raise InputError(
                 f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000, but is {self._address}. "
                 f"Correct it. ({told})"
             ) from error
-        except (MlflowException, SQLAlchemyError, CommandError) as error:
-            # A database that two commands make at once, or that is locked, is one that is away.
-            is_away = not isinstance(error, MlflowException) or _status_of(error) >= 500
-            said = "does not answer as it should" if is_away else "refuses what it is sent"
-            told = shorten(redact(str(error)), 300)
-            raise TrackerError(f"MLflow at {self._address} {said}. ({told})") from error
+        except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
+            told = without_secrets(shorten(str(error), 300))
+            raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({told})") from error
+
+    def _meaning(self, error: Exception) -> str:
+        """What the error means and what to do."""
+        status = _status_of(error)
+        if status == 401:
+            return "must know this user. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+        if status == 403:
+            return (
+                f"must let this user edit the experiment `{self._experiment}`. Ask its owner for the "
+                "permission EDIT, or name another experiment in MLFLOW_EXPERIMENT_NAME."
+            )
+        return "refuses what it is sent." if status < 500 else "does not answer as it should."
 
 
-def _status_of(error: Any) -> int:  # whose method has no types
-    return int(error.get_http_status_code())
+def _status_of(error: Any) -> int:
+    """Return the HTTP status of an error of MLflow or, for artifacts, of `requests`."""
+    if isinstance(error, ImportError):  # of a library for the store of the artifacts
+        return 400
+    if hasattr(error, "get_http_status_code"):
+        return int(error.get_http_status_code())
+    # A database that two commands make at once, or that is locked, is one that is away.
+    return int(getattr(getattr(error, "response", None), "status_code", 500))
 
 
 def _known(run: Any) -> _Known:
-    metrics, digest = dict(run.data.metrics), run.data.tags.get(DIGEST, "")
-    return _Known(run.info.run_id, digest, metrics, set(run.data.params), None if metrics else set())
+    metrics, tags = dict(run.data.metrics), run.data.tags
+    steps = None if metrics else set[int]()
+    facts = {name for name in json.loads(tags.get(FACTS, "[]")) if name in tags}
+    return _Known(run.info.run_id, tags.get(DIGEST, ""), metrics, set(run.data.params), facts, steps)
 
 
 def _metrics(point: Point) -> list[Any]:

@@ -162,10 +162,8 @@ def _params(settings: Mapping[str, Any]) -> dict[str, str | float]:
 def _facts(record: StudyRecord, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the study's tags and `facts`, which win over a tag of the same name."""
     known = {**section(record.definition, "tags"), **facts}
-    # An empty reason replaces an earlier one.
-    kept = [(name, value or "") for name, value in known.items() if name.endswith("reason")]
-    kept += [(name, value) for name, value in known.items() if not name.endswith("reason")]
-    return {name: str(_value(name, value)) for name, value in named(kept) if value is not None}
+    kept = ((name, value) for name, value in known.items() if value not in (None, ""))
+    return {name: str(_value(name, value)) for name, value in named(kept)}
 
 
 def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
@@ -187,12 +185,10 @@ def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
             facts |= {f"{part}_agrees": _agreement(stored)}
     if precision:
         facts["precision_observed"] = observed_precision(trial)
-    in_fp32 = telemetry.get("fp32_parts") or {}
+    in_fp32 = section(telemetry, "fp32_parts")
     facts |= {
-        f"fp32_parts_{fact}": in_fp32.get(fact) for fact in ("requested", "resolved", "reason") if in_fp32
+        f"fp32_parts_{name}": in_fp32.get(name) for name in ("requested", "resolved", "reason", "by_part")
     }
-    for part, stored in (in_fp32.get("by_part") or {}).items():
-        facts |= {f"fp32_parts.{part}.{fact}": value for fact, value in stored.items()}
     return facts
 
 

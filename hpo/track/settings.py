@@ -15,7 +15,8 @@ from hpo.config.trial_settings import BUDGETS
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(
-    r"(?i)(?:^|[._-])(?:password|passwd|secret|credentials?|token|(?:hf|api|access|auth|secret)_?(?:token|key))$"
+    r"(?i)(?:^|\.)token$|(?:^|[._-])(?:password|passwd|secret|credentials?|"
+    r"(?:hf|api|access|auth|secret|private)[_-]?(?:access[_-]?)?(?:token|key))$"
 )
 _SECRETS = (
     # a password, or a token alone, in a URL
@@ -44,6 +45,16 @@ def without_secrets(text: str) -> str:
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def without_secret_settings(content: Any) -> Any:
+    """Return the content of a study file with `***` in place of settings that are named like a secret."""
+    if isinstance(content, Mapping):
+        return {
+            name: HIDDEN if value and is_secret(name) else without_secret_settings(value)
+            for name, value in content.items()
+        }
+    return [without_secret_settings(item) for item in content] if isinstance(content, list) else content
 
 
 def is_changeable(name: str) -> bool:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -67,7 +70,7 @@ def test_a_tracker_that_never_answers_does_not_hold_a_run(
     write_study(tmp_path, **SHORT)
     finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     assert "The tracker mlflow: it took longer than 1 s." in finished.err
-    assert "What is missing there comes with: hpo track tiny --to mlflow" in finished.err
+    assert "To show what is missing there, run `hpo track tiny --to mlflow`." in finished.err
     assert stored(tmp_path).trials[0].outcome == "complete"
 
 
@@ -75,7 +78,8 @@ def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_study(tmp_path, **SHORT)
     finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert "MLFLOW_TRACKING_URI must say where MLflow is" in finished.err
+    assert finished.err.count("The tracker mlflow: Error: MLFLOW_TRACKING_URI must say where MLflow is") == 1
+    assert "The tracker mlflow: its process ended with 2." in finished.err
     assert stored(tmp_path).trials[0].outcome == "complete"
 
 
@@ -91,3 +95,40 @@ def test_a_study_may_get_another_tracker(tmp_path: Path) -> None:
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     write_study(tmp_path, tracker="mlflo")
     refused(hpo_command(tmp_path, "run", "tiny.yaml"), "tracker", "mlflow")
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_refuses_the_user_is_told_once_while_the_search_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with refusing_server(status) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        write_study(tmp_path, **SHORT | {"n_trials": 2})
+        finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    remedies = {401: "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.", 403: "permission EDIT"}
+    assert finished.err.count(remedies[status]) == 1
+    assert "To show what is missing there, run `hpo track tiny --to mlflow`." in finished.err
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]
+
+
+@contextmanager
+def refusing_server(status: int) -> Iterator[str]:
+    """A server that answers every request with this status."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"Permission denied"
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()

@@ -97,7 +97,6 @@ def test_in_what_weights_and_optimizer_states_are_stored(tracked: TrackedStudy) 
         "base_precision_effective": "nf4",
         "base_precision_observed": '{"storage_dtypes": {"uint8": 12}}',
         "base_precision_agrees": "true",
-        "base_precision_reason": "",
         "optimizer_state_requested": "int8",
         "optimizer_state_effective": "fp32",
         "optimizer_state_observed": '{"float32": 90}',

@@ -39,8 +39,9 @@ def runs(name: str) -> dict[str, Any]:
     found = all_runs(name)
     studies = {run["id"] for run in found.values() if run["tags"]["hpo.trial"].endswith("-study")}
     trials = {name: run for name, run in found.items() if run["id"] not in studies}
-    assert len(studies) == bool(trials)
-    assert {run["tags"].get("mlflow.parentRunId", *studies) for run in trials.values()} <= studies
+    assert len(studies) <= 1
+    if studies:
+        assert {run["tags"]["mlflow.parentRunId"] for run in trials.values()} <= studies
     return trials
 
 
@@ -314,3 +315,61 @@ def test_a_database_that_cannot_be_used_is_away(
     assert finished.err.count("Error: ") == 1
     assert "Traceback" not in finished.err
     assert f"MLflow at sqlite:///{place} does not answer" in finished.err
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_the_study_is_a_run_with_its_report(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "pruned")
+    tracked.tracked("mlflow")
+    study = all_runs(tracked.name)[f"study {tracked.name}"]
+    assert study["status"] == "SCHEDULED"
+    assert study["params"]["max_length"] == "256"
+    assert json.loads(study["params"]["search_space.batch_size"])["choices"] == [8, 16, 32]
+    assert "batch_size" not in study["params"]
+    assert study["tags"].items() >= {"n_trials": "9", "trials_done": "2", "best_trial": "0"}.items()
+    assert study["points"]["best/score"][0][:2] == (2, 0.5)
+
+    folder = Path(client().download_artifacts(study["id"], "", str(tracked.folder)))
+    definition = json.loads((folder / "study.json").read_text())
+    assert definition == tracked.record.definition
+    assert tracked.name in (folder / "report/report.html").read_text()
+    assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 3
+
+    tracked.resize(3)
+    tracked.run("complete")
+    tracked.tracked("mlflow")
+    study = all_runs(tracked.name)[f"study {tracked.name}"]
+    assert (study["status"], study["tags"]["n_trials"]) == ("FINISHED", "3")
+    folder = Path(client().download_artifacts(study["id"], "", str(tracked.folder)))
+    assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_facts_that_are_true_no_more_disappear(tracked: TrackedStudy) -> None:
+    """The user's own tags in MLflow stay."""
+    trial = tracked.leave_running(alive=True)
+    trial.set_user_attr("outcome_reason", "it waits at a rung")
+    tracked.tracked("mlflow")
+    run = runs(tracked.name)["trial 0"]
+    assert run["tags"]["outcome_reason"] == "it waits at a rung"
+    client().set_tag(run["id"], "mine", "kept")
+    trial.set_user_attr("outcome_reason", "")
+    assert tracked.tracked("mlflow")["changed"] == 1
+    tags = runs(tracked.name)["trial 0"]["tags"]
+    assert tags["mine"] == "kept"
+    assert "outcome_reason" not in tags
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_a_resumed_study_may_change_its_tags_and_the_number_of_trials(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search", "outcome": "not this"})
+    tracked.run("complete")
+    tracked.tracked("mlflow")
+    first = runs(tracked.name)["trial 0"]
+    assert (first["tags"]["team"], first["tags"]["outcome"]) == ("search", "complete")
+    tracked.change(tags={"ticket": "7"}, n_trials=4, stall_seconds=60.0)
+    assert tracked.tracked("mlflow")["changed"] == 1
+    again = runs(tracked.name)["trial 0"]
+    assert again["id"] == first["id"]
+    assert again["tags"]["ticket"] == "7"
+    assert "team" not in again["tags"]

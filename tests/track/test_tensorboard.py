@@ -30,6 +30,14 @@ def hparams(folder: Path) -> dict[str, Any]:
     return {name: value.string_value or value.number_value for name, value in values.items()}
 
 
+def text(folder: Path) -> str:
+    """Return the table of settings and facts."""
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    (event,) = reader.Tensors("settings/text_summary")
+    return str(event.tensor_proto.string_val[0].decode())
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -51,6 +59,15 @@ def test_each_trial_is_a_folder(tracked: TrackedStudy) -> None:
         assert told_of["outcome"] == trial.outcome
     assert scalars(folder / "trial-0")["trial/score"] == [(30, 0.5)]
     assert hparams(folder / "trial-1")["precision_effective"] == "fp32"
+    settings = hparams(folder / "trial-0")
+    assert (settings["weight_decay"], settings["model.encoder"], settings["amp.preset"]) == (
+        0.01,
+        "minilm",
+        "auto",
+    )
+    assert "| precision_agrees | false |" in text(folder / "trial-0")
+    assert "| n_trials | 9 |" in text(folder / "study")
+    assert scalars(folder / "study")["best/score"] == [(2, 0.5)]
 
     before = files(folder)
     assert tracked.tracked("tensorboard")["changed"] == 0

@@ -39,9 +39,9 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def run_of(folder: Path, number: int) -> dict[str, Any]:
+def run_of(folder: Path, number: int | str) -> dict[str, Any]:
     (path,) = folder.glob(f"wandb/offline-run-*-{number}/*.wandb")
-    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None}
+    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None, "files": set()}
     for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -52,6 +52,11 @@ def run_of(folder: Path, number: int) -> dict[str, Any]:
         for of in ("config", "summary"):
             for item in getattr(record, of).update if kind == of else ():
                 found[of][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        if kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            manifest = record.request.log_artifact.artifact.manifest
+            found["files"] = {entry.path for entry in manifest.contents}
+        if kind == "artifact":
+            found["files"] = {entry.path for entry in record.artifact.manifest.contents}
         if kind == "exit":
             found["exit"] = record.exit.exit_code
     return found
@@ -76,6 +81,11 @@ def test_each_trial_is_a_run_with_its_own_id(tracked: TrackedStudy) -> None:
         assert run["config"]["outcome"] == trial.outcome
         assert run["history"][0]["_timestamp"] == pytest.approx(trial.started.timestamp() + 1, abs=0.01)
     assert found[0]["summary"]["trial/score"] == 0.5
+    fixed = {"weight_decay": 0.01, "model.encoder": "minilm", "precision_agrees": "false"}
+    assert found[0]["config"].items() >= fixed.items()
+    whole = run_of(folder, "study")
+    assert (whole["id"], whole["config"]["n_trials"]) == (f"{token}-study", "9")
+    assert whole["files"] >= {"study.json", "report/report.html", "report/tables/trials.csv"}
 
     before = sorted(path.name for path in folder.glob("wandb/offline-run-*"))
     assert tracked.tracked("wandb")["changed"] == 0

@@ -43,7 +43,11 @@ class TrackedStudy:
         return read_study(self.storage, self.name)
 
     def resize(self, n_trials: int) -> None:
-        create_or_resume_study(self.storage, self.config.model_copy(update={"n_trials": n_trials}))
+        self.change(n_trials=n_trials)
+
+    def change(self, **values: Any) -> None:
+        self.config = self.config.with_values(**values)
+        create_or_resume_study(self.storage, self.config)
 
     def begin(self, worker: WorkerLease) -> tuple[Any, Any]:
         lease, trial = begin(worker)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_records import fake_record
+from worker_process import study
+
+from hpo.config.definition import CHANGEABLE
+from hpo.study.reading.study_record import StudyRecord
+from hpo.track.follow import write_files
+from hpo.track.runs import MAX_TEXT, Run, runs_of
+from hpo.track.settings import study_settings, trial_settings, without_secrets
+
+TOKEN = "hf_" + "a1B2" * 9
+SECRETS = [
+    ("postgresql://me:s3cret@host/db", "postgresql://me:***@host/db"),
+    ("postgresql+psycopg://me:p@ss:w@host:5432/db?x=1", "postgresql+psycopg://me:***@host:5432/db?x=1"),
+    ("see https://me:s3cret@host/a.csv now", "see https://me:***@host/a.csv now"),
+    (f"https://{TOKEN}@huggingface.co/x", "https://***@huggingface.co/x"),
+    ("https://host/data.csv?a=1&token=abc123&b=2", "https://host/data.csv?a=1&token=***&b=2"),
+    ("https://h/x?X-Amz-Signature=abc&X-Amz-Date=1", "https://h/x?X-Amz-Signature=***&X-Amz-Date=***"),
+    ("https://h/x?sv=1&amp;sig=a%2Fb", "https://h/x?sv=1&amp;sig=***"),
+    ("host=h password=s3cret dbname=x", "host=h password=*** dbname=x"),
+    (f"401 for {TOKEN}.", "401 for ***."),
+    ("AKIAABCDEFGHIJKLMNOP", "***"),
+    ("ghp_" + "x" * 36, "***"),
+]
+HARMLESS = [
+    "postgresql://me@host/db",
+    "s3://bucket/prefix",
+    "https://host:8080/path?page=2",
+    "mail me@host.org: it works",
+    "12:30 and a@b",
+    "the token [MASK] and mask_token=[MASK]",
+    "http://127.0.0.1:5000 and user@host",
+    "desk-organisation-of-the-office",
+    "hf_hub",
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), SECRETS)
+def test_secrets_are_masked(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+    assert without_secrets(shown) == shown
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_other_texts_stay(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def definition(**changes: Any) -> dict[str, Any]:
+    return study(**changes).definition()
+
+
+def test_a_trial_has_every_setting_of_each_section() -> None:
+    """Only settings of how the study is run are missing; the study itself has these."""
+    whole = definition(training={"weight_decay": 0.1}, amp={"tf32": True})
+    params = {"fp_precision": "bf16", "learning_rate": 1e-4, "batch_size": 8}
+    settings = trial_settings(whole, params)
+    assert settings.items() >= params.items()
+    overriding = {"encoder", "init_scale"}  # null: `model` and `amp` decide
+    assert whole["training"].keys() - {"option"} - overriding <= settings.keys()
+    assert (settings["weight_decay"], settings["amp.tf32"], settings["model.encoder"]) == (
+        0.1,
+        True,
+        "minilm",
+    )
+    for section in ("model", "amp", "compat", "data", "evaluation", "objective"):
+        assert any(name.split(".")[0] == section for name in settings), section
+    assert not [name for name in settings if name.split(".")[0] in ("n_trials", "sampler", "pruner", "tags")]
+    everything = study_settings(whole)
+    assert everything["search_space.batch_size"]["choices"] == [8, 16, 32]
+    assert not params.keys() & everything.keys()
+    for key in CHANGEABLE:
+        if "." not in key and key != "tags":
+            assert any(f"{name}.".startswith(f"{key}.") for name in everything), key
+
+
+@pytest.mark.parametrize(
+    ("params", "shown", "hidden"),
+    [
+        ({"encoder": "a"}, {"encoder": "a"}, ["model.encoder"]),
+        ({}, {"model.encoder": "minilm"}, ["encoder", "init_scale"]),
+        ({"init_scale": 8.0}, {"init_scale": 8.0}, ["amp.init_scale"]),
+        ({"max_steps": 5}, {"max_steps": 5}, ["epochs", "max_seconds"]),
+        ({"loss_weight.tags": 2.0}, {"loss_weight.tags": 2.0, "loss_weight.other": 3.0}, []),
+    ],
+    ids=["encoder", "nothing", "init_scale", "budget", "part of a setting"],
+)
+def test_a_searched_setting_replaces_the_fixed_one(
+    params: dict[str, Any], shown: dict[str, Any], hidden: list[str]
+) -> None:
+    whole = definition(training={"loss_weight": {"tags": 1.0, "other": 3.0}})
+    settings = trial_settings(whole, params)
+    assert settings.items() >= shown.items()
+    assert not settings.keys() & set(hidden)
+
+
+def record_with(**content: Any) -> StudyRecord:
+    record = fake_record()
+    return replace(record, definition={**record.definition, **content})
+
+
+def both_runs(record: StudyRecord) -> tuple[Run, Run]:
+    run = runs_of(record, "token")[0]
+    assert run.study is not None
+    return run, run.study
+
+
+def test_no_run_and_no_file_has_a_secret(tmp_path: Path) -> None:
+    option = {"hf_token": "plain-secret", "mask_token": "[MASK]", "api_key": "other-secret"}
+    record = record_with(
+        data={"path": "https://me:url-secret@host/a.csv", "labels": [f"x {TOKEN}"]},
+        checkpoint={"location": "s3://key:url-secret@bucket/a"},
+        training={"option": option},
+        tags={"team": "https://me:url-secret@host"},
+    )
+    first = replace(record.trials[0], reason="no answer of postgresql://me:url-secret@host/db")
+    record = replace(record, trials=[first, *record.trials[1:]])
+    for run in both_runs(record):
+        shown = repr((run.params, run.facts))
+        assert "secret" not in shown.replace("is_secret", "")
+        assert TOKEN not in shown
+        assert run.params["hf_token"] == run.params["api_key"] == "***"
+        assert run.params["mask_token"] == "[MASK]"
+        assert run.params["data.path"] == "https://me:***@host/a.csv"
+    write_files(record, tmp_path)
+    for path in tmp_path.rglob("*.*"):
+        text = path.read_text()
+        assert "-secret" not in text, path
+        assert TOKEN not in text, path
+
+
+def test_long_values_are_cut_and_stay_whole_in_the_file(tmp_path: Path) -> None:
+    labels = [f"label {number}" for number in range(2000)]
+    record = record_with(data={"tasks": {"topic": {"labels": labels}}})
+    for run in both_runs(record):
+        assert len(str(run.params["data.tasks.topic.labels"])) == MAX_TEXT
+        assert str(run.params["data.tasks.topic.labels"]).endswith(" ...")
+    write_files(record, tmp_path)
+    assert "label 1999" in (tmp_path / "study.json").read_text()
+
+
+@pytest.mark.parametrize("broken", [None, [], "text", 7])
+def test_a_definition_that_somebody_changed_breaks_no_run(broken: object) -> None:
+    for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
+        assert run.facts["study"] == "fake"
+
+
+def test_the_tags_of_a_study_are_facts_of_its_runs() -> None:
+    trial, whole = both_runs(record_with(tags={"team": "search", "study": "not this"}))
+    for run in (trial, whole):
+        assert (run.facts["team"], run.facts["study"]) == ("search", "fake")
