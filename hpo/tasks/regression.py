@@ -62,7 +62,8 @@ class Regression(Kind):
 
     def label(self, value: Any) -> Label:
         if type(value) not in (int, float) or not abs(value) < math.inf:
-            raise ValueError(f" must be a finite number, but got {shorten(repr(value), 60)}")
+            got = shorten(repr(value), 60)
+            raise ValueError(f" must be a finite number, but got {got}. Leave it empty if it is unknown")
         if abs(value) > _LARGEST:
             got = shorten(repr(value), 60)
             raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {got}. Scale it")

@@ -142,7 +142,7 @@ def test_empty_cells_of_csv_may_be_unlabelled(reader: str, tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
-    "infinite": (NUMBER, [1.0, float("inf")], " must be a finite number, but got inf"),
+    "infinite": (NUMBER, [1.0, float("inf")], " must be a finite number, but got inf. Leave it empty"),
     "words": (NUMBER, ["1", "one"], " must be a finite number, but got 'one'"),
     "no_number": (NUMBER, ["1", "NaN"], " must be a finite number, but got "),
     "unknown": (ONE, ["a", "c"], ": unknown class `c`"),
