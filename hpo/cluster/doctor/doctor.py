@@ -95,7 +95,9 @@ def lost_trials(about: Examined) -> Iterator[Finding]:
             )
 
 
-def _rows_of(query: sa.Select[Any], connection: sa.Connection) -> Sequence[sa.Row[Any]]:
+def _rows_of(
+    query: sa.Select[tuple[int, int]], connection: sa.Connection
+) -> Sequence[sa.Row[tuple[int, int]]]:
     return connection.execute(query).all()
 
 
