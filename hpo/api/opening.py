@@ -140,12 +140,13 @@ def load_file(study: str) -> StudyConfig | None:
 @contextmanager
 def file_error_first(study: str) -> Iterator[None]:
     """Raise the error of a study file that is not valid, where the database does not have the study."""
-    from hpo.config.study_config import load_study
     from hpo.errors import NoDatabaseError, NoStudyError, NoStudyFileError
 
     try:
         yield
     except (NoDatabaseError, NoStudyError):
+        from hpo.config.study_config import load_study  # slow to import
+
         with suppress(NoStudyFileError):
             _ = study and load_study(study)
         raise

@@ -56,7 +56,7 @@ def test_the_error_of_a_broken_file_comes_first(folder: Path, command: str) -> N
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*WITHOUT_STUDY}))
-def test_a_study_that_is_nowhere_is_named(folder: Path, command: str) -> None:
+def test_an_absent_study_is_named(folder: Path, command: str) -> None:
     for word in ("there", "./folder") if any((folder / "runs").iterdir()) else ("",):
         finished = refused(hpo_command(folder, command, word, *OPTIONS.get(command, ()), width=400))
         assert finished.err.startswith("Error: "), (word, finished.err)

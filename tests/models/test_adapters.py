@@ -264,6 +264,6 @@ def test_an_adapter_is_merged_before_it_is_deployed(tmp_path: Path) -> None:
     assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)
 
 
-def test_bitsandbytes_says_nothing_of_kernels_that_hpo_does_not_use(tmp_path: Path) -> None:
+def test_bitsandbytes_says_nothing_of_unused_kernels(tmp_path: Path) -> None:
     finished = finish(start_python(tmp_path, "-c", "import hpo.models.encoder, bitsandbytes"))
     assert (finished.exit_code, finished.out, finished.err) == (0, "", "")

@@ -87,7 +87,7 @@ def lost_trials(about: Examined) -> Iterator[Finding]:
     """Trials that are RUNNING, and that no worker of the study made."""
     for row in about.studies():
         lost = in_state(row.name, "RUNNING").where(is_foreign(row.name))
-        for trial_id, number in about.storage.read(partial(_rows_of, lost)):
+        for trial_id, number in about.storage.read(partial(_ids_and_numbers, lost)):
             yield Finding(
                 f"Study {row.name}: trial {number} is RUNNING, but no worker of the study made it.",
                 "Ends it as FAIL, which samplers do not see.",
@@ -95,8 +95,8 @@ def lost_trials(about: Examined) -> Iterator[Finding]:
             )
 
 
-def _rows_of(query: sa.Select[Any], connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    return connection.execute(query).all()
+def _ids_and_numbers(query: sa.Select[Any], connection: sa.Connection) -> list[tuple[int, int]]:
+    return [(row.trial_id, row.number) for row in connection.execute(query)]
 
 
 def _give_up(trial_id: int, connection: sa.Connection) -> None:

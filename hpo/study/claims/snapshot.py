@@ -6,7 +6,6 @@ still as it was seen.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -117,17 +116,16 @@ class Watch:
             runnable: what the worker can run.
             points: the configurations of a grid or a comparison; None: the sampler proposes.
         """
-        read = self._storage.persist(lambda: read_trials(self._study))
-        trials = {trial.number: trial for trial in read}
+        trials = {one.number: one for one in self._storage.persist(lambda: read_trials(self._study))}
         unfinished = self._unfinished_of(trials)
         return self._storage.read(lambda it: self._look(it, trials, unfinished, worker, runnable, points))
 
     def _unfinished_of(self, trials: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
         """The unfinished trials; those that have ended since the last look are added to the standings."""
         known = [trials[number] for number in self._unfinished if number in trials]
-        new = itertools.takewhile(lambda trial: trial.number > self._last_seen, reversed(trials.values()))
+        new = [trial for number, trial in trials.items() if number > self._last_seen]
         unfinished = []
-        for trial in (*known, *reversed([*new])):
+        for trial in (*known, *new):
             if trial.state != TrialState.WAITING:
                 check_attributes(trial, self._num_objectives)
             if not trial.state.is_finished():
@@ -138,7 +136,8 @@ class Watch:
                 self._failures.add_ended(trial)
             if self._budget is not None:
                 self._budget.add_ended(trial)
-        self._unfinished, self._last_seen = [trial.number for trial in unfinished], next(reversed(trials), -1)
+        self._unfinished = [trial.number for trial in unfinished]
+        self._last_seen = max(trials, default=-1)
         return unfinished
 
     def _continues_last(self, trial: FrozenTrial) -> bool:

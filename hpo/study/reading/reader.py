@@ -233,7 +233,7 @@ class _Trials:
         self, trial_ids: Collection[int] | None = None, names: Collection[str] = ()
     ) -> defaultdict[int, dict[str, Any]]:
         """Return the user attributes, or those with these names, of these trials or of all."""
-        attributes: dict[int, dict[str, Any]] = defaultdict(dict)
+        attributes: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         table = optuna_tables.user_attributes
         named = table.c.key.in_(names) if names else _ALL
         for row in self._rows(table, "trial_user_attribute_id", trial_ids, where=named):

@@ -166,7 +166,7 @@ SLASHES = "A relative path needs three slashes, an absolute one four"
         ("me:secret@host/db", "must be a URL such as"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_one_clear_line(url: str, message: str) -> None:
+def test_an_unusable_url_is_refused_in_one_line(url: str, message: str) -> None:
     with pytest.raises(StorageError) as raised:
         parse_url(url)
     text = str(raised.value)
@@ -185,7 +185,7 @@ def test_a_url_that_cannot_be_used_is_one_clear_line(url: str, message: str) -> 
         *("postgresql://me:%zz%@[::1]:65535/db?sslmode=require", "postgresql:///?dbname=db&host=/run"),
     ],
 )
-def test_a_url_that_can_be_used(url: str) -> None:
+def test_usable_urls(url: str) -> None:
     assert parse_url(url).get_backend_name() in ("sqlite", "postgresql")
 
 

@@ -148,7 +148,7 @@ def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> Non
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_trial_of_hpo_that_somebody_else_ends_counts_as_failed(
+def test_a_trial_of_hpo_ended_by_somebody_else_counts_as_failed(
     storage: Storage, load: Callable[[], optuna.Study], paused: bool
 ) -> None:
     config = study(2, pruner={"name": "promote"})
@@ -178,7 +178,7 @@ def test_an_enqueued_trial_runs_without_attributes_of_an_earlier_run(storage: St
     assert OUR_ATTRIBUTES.keys() & trial.attributes.keys() == {"worker", "active_seconds", "whole"}
 
 
-def test_an_enqueued_trial_that_cannot_run_is_refused_and_shown(storage: Storage) -> None:
+def test_an_enqueued_trial_outside_the_space_is_refused_and_shown(storage: Storage) -> None:
     config = study(2)
     opened = create_or_resume_study(storage, config)
     opened.enqueue_trial({NAME: 5.0})
