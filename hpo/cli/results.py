@@ -18,9 +18,9 @@ from hpo.errors import InputError
 
 @study_command(
     watch=flag("--watch", "Show it again and again until the study is over, or Ctrl-C (exit code 130)."),
-    interval=optional(float, "SECONDS", "Time between two looks of --watch.", "5", min=0.1, max=86400),
+    interval=optional(int, "SECONDS", "Time between two looks of --watch.", "5", min=1, max=86400),
 )
-def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: float = 0.0) -> Answer | None:
+def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: int = 0) -> Answer | None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.report import screens
     from hpo.report.status import study_status
@@ -28,7 +28,7 @@ def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: float = 0.
     if watch and as_json:
         raise InputError("--watch shows a screen, so --json must be left out.")
     if watch:
-        _watch(study, interval or 5.0)
+        _watch(study, interval or 5)
         return None
     if interval:
         raise InputError("--interval is the time between two looks of --watch: give --watch, too.")
@@ -37,7 +37,7 @@ def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: float = 0.
     return Answer(numbers, screens.status(record, numbers))
 
 
-def _watch(study: hpo.Study, seconds: float) -> None:
+def _watch(study: hpo.Study, seconds: int) -> None:
     from hpo.report.screens import watched
     from hpo.report.terminal import print_live
     from hpo.study.reading.reader import read_study

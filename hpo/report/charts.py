@@ -38,10 +38,8 @@ def all_charts(tables: StudyTables) -> list[Chart]:
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]
-        # Of the first two objectives, the chart of the objectives shows one against the other.
-        shown = metrics[:2] if index < 2 else metrics[index : index + 1]
-        if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
-            charts += metric_throughput(tables, index)
+    if not {"train_examples_per_second", "train_tokens_per_second"} & set(metrics):
+        charts += metric_throughput(tables)
     charts += [learning_curves(tables, index) for index in range(len(metrics))]
     return [chart for chart in charts if chart.series]
 
@@ -95,20 +93,17 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     )
 
 
-def metric_throughput(tables: StudyTables, index: int = 0) -> list[Chart]:
-    """Metric against training throughput, and the trials that none beats in both, on each kind of device."""
-    metric = tables.record.metric_names[index]
-    key, title = _key("metric_throughput", index), f"{metric} against training throughput"
+def metric_throughput(tables: StudyTables) -> list[Chart]:
+    """The first objective against training throughput, with its Pareto front, on each kind of device."""
+    title = f"{tables.record.metric_names[0]} against training throughput"
     return [
-        _metric_throughput(tables, index, rows, key + place, title + on)
+        _metric_throughput(tables, rows, f"metric_throughput{place}", title + on)
         for rows, place, on in _by_device(tables, tables.complete)
     ]
 
 
-def _metric_throughput(
-    tables: StudyTables, index: int, complete: pd.DataFrame, key: str, title: str
-) -> Chart:
-    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
+def _metric_throughput(tables: StudyTables, complete: pd.DataFrame, key: str, title: str) -> Chart:
+    metric, direction = tables.record.metric_names[0], tables.record.directions[0]
     rows = complete[complete["counts_for_speed"]]
     if rows.empty:
         return Chart(key, title)

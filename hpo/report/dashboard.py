@@ -28,7 +28,13 @@ from hpo.report.detailed import headline
 from hpo.report.detailed_page import HEADING
 from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import plotly_figure
-from hpo.report.formats import format_value, objective_values, precision_facts, score_explained
+from hpo.report.formats import (
+    format_value,
+    objective_values,
+    objectives_text,
+    precision_facts,
+    score_explained,
+)
 from hpo.report.limits import best_or_nearest, limits_told
 from hpo.report.spending import spending_told
 from hpo.report.tables import StudyTables, brief_summary
@@ -75,7 +81,9 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
 def study_note(tables: StudyTables) -> str:
     """The best trials, the table by precision and how to read it, in Markdown."""
     record = tables.record
-    lines = [f"# {_escape(record.name)}", ""]
+    goals = f"Objective: {objectives_text(record.metric_names, record.directions)}."
+    explained = score_explained(record.metric_names, record.definition)
+    lines = [f"# {_escape(record.name)}", "", _escape(f"{goals} {explained}".rstrip()), ""]
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
         for comparison in record.comparisons.values():
@@ -92,8 +100,7 @@ def study_note(tables: StudyTables) -> str:
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
-    explained = filter(None, [score_explained(record.metric_names, record.definition)])
-    lines += [f"- {_escape(told)}" for told in [*explained, *limits_told(record), *spending_told(record)]]
+    lines += [f"- {_escape(told)}" for told in limits_told(record) + spending_told(record)]
     if detailed := detailed_evaluations(tables):
         lines += ["", f"## {HEADING}", "", f"In full: `hpo report {record.name}`.", ""]
         for one in detailed:

@@ -34,15 +34,12 @@ def metrics_text(one: Detailed) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["task", "metric", interval, BASELINE])
 
 
-def sorted_classes(of_task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
     """The classes of a task, the most frequent first; of equally frequent ones that of the lower F1."""
-    return sorted(
+    classes = sorted(
         of_task["classes"] or (),
         key=lambda one: (-(one["support"] or 0), one["f1"] if is_number(one["f1"]) else 2.0),
     )
-
-
-def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
     rows = [
         [
             one["name"],
@@ -51,7 +48,7 @@ def classes_text(of_task: Mapping[str, Any]) -> pd.DataFrame:
             format_number(one["num_predicted"]),
             format_number(of_task["threshold"]),
         ]
-        for one in sorted_classes(of_task)
+        for one in classes
     ]
     table = pd.DataFrame(rows, columns=list(_CLASS))
     return table if is_number(of_task["threshold"]) else table.drop(columns="threshold")

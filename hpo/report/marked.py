@@ -6,8 +6,7 @@ A text is cut wherever a span begins or ends, so each piece lies in a span as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,35 +24,21 @@ MEANINGS = {"missed": "true only", "spurious": "predicted only", "both": "true a
 MAX_NAMES = 3
 """Of so many spans with the same sign a piece says the names; of more, how many they are."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a text that no span begins or ends in."""
-
-    text: str
-    look: str = ""
-    """A key of `LOOKS`, or `mixed`; empty: no span holds it."""
-    sign: str = ""
-
-
-def pieces(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Iterator[Piece]:
-    """The text, cut where spans [name, start, end] begin and end; with `named`, signs have the names of the
-    spans.
-    """
-    sides = [{(str(name), start, end) for name, start, end in spans or ()} for spans in (truth, predicted)]
-    ends = {min(max(0, at), len(text)) for side in sides for _, *place in side for at in place}
-    for start, end in pairwise(sorted({0, len(text), *ends})):
-        true, said = ({span for span in side if span[1] <= start and end <= span[2]} for side in sides)
-        yield _piece(text[start:end], true, said, named)
+_MARK = Markup('<mark class="{}"><b>{}</b>{}</mark>')
 
 
 def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Markup:
-    """`pieces` as HTML; everything in the text is escaped."""
-    mark = Markup('<mark class="{}"><b>{}</b>{}</mark>')
-    return Markup("").join(
-        mark.format(piece.look, piece.sign, piece.text) if piece.look else escape(piece.text)
-        for piece in pieces(text, truth, predicted, named=named)
-    )
+    """Return a text as HTML, with marks where spans [name, start, end] lie. Everything in it is escaped.
+
+    With `named`, signs have the names of the spans.
+    """
+    sides = [{(str(name), start, end) for name, start, end in spans or ()} for spans in (truth, predicted)]
+    ends = {min(max(0, at), len(text)) for side in sides for _, *place in side for at in place}
+    marked = []
+    for start, end in pairwise(sorted({0, len(text), *ends})):
+        true, said = ({span for span in side if span[1] <= start and end <= span[2]} for side in sides)
+        marked.append(_marked(text[start:end], true, said, named))
+    return Markup("").join(marked)
 
 
 def marked_labels(truth: Any, predicted: Any) -> Markup:
@@ -72,15 +57,13 @@ def _labels(value: Any) -> list[str]:
     return [] if value is None else list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
-def _piece(text: str, true: Set[Span], said: Set[Span], named: bool) -> Piece:
-    if not true and not said:
-        return Piece(text)
+def _marked(text: str, true: Set[Span], said: Set[Span], named: bool) -> Markup:
     looks = {"missed": true - said, "spurious": said - true, "both": true & said}
-    kinds = {look: sorted({name for name, *_ in spans}) for look, spans in looks.items()}
-    held = [look for look, names in kinds.items() if names]
-    look = held[0] if len(held) == 1 else "mixed"
-    signs = [sign for kind in held for sign in _signs(LOOKS[kind], kinds[kind], named)]
-    return Piece(text, look, " ".join(signs))
+    kinds = {look: sorted({name for name, *_ in spans}) for look, spans in looks.items() if spans}
+    if not kinds:
+        return escape(text)
+    signs = [sign for kind, names in kinds.items() for sign in _signs(LOOKS[kind], names, named)]
+    return _MARK.format(next(iter(kinds)) if len(kinds) == 1 else "mixed", " ".join(signs), text)
 
 
 def _signs(sign: str, names: Sequence[str], named: bool) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,8 @@ def precision_that_ran(trial: TrialRecord) -> str:
 def _text(value: Any) -> str:
     """A value in words: a list of parts by its names."""
     if isinstance(value, str) and value.startswith("["):
-        value = json.loads(value)
+        with suppress(ValueError):  # a name of the user's own code
+            value = json.loads(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return ABSENT if value is None else str(value)

@@ -117,7 +117,7 @@ def _facts(tables: StudyTables) -> list[str]:
         *spending_told(record),
         f"{record.counts['done']} of the {sum(record.counts.values())} planned trials have ended.",
         *filter(None, [paused_told(record)]),
-        f"Time in trials: {_time(tables)}.",
+        f"Time in trials: {format_seconds(float(tables.trials['seconds'].sum()))}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
     ]
@@ -134,14 +134,6 @@ def _environment(trial: TrialRecord) -> str:
         f"{name} {device[name]}" for name in ("torch", "transformers", "cuda", "rocm") if device.get(name)
     ]
     return ", ".join(parts)
-
-
-def _time(tables: StudyTables) -> str:
-    trials = tables.trials
-    if len(tables.devices) < 2:
-        return format_seconds(float(trials["seconds"].sum()))
-    seconds = trials["seconds"].groupby(trials["device"].fillna("not known")).sum()
-    return ", ".join(f"{format_seconds(float(spent))} on {device}" for device, spent in seconds.items())
 
 
 def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:

@@ -77,7 +77,7 @@ def test_pause_resume_and_cancel(study: hpo.Study, tmp_path: Path) -> None:
     assert study.run().ended == "closed"
     assert study.resume().before == "paused"
     assert study.resume().text().startswith("The study tiny was not paused")
-    assert "3 to come" in ok(hpo_command(tmp_path, "status", "tiny")).out
+    assert "3 not started" in ok(hpo_command(tmp_path, "status", "tiny")).out
     assert study.cancel().as_json() == {
         "study": "tiny",
         "state": "cancelled",
@@ -85,7 +85,7 @@ def test_pause_resume_and_cancel(study: hpo.Study, tmp_path: Path) -> None:
         "trials": counts,
         "ended": 0,
     }
-    assert "to come" not in ok(hpo_command(tmp_path, "status", "tiny")).out
+    assert "not started" not in ok(hpo_command(tmp_path, "status", "tiny")).out
 
 
 def test_copy_and_delete(study: hpo.Study, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_run_for_people(folder: Path) -> None:
     place = f"sqlite:///runs/hpo.db ({folder}/runs/hpo.db)"
     assert f"Study tiny (resumed): 2 of 3 trials ended, in {place}." in text
     assert re.search(
-        r"^trial   2  complete +0\.\d+  learning_rate=\S+  3/3 trials(  best score so far)?$",
+        r"^trial   2  complete +score 0\.\d+  learning_rate=\S+  3/3 trials(  best score so far)?$",
         text,
         re.MULTILINE,
     )

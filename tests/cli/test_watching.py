@@ -94,6 +94,9 @@ def test_an_interrupt_ends_a_watch(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("storage")
-@pytest.mark.parametrize("options", [["--watch", "--json"], ["--interval", "3"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--watch", "--json"], ["--interval", "3"], ["--interval", "0", "--watch"], ["--interval", "nan"]],
+)
 def test_a_watch_refuses_other_options(tmp_path: Path, options: list[str]) -> None:
-    refused(hpo_command(tmp_path, "status", "tiny", *options), f"{options[0]} ")
+    refused(hpo_command(tmp_path, "status", "tiny", *options), options[0])

@@ -44,7 +44,7 @@ def test_two_workers_on_one_device_run_exactly_n_trials(tmp_path: Path) -> None:
     assert [trial.outcome for trial in record.trials] == ["complete"] * 5
     assert len({trial.attributes["worker"] for trial in record.trials}) <= 2
     assert len({str(trial.params) for trial in record.trials}) == 5
-    line = r"^trial +\d  complete +0\.\d+  batch_size=\d+ learning_rate="
+    line = r"^trial +\d  complete +score 0\.\d+  batch_size=\d+ learning_rate="
     assert len(re.findall(line, text, re.MULTILINE)) == 5
     assert all(trial.telemetry["device"]["shared"] for trial in record.trials)
     tables = StudyTables(record)

@@ -67,6 +67,7 @@ def test_publishing_again_replaces_ours_and_keeps_theirs(study: optuna.Study) ->
 
 def test_note_names_the_best_and_what_limits_it() -> None:
     note = study_note(fake_tables())
+    assert note.startswith("# fake\n\nObjective: maximize score. `score` is the mean")
     assert "- Trial 6: score **0.7672**" in note
     assert "requested fp16, ran fp16 (emulated)" in note
     assert "trained with one seed only" in note

@@ -113,6 +113,11 @@ def test_a_fixed_list_of_parts_is_named() -> None:
     assert precision_that_ran(trial(1)) == "bf16"
 
 
+def test_values_of_own_code_are_shown_as_they_are() -> None:
+    record = searching(trial(0, compile=True), trial(1, compile="[x"), compile=[True, "[x"])
+    assert {"True", "[x"} <= set(brief_summary(StudyTables(record))["compile"])
+
+
 def test_the_first_lines_name_parts_in_fp32(tmp_path: Path) -> None:
     parts = {"fp32_parts": {"requested": "auto", "resolved": ["heads"]}}
     record = searching(trial(0), trial(1, fp32_parts="auto", facts=parts), fp32_parts=[[], "auto"])
