@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
-from command_line import PYTHON_PATH, hpo_command, ok, refused, stored
+from command_line import PYTHON_PATH, finish, hpo_command, ok, refused, start_python, stored
 from nbclient import NotebookClient
 from readme import ROOT, STUDIES
 from slurm import SlurmCluster
@@ -82,6 +84,39 @@ def test_the_slurm_example_submits_two_workers(slurm: SlurmCluster) -> None:
     status = ok(hpo_command(folder, "status", "mine", "--storage", "@runs/postgres/url", "--json")).json
     slurm.run("scancel --name hpo-database")
     assert status["outcomes"] == {"complete": 1}
+
+
+def masked(line: str) -> str:
+    """Return a line without its numbers, its precision and the width of its columns."""
+    return re.sub(r"\d[\d.e-]*|─+", "0", re.sub(r"fp_precision=\S+", "", " ".join(line.split())))
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_its_lines(tmp_path: Path) -> None:
+    folder, printed, num_compared = tmp_path, "", 0
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", STUDIES.read_text(), re.DOTALL | re.MULTILINE):
+        lines = block.splitlines()
+        if language == "yaml":
+            assert yaml.safe_load(block) == yaml.safe_load((folder / "study.yaml").read_text())
+        elif language == "python":
+            printed = ok(finish(start_python(folder, "-c", block))).out
+        elif language == "text":
+            shown = {masked(line) for line in printed.splitlines()}
+            expected = {masked(line) for line in lines if "[...]" not in line}
+            assert expected <= shown, expected - shown
+            num_compared += len(expected)
+        else:
+            printed = ""
+            for program, *words in map(shlex.split, lines):
+                if program == "hpo":
+                    printed += ok(hpo_command(folder, *words)).out
+                elif program == "cd":
+                    folder /= words[0]
+                else:
+                    printed += subprocess.run(
+                        [program, *words], cwd=folder, capture_output=True, text=True, check=True
+                    ).stdout
+    assert num_compared > 15
 
 
 def test_the_list_has_every_example_and_study(tmp_path: Path) -> None:
