@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
-from command_line import PYTHON_PATH, hpo_command, ok, refused, stored
+from command_line import PYTHON_PATH, finish, hpo_command, ok, refused, start_python, stored
 from nbclient import NotebookClient
 from readme import ROOT, STUDIES
 from slurm import SlurmCluster
 from tiny import ENCODER
+
+from hpo.config.study_config import INSTALLED, load_study
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("studies/examples/*/study.yaml"))
@@ -84,6 +89,49 @@ def test_the_slurm_example_submits_two_workers(slurm: SlurmCluster) -> None:
     assert status["outcomes"] == {"complete": 1}
 
 
+@pytest.mark.parametrize("path", sorted(INSTALLED.rglob("*.py")), ids=lambda path: path.name)
+def test_the_code_of_an_example_needs_no_further_package(path: Path) -> None:
+    """Imports are those of the package's own dependencies."""
+    code = ast.parse(path.read_text())
+    modules = {alias.name for node in ast.walk(code) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" for node in ast.walk(code) if isinstance(node, ast.ImportFrom)}
+    packages = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
+    assert packages <= {"hpo", "numpy", "optuna", "torch", "transformers"}
+
+
+def masked(line: str) -> str:
+    """Return a line without its numbers, its precision and the width of its columns."""
+    return re.sub(r"\d[\d.e-]*|─+", "0", re.sub(r"fp_precision=\S+", "", " ".join(line.split())))
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_its_lines(tmp_path: Path) -> None:
+    folder, printed, num_compared = tmp_path, "", 0
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", STUDIES.read_text(), re.DOTALL | re.MULTILINE):
+        lines = block.splitlines()
+        if language == "yaml":
+            assert yaml.safe_load(block) == yaml.safe_load((folder / "study.yaml").read_text())
+        elif language == "python":
+            printed = ok(finish(start_python(folder, "-c", block))).out
+        elif language == "text":
+            shown = {masked(line) for line in printed.splitlines()}
+            expected = {masked(line) for line in lines if "[...]" not in line}
+            assert expected <= shown, expected - shown
+            num_compared += len(expected)
+        else:
+            printed = ""
+            for program, *words in map(shlex.split, lines):
+                if program == "hpo":
+                    printed += ok(hpo_command(folder, *words)).out
+                elif program == "cd":
+                    folder /= words[0]
+                else:
+                    printed += subprocess.run(
+                        [program, *words], cwd=folder, capture_output=True, text=True, check=True
+                    ).stdout
+    assert num_compared > 15
+
+
 def test_the_list_has_every_example_and_study(tmp_path: Path) -> None:
     shown = ok(hpo_command(tmp_path, "new")).out
     listed = ok(hpo_command(tmp_path, "new", "--json")).json["examples"]
@@ -103,9 +151,16 @@ def test_a_study_without_a_folder_is_copied_too(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "mine/study.yaml").read_text())["name"] == "mine"
 
 
+@pytest.mark.parametrize("name", ["1", "1.5", "null", "true", "2026-01-01"])
+def test_the_name_of_a_folder_is_text_in_the_study_file(name: str, tmp_path: Path) -> None:
+    ok(hpo_command(tmp_path, "new", name, "--from", "smoke"))
+    assert load_study(tmp_path / name / "study.yaml").name == name
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["mine", "--from", ""], "There is no example ``. Known: multitask,"),
         (["mine", "--from", "own_lop"], "no example `own_lop`. Did you mean `own_loop`?"),
         (
             ["--from", "own_loop"],

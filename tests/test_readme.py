@@ -76,6 +76,7 @@ def test_links_lead_somewhere(readme: Path) -> None:
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize(("name", "path"), study_files(ROOT / "studies").items())
 def test_the_studies_load_and_say_how_long_they_take(name: str, path: Path) -> None:
     study = load_study(path)

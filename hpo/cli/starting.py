@@ -36,7 +36,7 @@ def new(folder: Path | None = None, example: str | None = None) -> Answer:
         lines = [f"  {name:{width}}  {question}" for name, question in questions.items()]
         text = "\n".join(["Copy an example with `hpo new FOLDER --from EXAMPLE`:", *lines])
         return Answer({"examples": questions}, text)
-    example = example or DEFAULT
+    example = DEFAULT if example is None else example
     if example not in examples:
         raise InputError(f"There is no example `{example}`.{did_you_mean(example, list(examples))}")
     try:
@@ -50,7 +50,7 @@ def new(folder: Path | None = None, example: str | None = None) -> Answer:
     if there := [str(folder / file) for file in sources if (folder / file).exists()]:
         told = "must not be there yet; nothing was written. Name another folder."
         raise InputError(f"{' and '.join(there)} {told}")
-    text = re.sub(r"^name: .*", f"name: {name}", path.read_text(), count=1, flags=re.MULTILINE)
+    text = re.sub(r"^name: .*", f'name: "{name}"', path.read_text(), count=1, flags=re.MULTILINE)
     text = text.replace(f"make hpo STUDY={example}", "hpo run study.yaml")
     try:
         folder.mkdir(parents=True, exist_ok=True)

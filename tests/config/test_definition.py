@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from hpo.config.study_config import StudyConfig, load_study, stored_study
+from hpo.config.study_config import StudyConfig, load_study, stored_study, study_files
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import TrialSettings
 from hpo.errors import InputError, StorageError, StudyChangedError
 
 STUDIES = Path(__file__).parents[2] / "studies"
+pytestmark = pytest.mark.usefixtures("forgotten")
 BASE: dict[str, Any] = {"name": "s", "data": {"source": "synthetic"}}
 
 
@@ -24,7 +25,7 @@ def stored(config: StudyConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(config.definition())))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(study_files(STUDIES)))
 def test_the_definition_is_json_from_which_the_study_is_read_again(name: str) -> None:
     made = load_study(name)
     definition = stored(made)
@@ -55,7 +56,7 @@ def test_the_definition_has_all_keys_and_names_those_of_the_file() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(study_files(STUDIES)))
 def test_a_default_that_is_written_out_is_no_change(name: str) -> None:
     made = load_study(name)
     definition = stored(made)
