@@ -51,10 +51,11 @@ def tracked(study: str, tracker: TrackerName | None, storage: str, runs_dir: Pat
         yield
     finally:
         process.stdin.close()
-        if why := _wait(process):
+        why = _wait(process)
+        telling.join(LEAVE_SECONDS)
+        if why:
             again = f"To show what is missing there, run `hpo {' '.join(to)}`."
             _logger.warning("The tracker %s: %s. %s", tracker, why, again)
-        telling.join(LEAVE_SECONDS)
 
 
 def _tell(lines: IO[str], tracker: TrackerName, log: Path) -> None:

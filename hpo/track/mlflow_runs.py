@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,8 +44,8 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-MAX_PARAMS, MAX_METRICS = 90, 900
-"""Of one request; MLflow takes 100 and 1000."""
+MAX_PARAMS, MAX_METRICS = 100, 900
+"""The limits of MLflow for the params, or the tags, and the metrics of one request; together 1000."""
 
 
 @dataclass
@@ -122,7 +121,7 @@ class MlflowTracker:
                 self._client = self._new_client(tracking_uri=address)
 
     def _bring(self, known: _Known, run: Run) -> None:
-        from mlflow.entities import Param, RunTag
+        from mlflow.entities import Param
 
         if known.steps is None:
             history = self._client.get_metric_history(known.run_id, run.marker)
@@ -132,34 +131,37 @@ class MlflowTracker:
         results = {name: value for name, value in run.results.items() if known.results.get(name) != value}
         metrics = [metric for point in new for metric in _metrics(point)]
         metrics += [_metric(name, value, *at) for name, value in results.items()]
-        self._log(known.run_id, MAX_METRICS, metrics=metrics)
         params = {name: str(value) for name, value in run.params.items() if name not in known.params}
-        self._log(known.run_id, MAX_PARAMS, params=[Param(*item) for item in params.items()])
+        self._log(known.run_id, metrics, [Param(*item) for item in params.items()])
         if run.ended is None:
             self._client.update_run(known.run_id, status=_STATUS[run.status])
         else:
             self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
+        known.steps |= {point.step for point in new}
+        known.results |= results
+        known.params |= params.keys()
+
+    def _log(self, run_id: str, metrics: list[Any], params: list[Any]) -> None:
+        """Send all in as few requests as possible: a server with passwords takes long for each."""
+        while metrics or params:
+            self._client.log_batch(run_id, metrics=metrics[:MAX_METRICS], params=params[:MAX_PARAMS])
+            metrics, params = metrics[MAX_METRICS:], params[MAX_PARAMS:]
+
+    def _finish(self, known: _Known, run: Run) -> None:
+        """Set the tags. The last one notes the state that the run shows, after all of it is there."""
+        from mlflow.entities import RunTag
+
         for name in known.facts - run.facts.keys():  # true no more, as the reason of a pause
             self._client.delete_tag(known.run_id, name)
         known.facts = set(run.facts)
         tags = {**run.facts, "mlflow.runName": run.name, FACTS: json.dumps([*run.facts])}
         if run.study:
             tags["mlflow.parentRunId"] = self._find(run.study).run_id
-        self._log(known.run_id, MAX_PARAMS, tags=[RunTag(*item) for item in tags.items()])
-        known.steps |= {point.step for point in new}
-        known.results |= results
-        known.params |= params.keys()
-
-    def _finish(self, known: _Known, run: Run) -> None:
-        """Note as of when the run is, after all of it is there."""
-        self._client.set_tag(known.run_id, DIGEST, run.digest)
+        left = [RunTag(*item) for item in {**tags, DIGEST: run.digest}.items()]
+        while left:
+            self._client.log_batch(known.run_id, tags=left[:MAX_PARAMS])
+            left = left[MAX_PARAMS:]
         known.digest = run.digest
-
-    def _log(self, run_id: str, at_most: int, **entities: Sequence[Any]) -> None:
-        ((kind, rows),) = entities.items()
-        left = iter(rows)
-        while chunk := list(islice(left, at_most)):
-            self._client.log_batch(run_id, **{kind: chunk})
 
     def _find(self, run: Run) -> _Known:
         if not self._experiment_id:
