@@ -29,11 +29,9 @@ from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
-from zipfile import is_zipfile
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -50,6 +48,7 @@ from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
 from hpo.models.hub import download
+from hpo.models.model_folder import broken_file
 
 MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH}
@@ -403,32 +402,8 @@ def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) ->
             setattr(config, key, rate)
 
 
-def _broken_file(folder: Path) -> str:
-    """Name the first file of a model's folder that cannot be read, and say why; empty if all can be."""
-    for path in sorted(folder.glob("*.json")):
-        try:
-            is_object = isinstance(json.loads(path.read_bytes()), dict)
-        except ValueError as error:
-            return f"{path.name} is no valid JSON: {error}"
-        if not is_object:
-            return f"{path.name} must hold a JSON object"
-    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin"))):
-        with path.open("rb") as file:
-            is_pointer = file.read(20) == b"version https://git-"
-        if is_pointer:
-            return f"{path.name} is a pointer of Git LFS. Run `git lfs pull` there"
-        try:
-            if path.suffix == ".safetensors":
-                safe_open(path, "pt")
-            elif not is_zipfile(path):
-                return f"{path.name} is damaged, or of a PyTorch before 1.6"
-        except SafetensorError as error:
-            return f"{path.name} is damaged: {error}"
-    return ""
-
-
 def _text_of(error: Exception, folder: Path | None) -> str:
-    if folder is not None and (broken := _broken_file(folder)):
+    if folder is not None and (broken := broken_file(folder)):
         return f"{broken}. Download or save it again."
     if isinstance(error, KeyError):
         return f"{error} is missing in a file of the folder, or transformers does not know it."

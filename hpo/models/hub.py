@@ -7,18 +7,17 @@ neither cached nor in reach fails at once and not after minutes of retries.
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
 from hpo.errors import ModelError, shorten
+from hpo.models.model_folder import has_tokenizer_and_weights
 
 TIMEOUT_SECONDS = 10.0
 _logger = logging.getLogger("hpo.models")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 
 def download(name: str, revision: str | None = None) -> Path:
@@ -28,7 +27,7 @@ def download(name: str, revision: str | None = None) -> Path:
     """
     try:
         config = try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(config, str) and _has_tokenizer_and_weights(Path(config).parent):
+        if isinstance(config, str) and has_tokenizer_and_weights(Path(config).parent):
             return Path(config).parent
         # One question with a short timeout: transformers would retry each of several files for 20 s.
         info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_SECONDS)
@@ -51,17 +50,3 @@ def download(name: str, revision: str | None = None) -> Path:
             f"give it: {shorten(str(error), 300)} Check the name, `model.revision`, HF_TOKEN and the "
             "network, or name a local folder or `minilm`."
         ) from error
-
-
-def _has_tokenizer_and_weights(folder: Path) -> bool:
-    """Whether the folder holds a tokenizer and weights, all shards of them."""
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        return False
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return True
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"].values()
-            return all((folder / shard).is_file() for shard in shards)
-    return False
