@@ -84,7 +84,8 @@ def diagnose_checkpoint(
     """
     chosen = next((each for each in record.trials if each.number == number), None)
     if chosen is None:
-        raise InputError(f"Trial {number}: {record.name} has {len(record.trials)}, numbered from 0.")
+        others = f" {record.num_foreign} more were not made by hpo." if record.num_foreign else ""
+        raise InputError(f"Trial {number}: {record.name} has {len(record.trials)}, numbered from 0.{others}")
     config = config_of(record)
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)
