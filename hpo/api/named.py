@@ -23,9 +23,10 @@ from hpo.api.opening import (
 )
 from hpo.code import use_code
 from hpo.errors import HpoError, NoDatabaseError
+from hpo.redaction import redact
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
-from hpo.study.store.database import DEFAULT_URL, place, redact, storage_url
+from hpo.study.store.database import DEFAULT_URL, place, storage_url
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:

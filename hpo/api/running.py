@@ -17,6 +17,7 @@ import typer
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
+from hpo.redaction import redact
 from hpo.report.formats import format_seconds, trials_done
 from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
@@ -26,7 +27,7 @@ from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import place, redact, storage_url
+from hpo.study.store.database import place, storage_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked

@@ -23,9 +23,9 @@ from filelock import FileLock
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from hpo.errors import InputError, TrackerError, shorten
-from hpo.study.store.database import redact, sqlite_path
+from hpo.redaction import redact, without_secrets
+from hpo.study.store.database import sqlite_path
 from hpo.track.runs import Point, Run
-from hpo.track.settings import without_secrets
 
 ADDRESS = "MLFLOW_TRACKING_URI"
 KEY, STUDY, DIGEST, FACTS = "hpo.trial", "hpo.study", "hpo.digest", "hpo.facts"

@@ -17,17 +17,10 @@ from typing import Any, Literal
 from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
+from hpo.redaction import HIDDEN, without_secrets
 from hpo.report.formats import format_value, observed_precision
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials
-from hpo.track.settings import (
-    HIDDEN,
-    is_changeable,
-    is_secret,
-    section,
-    study_settings,
-    trial_settings,
-    without_secrets,
-)
+from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000

@@ -12,39 +12,12 @@ from typing import Any
 
 from hpo.config.definition import CHANGEABLE
 from hpo.config.trial_settings import BUDGETS
+from hpo.redaction import HIDDEN
 
-HIDDEN = "***"
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|\.)token$|(?:^|[._-])(?:password|passwd|secret|credentials?|"
     r"(?:hf|api|access|auth|secret|private)[_-]?(?:access[_-]?)?(?:token|key))$"
 )
-_SECRETS = (
-    # a password, or a token alone, in a URL
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/?#@'\"<>]*):[^\s'\"<>]*@", re.IGNORECASE), rf"\1:{HIDDEN}@"),
-    (re.compile(r"(\bhttps?://)[^\s:/?#@'\"<>]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (
-        re.compile(
-            r"((?:[?&;]|\b)(?:\w*password|passwd|secret|api_?key|access_?key|x-amz-\w+)=)[^\s&;,'\"<>]+",
-            re.IGNORECASE,
-        ),
-        rf"\1{HIDDEN}",
-    ),
-    (re.compile(r"([?&;](?:\w*token|sig|signature|key)=)[^\s&;,'\"<>]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS
-    (
-        re.compile(
-            r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b"
-        ),
-        HIDDEN,
-    ),
-)
-
-
-def without_secrets(text: str) -> str:
-    """Return the text with `***` in place of passwords in URLs and of access tokens."""
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def without_secret_settings(content: Any) -> Any:

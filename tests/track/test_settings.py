@@ -9,10 +9,11 @@ from study_records import fake_record
 from worker_process import study
 
 from hpo.config.definition import CHANGEABLE
+from hpo.redaction import without_secrets
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
 from hpo.track.runs import MAX_TEXT, Run, runs_of
-from hpo.track.settings import study_settings, trial_settings, without_secrets
+from hpo.track.settings import study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
 SECRETS = [

@@ -39,7 +39,8 @@ import sqlalchemy as sa
 
 from hpo.cluster.postgres.programs import Programs, find_programs, server_user
 from hpo.errors import InputError, RunError, shorten
-from hpo.study.store.database import URL_FROM_FILE, redact, storage_url
+from hpo.redaction import redact
+from hpo.study.store.database import URL_FROM_FILE, storage_url
 
 ROLE = DATABASE = "hpo"
 START_SECONDS = 600

@@ -19,8 +19,9 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.errors import InputError
+from hpo.redaction import redact
 from hpo.study.store import optuna_internals, schema
-from hpo.study.store.database import redact, snapshot
+from hpo.study.store.database import snapshot
 from hpo.study.store.failures import explain
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import study_id_of

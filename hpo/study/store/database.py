@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError
 
 from hpo.errors import StorageError, did_you_mean, printable, shorten
+from hpo.redaction import redact
 from hpo.study.store.sqlite_place import check_place
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
@@ -27,12 +28,6 @@ BUSY_SECONDS = 60.0
 
 _DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg", "psycopg2")}
 """What a URL may name. The URL of another program may say psycopg2: hpo connects with psycopg."""
-_NAMES = r"(?i:password|passwd|secret|token|api_?key|(?:access|secret|account)_?key(?:_id)?)"
-_SECRETS = (
-    re.compile(rf"([?&]\w*{_NAMES}=)[^&\s]*"),
-    # As libpq reads and writes it: quoted, or with a backslash before a quote or a space.
-    re.compile(rf"""((?<![?&\w])\w*{_NAMES}\s*=\s*)('(?:[^'\\]|\\.)*'|"[^"]*"|(?:\\.|[^\s"',;\\])+)"""),
-)
 _UNMISTAKABLE = 8
 """So many characters make a password longer than the usual words of a message, host or database."""
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
@@ -154,14 +149,6 @@ def _problem_of_postgresql(parsed: sa.URL, url: str) -> str:
         shown = shown if not shown.endswith(":") else f"{shown}//"
         return f"The storage URL must name a database: {shown}/NAME"
     return ""
-
-
-def redact(text: str) -> str:
-    """Return a URL, or a message, with `***` in place of each password, secret, token and key in it."""
-    for secret in _SECRETS:
-        text = secret.sub(r"\1***", text)
-    # The greedy match reaches the last @: a password may hold one that nobody quoted.
-    return re.sub(r"((?:^|:/+)[^:/?#\s]*):(?![/\s]).*@", r"\1:***@", text)
 
 
 def without_password(url: str, text: str) -> str:

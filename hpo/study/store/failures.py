@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, RunError, StorageError, shorten
-from hpo.study.store.database import redact, without_password
+from hpo.redaction import redact
+from hpo.study.store.database import without_password
 
 _LOST_BEFORE = "8s2b"  # SQLAlchemy's code of a statement in a transaction whose connection was lost before
 _READ_ONLY = "25006"  # PostgreSQL's code of a write to a server that is not the primary, or not any more

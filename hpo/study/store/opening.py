@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
+from hpo.redaction import redact
 from hpo.study.store import optuna_tables
-from hpo.study.store.database import (
-    check_folder,
-    connect,
-    parse_url,
-    place,
-    redact,
-    sqlite_path,
-)
+from hpo.study.store.database import check_folder, connect, parse_url, place, sqlite_path
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import VERSION, create_tables, stored_version
 

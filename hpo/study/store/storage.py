@@ -23,10 +23,10 @@ from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
+from hpo.redaction import redact
 from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
 from hpo.study.store.availability import Availability
-from hpo.study.store.database import redact
 from hpo.study.store.failures import database_errors, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database, optuna_storage

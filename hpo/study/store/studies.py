@@ -13,11 +13,11 @@ import optuna
 import sqlalchemy as sa
 
 from hpo.errors import StorageError, StudyChangedError
+from hpo.redaction import redact
 from hpo.study.claims.ending import end_unclaimed, reopen_ended_by_budget
 from hpo.study.claims.snapshot import num_begun
 from hpo.study.sampling.earlier import tried_first
 from hpo.study.sampling.promotion import rungs_of
-from hpo.study.store.database import redact
 from hpo.study.store.optuna_internals import (
     create_study,
     enqueue_trials,

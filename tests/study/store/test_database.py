@@ -10,8 +10,9 @@ import sqlalchemy as sa
 from psycopg.conninfo import make_conninfo
 
 from hpo.errors import StorageError
+from hpo.redaction import redact
 from hpo.study.store import database
-from hpo.study.store.database import parse_url, redact, storage_url, without_password
+from hpo.study.store.database import parse_url, storage_url, without_password
 from hpo.study.store.storage import open_storage
 
 
