@@ -97,7 +97,7 @@ def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) ->
     status: Status = "running" if has_worker else "waiting"
     if is_over(record):
         status = "stopped" if record.state == "cancelled" else "finished"
-    facts = {"study": record.name, "state": record.state}
+    facts: dict[str, Any] = {"study": record.name, "state": record.state}
     facts |= {f"trials_{state}": count for state, count in record.counts.items()}
     metrics: dict[str, float] = {}
     for best in best_trials(record)[:1]:
