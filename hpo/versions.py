@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-Extra = Literal["adapters", "fp8", "mlflow", "nvml", "onnx", "tensorboard", "wandb"]
+Extra = Literal["adapters", "fp8", "mlflow", "nvml", "onnx", "optunahub", "tensorboard", "wandb"]
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
@@ -23,4 +23,7 @@ def install_hint(extra: Extra) -> str:
 
     The hint must not name the package `hpo`: PyPI has another project of that name.
     """
-    return f"To install it, run `make install EXTRAS={extra}` in your clone of hpo."
+    return (
+        f"To install it, run `make install EXTRAS={extra}` in your clone of hpo, or `pip install "
+        f"'WHEEL[{extra}]'` with the path of its wheel."
+    )

@@ -61,7 +61,10 @@ def test_a_wrong_hint_is_found(text: str, wrong: list[str]) -> None:
 
 def test_the_function_takes_only_extras_of_this_project() -> None:
     assert set(get_args(Extra)) <= EXTRAS
-    assert install_hint("fp8") == "To install it, run `make install EXTRAS=fp8` in your clone of hpo."
+    assert install_hint("fp8") == (
+        "To install it, run `make install EXTRAS=fp8` in your clone of hpo, or `pip install 'WHEEL[fp8]'` "
+        "with the path of its wheel."
+    )
 
 
 def test_the_distribution_has_a_name_of_its_own() -> None:

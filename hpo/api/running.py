@@ -79,7 +79,7 @@ class WorkResult(RunSummary):
             return
         why = {
             "stopped": "Stopped; running trials have a checkpoint",
-            "timeout": "The time is over",
+            "timeout": "The time limit has passed",
             "elsewhere": f"The trials that are left need a device with {' or '.join(self.elsewhere)}",
         }[self.ended]
         none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"

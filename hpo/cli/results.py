@@ -18,7 +18,7 @@ from hpo.errors import InputError
 
 @study_command(
     watch=flag("--watch", "Show it again and again until the study is over, or Ctrl-C (exit code 130)."),
-    interval=optional(int, "SECONDS", "Time between two looks of --watch.", "5", min=1, max=86400),
+    interval=optional(int, "SECONDS", "Seconds between two updates of --watch.", "5", min=1, max=86400),
 )
 def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: int = 0) -> Answer | None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
@@ -31,7 +31,7 @@ def status(study: hpo.Study, *, watch: bool, as_json: bool, interval: int = 0) -
         _watch(study, interval or 5)
         return None
     if interval:
-        raise InputError("--interval is the time between two looks of --watch: give --watch, too.")
+        raise InputError("--interval needs --watch: it is the number of seconds between two updates.")
     record = study.outline
     numbers = study_status(record)
     return Answer(numbers, screens.status(record, numbers))

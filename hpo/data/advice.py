@@ -114,8 +114,8 @@ def _classes(task: TaskFacts) -> Iterator[str]:
     for labels in alike.values():
         if len(labels) > 1:
             yield (
-                f"`{task.name}`: {_names(labels)} are different classes, but differ in case, spaces or the "
-                "like alone. Write them in one way."
+                f"`{task.name}`: {_names(labels)} are different classes, but differ only in case, spaces, "
+                "accents or hyphens. Write them in one way."
             )
 
 

@@ -368,14 +368,14 @@ def _check_weights(model: nn.Module, loading: Mapping[str, Any], shown: str) -> 
         raise ModelError(
             f"{shown}: the weights must have the shapes that config.json gives, but {len(shapes)} "
             f"tensor{'s have others' if len(shapes) > 1 else ' has another'}: {'; '.join(named)}"
-            f"{'; ...' if len(shapes) > 3 else ''}. Do config.json and the weights belong together?"
+            f"{'; ...' if len(shapes) > 3 else ''}. Use the config.json and the weights of the same model."
         )
     lost = sorted(key for key in loading.get("missing_keys", ()) if not key.startswith("pooler."))
     if lost:
         raise ModelError(
             f"{shown}: the weights must hold all of the encoder, but {len(lost)} tensors are missing and "
             f"would be random: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. "
-            f"Do config.json and the weights belong together?"
+            f"Use the config.json and the weights of the same model."
         )
     floating = ((key, weight) for key, weight in model.state_dict().items() if weight.is_floating_point())
     broken = [

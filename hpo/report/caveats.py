@@ -37,7 +37,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
         *(Notice(*said) for said in unverified_precisions(tables.record)),
         *(Notice(*said) for said in lost_weights(tables.record)),
         *(
-            Notice(text, "Measure it again on texts that no choice was based on.")
+            Notice(text, "Measure it again on texts that were not used to choose the model.")
             for text in chosen_on_test(tables.record)
         ),
         *(

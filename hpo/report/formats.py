@@ -113,11 +113,11 @@ def precision_facts(trial: TrialRecord) -> str:
         return "Nothing about its precision is stored."
     verdict = {
         True: "the observation agrees",
-        False: "the observation does NOT agree",
+        False: "this is NOT the requested precision",
         None: "the precision is unverified",
     }[precision.get("agrees")]
     if not precision.get("observed"):
-        verdict = "the precision was not compared"
+        verdict = "the precision is unverified"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
         f"requested {precision['requested']}, ran {precision_that_ran(trial) or 'nothing'} "
@@ -137,7 +137,7 @@ def stored_precisions(trial: TrialRecord) -> dict[str, Mapping[str, Any]]:
 
 
 def _stored(facts: Mapping[str, Any]) -> str:
-    verdict = "; the observation does NOT agree" if facts.get("agrees") is False else ""
+    verdict = "; this is NOT what was requested" if facts.get("agrees") is False else ""
     reason = f" ({facts['reason'].rstrip('.')})" if facts.get("reason") else ""
     return f"requested {facts['requested']}, ran {facts['effective'] or 'unknown'}{verdict}{reason}"
 

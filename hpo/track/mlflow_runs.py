@@ -236,7 +236,9 @@ class MlflowTracker:
                 f"must let this user edit the experiment `{self._experiment}`. Ask its owner for the "
                 "permission EDIT, or name another experiment in MLFLOW_EXPERIMENT_NAME."
             )
-        return "refuses what it is sent." if status < 500 else "does not answer as it should."
+        if status < 500:
+            return "refused the request. Correct what the brackets name, and run `hpo track` again."
+        return "did not answer. Check that the server runs and that MLFLOW_TRACKING_URI is right."
 
 
 def _status_of(error: Any) -> int:

@@ -35,6 +35,7 @@ from hpo.errors import HpoError, InputError, RunError, shorten
 from hpo.extensions import options_in
 from hpo.study.sampling.device_sampler import WrapperSampler
 from hpo.study.store.optuna_internals import is_in
+from hpo.versions import install_hint
 
 REGISTRY = "HPO_OPTUNAHUB_REGISTRY"
 """Environment variable: the folder `package` of a copy of OptunaHub's registry, which is used in place of the
@@ -204,8 +205,8 @@ def _hub_module(name: str, package: str, ref: str | None, what: str) -> ModuleTy
         import optunahub
     except ImportError as error:
         raise InputError(
-            f"The {what} `{name}` needs the package optunahub, which is not installed ({error}). Install it: "
-            "`make install EXTRAS=optunahub`."
+            f"The {what} `{name}` needs the package optunahub, which is not installed ({error}). "
+            f"{install_hint('optunahub')}"
         ) from None
     registry = os.environ.get(REGISTRY)
     try:

@@ -2,7 +2,8 @@
 # Search with two Slurm jobs:  bash submit.sh PARTITION
 #
 # Call it on a login node, in a folder that all nodes share, with `hpo` on the PATH there and on the nodes. If you have
-# a PostgreSQL, set STORAGE to its URL, or to @FILE with a file that holds the URL. Otherwise a job of yours serves one.
+# a PostgreSQL, set STORAGE to its URL, or to @FILE with a file that holds the URL. Otherwise a job of yours serves one;
+# its node needs the server programs of PostgreSQL (`initdb`, `postgres`).
 set -euo pipefail
 partition=${1:?give the partition, one of those that sinfo shows}
 
@@ -11,7 +12,13 @@ if [ -z "${STORAGE:-}" ]; then
     if ! hpo database status >/dev/null 2>&1; then
         sbatch --job-name hpo-database --partition "$partition" --time 1-00:00:00 --mem "${DATABASE_MEM:-2G}" \
             --output database.log --wrap "exec hpo database start --foreground --host 0.0.0.0"
-        until hpo database status 2>/dev/null; do sleep 2; done
+        until hpo database status 2>/dev/null; do
+            if [ -z "$(squeue --me --noheader --name hpo-database)" ]; then
+                echo "The job hpo-database has ended: read database.log." >&2
+                exit 1
+            fi
+            sleep 2
+        done
     fi
 fi
 

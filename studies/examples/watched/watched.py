@@ -1,4 +1,4 @@
-"""A callback and a sampler of your own, for watched.yaml."""
+"""A callback and a sampler of your own, for study.yaml."""
 
 import logging
 
