@@ -26,6 +26,7 @@ from own_code_studies import EXAMPLE, NOTED, TASKS, TRAINING, write
 from readme import README
 from sklearn.metrics import recall_score
 from tiny import CPU, ENCODER, write_study
+from worker_process import study
 
 import hpo
 from hpo.code import name_code, use_code
@@ -34,6 +35,7 @@ from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError, StudyFileError
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.tasks.registry import KINDS
 from hpo.trial.compat import cache_key
 from hpo.trial.trial_parts import TrialLoader, build_trial
@@ -227,7 +229,10 @@ def test_batch_jobs_of_a_stored_study_get_the_code_that_their_user_names(tmp_pat
     code = tmp_path / "mine" / "own_kind.py"
     code.parent.mkdir()
     code.write_text(EXAMPLE)
-    options = ("--slurm", "--dry-run", "--storage", "postgresql://db/x")
+    url = f"sqlite:///{tmp_path}/hpo.db"
+    with open_storage(url) as storage:
+        create_or_resume_study(storage, study(2, name="stored"))
+    options = ("--slurm", "--dry-run", "--storage", url)
 
     def trusted(*more: str) -> list[str]:
         script = ok(hpo_command(tmp_path, "submit", "stored", *options, *more)).out

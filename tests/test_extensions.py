@@ -211,7 +211,7 @@ def test_options_on_the_command_line(tmp_path: Path) -> None:
     )
     for name, value in (("power.exponent", 4), ("pooling", "other"), ("power.other", 1)):
         outside = hpo_command(tmp_path, "enqueue", "tiny", "--param", f"{name}={value}")
-        assert (outside.exit_code, f"--param {name}" in outside.err) == (2, True)
+        assert (outside.exit_code, name in outside.err) == (2, True)
 
 
 def test_a_kind_has_options_too(tmp_path: Path) -> None:

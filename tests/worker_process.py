@@ -26,6 +26,7 @@ from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import RunSummary, RunTrial, WorkerOptions, run_worker
+from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -260,12 +261,11 @@ def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **
     return install
 
 
-_OPTUNAS = type(optuna.storages.get_storage("sqlite://"))
 _PLACES: dict[str, Callable[[_Killer], None]] = {
     "trial made": _after(leases, "make_trial"),
     "claimed": _after(WorkerLease, "_claim"),
     "handed out": _after(WorkerLease, "_lease_of"),
-    "half suggested": _after(_OPTUNAS, "set_trial_param", lambda *args: args[2] == "learning_rate"),
+    "half suggested": _after(OwnTrials, "set_trial_param", lambda *args: args[2] == "learning_rate"),
     "suggested": _after(Lease, "store_params"),
     "training": lambda _: None,
     "evaluation reported": _after(Lease, "report"),

@@ -16,6 +16,8 @@ from hpo.config.known import fixed_problems
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError, StorageError, StudyFileError
 
+pytestmark = pytest.mark.usefixtures("forgotten")
+
 
 def test_names_are_free(tmp_path: Path) -> None:
     number = {"type": "float", "low": 0.5, "high": 1.5}

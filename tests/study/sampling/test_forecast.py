@@ -146,7 +146,7 @@ def test_plan_status_and_run_agree_about_what_is_left(storage: Storage, clock: F
     assert before.hours == pytest.approx(after.hours, abs=22.0 / 3600)
     status = study_status(record)
     assert status["estimated_end"] is None
-    assert "are not spent, because another trial and" in status["budget"]["unspent"]
+    assert "are not spent, because one more trial, with" in status["budget"]["unspent"]
     assert status["budget"]["unspent"] in spending_told(record)
 
 

@@ -24,6 +24,7 @@ from hpo.study.sampling.named_class import REGISTRY
 from hpo.study.sampling.samplers import build_pruner, check_named
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -233,7 +234,10 @@ def test_a_class_that_only_the_database_names_is_not_imported(
 def test_batch_jobs_get_the_classes_of_the_study(tmp_path: Path) -> None:
     name = "optuna.samplers.CmaEsSampler"
     write_study(tmp_path, sampler={"name": name})
-    options = ("--slurm", "--dry-run", "--storage", "postgresql://db/x")
+    url = f"sqlite:///{tmp_path}/hpo.db"
+    with open_storage(url) as storage:
+        create_or_resume_study(storage, study(2, name="stored"))
+    options = ("--slurm", "--dry-run", "--storage", url)
     assert f"--trust-code {name}" in ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).out
     named = hpo_command(tmp_path, "submit", "stored", *options, "--trust-code", name)
     assert f"--trust-code {name}" in ok(named).out
