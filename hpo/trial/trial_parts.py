@@ -358,7 +358,8 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     training, pruner = study.training, study.pruner
     is_given = "pruner.name" in study.given
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
-        return study, "it is set in the study file" if is_given else "the rows of a trial are not known"
+        default = "it is the default for trials that are not measured in epochs"
+        return study, "it is set in the study file" if is_given else default
     epochs = training.epochs or DEFAULT_EPOCHS
     cost = len(dataset.splits["validation"]) / (3 * epochs * len(dataset.splits["train"]))
     num_evaluations = len(study.evaluation.shares(epochs))
