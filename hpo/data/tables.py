@@ -3,7 +3,8 @@
     cell                        a class           several classes        a number     spans (not jsonl)
     null                        unlabelled        unlabelled             unlabelled   unlabelled
     empty or blank text         unlabelled        none holds (1)         unlabelled   unlabelled
-    `[]`                        refused           none holds             refused      none is there
+    `[]` as list or text        refused           none holds             refused      none is there
+    a list as list or text      refused           its classes            refused      its spans
     NaN, infinity               refused           refused                refused      refused
     the text "NaN"              the class `NaN`   the class `NaN`        refused      refused
     the text "None", "NA" ...   that class        that class             refused      refused
@@ -59,8 +60,8 @@ def read_labels(
         else:
             try:
                 labels[task] = kind.from_cell(cell, csv)
-            except ValueError as error:  # JSONDecodeError, or a number of too many digits
-                problems.append(f'labels.{task} must be JSON in double quotes, as `["a", "b"]`, but {error}')
+            except ValueError as error:
+                problems.append(f"labels.{task}{error}")
     return labels
 
 

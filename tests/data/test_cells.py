@@ -148,6 +148,12 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "unknown": (ONE, ["a", "c"], ": unknown class `c`"),
     "joined": (MANY, ["a", "a,b"], ": unknown class `a,b`"),
     "quotes": (MANY, ["a", "['a']"], " must be JSON in double quotes"),
+    **{
+        f"list{n}": (ONE, ["a", cell], " must be one class, as text or a whole number, but got ")
+        for n, cell in enumerate(
+            ['["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[]", "[ ]", "[[]]", '[{"a": 1}]']
+        )
+    },
     "twice": (MANY, [["a"], ["a", "a"]], " names a class twice"),
 }
 
@@ -162,6 +168,23 @@ def test_every_reader_refuses_a_cell_with_the_same_words(reader: str, tmp_path: 
         assert first == "2 bad rows in the data; mend or remove:"
         assert f"labels.t{message}" in second
         assert f"labels.t{message}" in third
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_list_is_no_class_where_classes_are_inferred(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": ['["a", "b"]', "[]", "c", "d"]})
+    assert str(caught.value).startswith("4 bad rows in the data; mend or remove:\n")
+    assert 'labels.t must be one class, as text or a whole number, but got \'["a", "b"]\'' in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_class_may_have_brackets(reader: str, tmp_path: Path) -> None:
+    classes = ["[NAME]", "[unknown] a", "[1] see", "[0, 10)", "a[]"]
+    dataset = read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": classes})
+    assert [row.labels["t"] for row in dataset.splits["train"]] == classes
 
 
 @pytest.mark.parametrize(
