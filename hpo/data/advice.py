@@ -141,8 +141,9 @@ def _inferred(task: TaskFacts) -> Iterator[str]:
         for label, of_label in parts.items():
             if len(of_label) > 1 and max(numbers[part] for part in of_label) > 1:
                 yield (
-                    f"`{task.name}`: `{label}` is one class. If it names several, separate them by `|` or "
-                    "set `data.csv.list_separator`. If it is a class, list it in the `classes` of the task."
+                    f"`{task.name}`: `{label}` is one class. If it names several, give a list, or separate "
+                    "them by `|` (in csv, or as `data.csv.list_separator` says). If it is a class, list it "
+                    "in the `classes` of the task."
                 )
                 return
 

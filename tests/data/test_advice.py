@@ -242,7 +242,7 @@ def test_joined_classes_are_reported(tmp_path: Path) -> None:
         for split, at in {"train": 0, "validation": 1000}.items()
     }
     (text,) = hints(study(tmp_path, {"tags": {"kind": "multi_label"}}, splits), tmp_path)
-    assert text.startswith("`tags`: `late, dear` is one class. If it names several, separate them by `|`")
+    assert text.startswith("`tags`: `late, dear` is one class. If it names several, give a list, or separ")
 
 
 @pytest.mark.parametrize(
