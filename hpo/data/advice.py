@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
@@ -23,7 +23,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += _unlabelled(task, is_csv=is_csv)
-        advice += [*_few_rows(task), *_classes(task), *_names_of_nothing(task, config), *_numbers(task)]
+        advice += [*_few_rows(task), *_classes(task), *_inferred(task), *_numbers(task)]
         advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
     return advice
 
@@ -126,16 +126,14 @@ def _spelling(label: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", joined)
 
 
-def _names_of_nothing(task: TaskFacts, config: StudyConfig) -> Iterator[str]:
+def _inferred(task: TaskFacts) -> Iterator[str]:
     """Report inferred classes that programs write for a missing value, and classes that may be several."""
-    tasks = config.data.tasks
-    given = tasks.get("tasks", tasks).get(task.name, {}) if isinstance(tasks, Mapping) else {}
-    if given.get("classes") or not KINDS[task.kind].has_classes:
+    if not task.is_inferred:
         return
     if empty := [label for label in task.labels if label != "none" and label.lower() in _EMPTY]:
         yield (
             f"`{task.name}`: {_names(empty)} is a class: if it means that nobody labelled the row, leave its "
-            "cell empty. If it is a class, list it in the `classes` of the study file."
+            "cell empty. If it is a class, list it in the `classes` of the task."
         )
     if KINDS[task.kind].is_list:
         parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
@@ -143,8 +141,9 @@ def _names_of_nothing(task: TaskFacts, config: StudyConfig) -> Iterator[str]:
         for label, of_label in parts.items():
             if len(of_label) > 1 and max(numbers[part] for part in of_label) > 1:
                 yield (
-                    f"`{task.name}`: `{label}` is one class. If it names several, separate them by `|` or "
-                    "set `data.csv.list_separator`."
+                    f"`{task.name}`: `{label}` is one class. If it names several, give a list, or separate "
+                    "them by `|` (in csv, or as `data.csv.list_separator` says). If it is a class, list it "
+                    "in the `classes` of the task."
                 )
                 return
 

@@ -64,6 +64,8 @@ class TaskFacts:
     name: str
     kind: str
     labels: tuple[str, ...]
+    is_inferred: bool = False
+    """The classes are those of the training rows, since no place declares them."""
     num_rows: dict[str, int] = field(default_factory=dict)
     """Rows of the sources that have the task: all rows where the data set is one."""
     num_annotated: dict[str, int] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(task.name, task.kind, task.labels, odd_spans=dataset.odd_spans(task.name))
+        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}

@@ -89,7 +89,10 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
     config = located(config)
     configs, where, passed_over = _read_tasks(config)
     readers = split_readers(config, configs)
-    tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
+    tasks = tuple(
+        replace(task, is_inferred=configs[task.name].has_classes and configs[task.name].classes is None)
+        for task in make_tasks(_with_inferred_classes(configs, readers["train"]), where)
+    )
     checker = RowChecker(tasks, pair_segments, passed_over)
     splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)

@@ -16,6 +16,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
@@ -237,6 +239,10 @@ def _rows_of_batch(path: Path, batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
+_CSV_OPTIONS = {"sep", "delimiter", "encoding", "keep_default_na", "na_filter", "engine", "chunksize"}
+"""The options of a data set's card with which its csv files are read here; the last four change nothing."""
+
+
 def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     import datasets
 
@@ -247,12 +253,11 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     try:
         builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it raises too
-        loaded: Any = _plain_files(builder)
-        if not loaded:
-            # pandas would take "None", "NA" and others of its words in csv files for empty cells.
-            has_words = getattr(builder.config, "keep_default_na", False)
-            options: Any = {"keep_default_na": False, "na_values": [""]} if has_words else {}
-            loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision, **options)
+        form = _hub_form(config, builder)
+        files = _hub_files(builder)
+        loaded: Any = files or datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
+    except DataError:
+        raise
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
         cause = error.__cause__ or error  # of DatasetGenerationError, which says nothing itself
         raise DataError(
@@ -264,9 +269,10 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
-            table = Table(f"{hub.name}[{name}]", split, config.columns, tasks)
-            if isinstance(loaded[name], list):
-                readers[split] = _table_reader(builder.name == "csv", loaded[name], config.csv, table)
+            names = _class_names(builder.info.features if files else loaded[name].features)
+            table = Table(f"{hub.name}[{name}]", split, config.columns, tasks, names)
+            if files:
+                readers[split] = _table_reader(builder.name == "csv", files[name], form, table)
             else:
                 readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
@@ -277,21 +283,54 @@ def _hub_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
-def _plain_files(builder: Any) -> dict[str, list[Path]]:
-    """Return the files of each split if all are plain csv or parquet files, which this package reads itself.
+def _hub_form(config: SourceConfig, builder: Any) -> CsvConfig:
+    """Return `data.csv` with the delimiter and the encoding of the data set's card where it gives none.
+
+    Raises DataError where `data.csv` does not fit the files, or the card has options that are not read.
+    """
+    form = config.csv
+    if builder.name != "csv":
+        if config.is_default("csv"):
+            return form
+        raise DataError(
+            f"data.csv: is read with csv files, but the files are {builder.name}. Leave `data.csv` out."
+        )
+    given = _hub_options(builder)
+    refused = [option for option in given if option not in _CSV_OPTIONS]
+    for option, key in (("sep", "delimiter"), ("encoding", "encoding")):
+        if option in given and getattr(form, key) is None:
+            try:
+                form = CsvConfig.model_validate({**form.model_dump(), key: given[option]})
+            except ValidationError:
+                refused.append(option)
+    if refused:
+        options = ", ".join(f"`{option}: {shorten(repr(given[option]), 60)}`" for option in refused)
+        raise DataError(
+            f"data.hub.name: the data set's card has options of csv that are not supported: {options}. "
+            "Download the files, write them without these options, and use `source: csv`."
+        )
+    return form
+
+
+def _hub_options(builder: Any) -> dict[str, Any]:
+    """Return the options that the data set's card gives for its files."""
+    ours = {"name", "version", "data_dir", "data_files", "description", "features"}
+    options = {one.name: one.default for one in fields(builder.config) if one.name not in ours}
+    return {name: value for name in options if (value := getattr(builder.config, name)) != options[name]}
+
+
+def _hub_files(builder: Any) -> dict[str, list[Path]]:
+    """Return the files of each split if this package reads them itself: csv, and parquet without features.
 
     pandas, with which `datasets` reads csv, renames a column whose name occurs twice, turns the class `007`
-    into a number, and fills rows that are too short; of parquet, `datasets` knows no maps. Files whose
-    options or types of columns are set are left to it.
+    into a number, reads "NA" as an empty cell, and fills rows that are too short. `datasets` knows no maps of
+    parquet, but it knows the options and the features of a card.
     """
     import datasets
     import pyarrow.parquet as pq
 
-    if builder.name not in ("csv", "parquet") or builder.info.features is not None:
-        return {}
-    ours = {"name", "version", "data_dir", "data_files", "description"}
-    options = (one for one in fields(builder.config) if one.name not in ours)
-    if any(getattr(builder.config, one.name) != one.default for one in options):
+    has_features = builder.info.features is not None or bool(_hub_options(builder))
+    if builder.name != "csv" and (builder.name != "parquet" or has_features):
         return {}
     manager = datasets.DownloadManager()
     found = manager.download_and_extract(builder.config.data_files)
@@ -303,23 +342,16 @@ def _plain_files(builder: Any) -> dict[str, list[Path]]:
     return files
 
 
+def _class_names(features: Any) -> dict[str, list[str]]:
+    """Return the names of the classes that columns hold as numbers."""
+    names = {
+        column: getattr(getattr(feature, "feature", feature), "names", None)
+        for column, feature in (features or {}).items()
+    }
+    return {column: list(of_column) for column, of_column in names.items() if of_column}
+
+
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:
     table.check(loaded.column_names)
-    loaded = loaded.select_columns(table.names)
-    # Classes are stored as numbers where the data set names them; their names are what tasks use.
-    names = {
-        column: list(names)
-        for column, feature in loaded.features.items()
-        if (names := getattr(getattr(feature, "feature", feature), "names", None))
-    }
-
-    def named(column: str, value: Any) -> Any:
-        if column not in names or value is None:
-            return value
-        if isinstance(value, list):
-            return [names[column][item] for item in value]
-        return names[column][value] if value >= 0 else None  # -1 is how `datasets` writes "no label".
-
-    for number, cells in enumerate(loaded, start=1):
-        cells = {column: named(column, value) for column, value in cells.items()}
+    for number, cells in enumerate(loaded.select_columns(table.names), start=1):
         yield table.row(f"{table.name} row {number}", number, cells)

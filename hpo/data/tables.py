@@ -3,7 +3,8 @@
     cell                        a class           several classes        a number     spans (not jsonl)
     null                        unlabelled        unlabelled             unlabelled   unlabelled
     empty or blank text         unlabelled        none holds (1)         unlabelled   unlabelled
-    `[]`                        refused           none holds             refused      none is there
+    `[]` as list or text        refused           none holds             refused      none is there
+    a list as list or text      refused           its classes            refused      its spans
     NaN, infinity               refused           refused                refused      refused
     the text "NaN"              the class `NaN`   the class `NaN`        refused      refused
     the text "None", "NA" ...   that class        that class             refused      refused
@@ -17,13 +18,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
-from hpo.errors import DataError, did_you_mean
+from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.registry import KINDS
 
 _logger = logging.getLogger("hpo.data")
@@ -59,8 +62,8 @@ def read_labels(
         else:
             try:
                 labels[task] = kind.from_cell(cell, csv)
-            except ValueError as error:  # JSONDecodeError, or a number of too many digits
-                problems.append(f'labels.{task} must be JSON in double quotes, as `["a", "b"]`, but {error}')
+            except ValueError as error:
+                problems.append(f"labels.{task}{error}")
     return labels
 
 
@@ -81,7 +84,16 @@ def column_names(columns: ColumnsConfig) -> list[str]:
 class Table:
     """Turns the cells of a table's row into the form of a jsonl line."""
 
-    def __init__(self, name: str, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> None:
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        columns: ColumnsConfig,
+        tasks: TaskConfigs,
+        class_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """`class_names` are those of the columns that may hold the numbers of classes."""
+        self._class_names = class_names
         self.name = name
         self._split = split
         self._columns = columns
@@ -116,7 +128,12 @@ class Table:
     def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
         """Return the row of these cells, the `number`-th of its split."""
         problems: list[str] = []
-        by_task = {task: cells[column] for task, column in self._columns.labels.items()}
+        by_task = {}
+        for task, column in self._columns.labels.items():
+            try:
+                by_task[task] = _named(cells[column], self._class_names.get(column))
+            except ValueError as error:
+                problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
@@ -168,6 +185,29 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def _warn_of_case(table: str, column: str, other: str) -> None:
     """Log once what could be a mistake; a table is read several times."""
     _logger.warning("%s: the column `%s` is read, but `%s` is not. Rename one.", table, column, other)
+
+
+def _named(cell: Any, names: Sequence[str] | None) -> Any:
+    """Return the name of a class that a data set of the hub has as its number, and None for its -1.
+
+    Raises ValueError for what is neither a number nor a name of its classes.
+    """
+    if names is None or _is_blank(cell) or cell in names:
+        return cell
+    if isinstance(cell, list):
+        return [_named(one, names) for one in cell]
+    try:
+        number = float(cell)  # pandas writes 1.0 to csv where the column has an empty cell
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(cell, str) and cell.strip() in names:
+        return cell
+    if number == -1:
+        return None
+    if number not in range(len(names)):
+        got = f"{shorten(repr(cell), 60)}.{did_you_mean(str(cell), names)}"
+        raise ValueError(f" must be a class of the data set, but got {got}")
+    return names[int(number)]
 
 
 def _is_blank(cell: Any) -> bool:

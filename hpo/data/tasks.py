@@ -34,6 +34,8 @@ class Task:
     target_std: float = 1.0
     primary: str | None = field(default=None, repr=False)  # of no row: fingerprints of data go without it
     """The primary metric, where it is not the first."""
+    is_inferred: bool = field(default=False, repr=False, compare=False)
+    """The classes are those of the training rows, since no place declares them."""
 
     @property
     def level(self) -> str:

@@ -118,7 +118,7 @@ class Kind(ABC):
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
         """Return a cell of any reader in the form that `label` takes; it is neither null nor blank text.
 
-        Raises ValueError for text that should be JSON and is not.
+        Raises ValueError, whose text follows the label's place, for text that the kind cannot read.
         """
         return cell
 

@@ -42,6 +42,8 @@ THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
 
 _WHOLE = re.compile(r"(-?\d+)\.0+")
 """A whole number as pandas writes it to csv where its column has an empty cell."""
+_LIST = re.compile(r"""\[\s*([\["'{].*|-?\d.*)?\]""", re.DOTALL)
+"""A list as JSON, pandas or NumPy writes it. Its first item begins with a quote, a bracket or a digit."""
 _LEAST_PROBABILITY = 1e-15
 """Losses are of probabilities between this and what is as far from 1."""
 _AT_ONCE = 2**20
@@ -69,8 +71,7 @@ class _Labels(Kind):
             classes = [self._known(item) for item in classes]
         if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
             form = "a list of classes" if self.is_list else "one class"
-            got = shorten(repr(value), 60)
-            raise ValueError(f" must be {form}, as text or a whole number, but got {got}")
+            raise _wrong(form, value)
         unknown = [item for item in classes if item not in self._index]
         if unknown:
             raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
@@ -165,6 +166,10 @@ def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:
     return counts_NC, {"right": is_right_N.astype(np.float64)}
 
 
+def _wrong(form: str, value: Any) -> ValueError:
+    return ValueError(f" must be {form}, as text or a whole number, but got {shorten(repr(value), 60)}")
+
+
 class SingleLabel(_Labels, Multiclass):
     """One class of a row."""
 
@@ -172,6 +177,12 @@ class SingleLabel(_Labels, Multiclass):
     metrics = ("f1_macro", "f1_micro", "accuracy")
     proportions = ("f1_micro", "accuracy")
     min_labels = 2
+
+    @classmethod
+    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+        if isinstance(cell, str) and _LIST.fullmatch(cell.strip()):
+            raise _wrong("one class", cell)
+        return cell
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         labels: list[Any] = [example.labels.get(self.task.name) for example in examples]
@@ -227,7 +238,10 @@ class MultiLabel(_Labels, Binary):
         if not isinstance(cell, str):
             return cell if isinstance(cell, list) else [cell]
         if cell.lstrip().startswith("["):
-            return json.loads(cell)
+            try:
+                return json.loads(cell)
+            except ValueError as error:  # JSONDecodeError, or a number of too many digits
+                raise ValueError(f' must be JSON in double quotes, as `["a", "b"]`, but {error}') from None
         return [part for piece in cell.split(csv.list_separator or "|") if (part := piece.strip())]
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:

@@ -194,6 +194,11 @@ def test_classes_that_are_probably_one(one: str, other: str, alike: bool, tmp_pa
     assert [bool(re.search("are different classes, but", text)) for text in found] == [True] * alike
 
 
+def hints(config: StudyConfig, folder: Path) -> list[str]:
+    """The advice about classes that were inferred from the rows."""
+    return [one for one in advice(config, folder) if "nobody" in one or "separate" in one]
+
+
 @pytest.mark.parametrize("label", ["None", "NaN", "nan", "NULL", "N/A", "<NA>"])
 def test_classes_that_may_mean_no_label(label: str, tmp_path: Path) -> None:
     tasks = {"tone": {"kind": "single_label"}}
@@ -201,12 +206,33 @@ def test_classes_that_may_mean_no_label(label: str, tmp_path: Path) -> None:
         split: rows(9, at, tone=label) + rows(9, at + 9, tone="none")
         for split, at in {"train": 0, "validation": 1000}.items()
     }
-    found = [one for one in advice(study(tmp_path, tasks, splits), tmp_path) if "nobody" in one]
-    assert len(found) == 1
-    assert found[0].startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
-    tasks = {"tone": {"kind": "single_label", "classes": [label, "none"]}}
-    declared = study(tmp_path, tasks, splits, data={"tasks": tasks})
-    assert not [one for one in advice(declared, tmp_path) if "nobody" in one]
+    (found,) = hints(study(tmp_path, tasks, splits), tmp_path)
+    assert found.startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
+
+
+@pytest.mark.parametrize("place", ["tasks.json", "data.tasks", "data.sources"])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_declared_classes_need_no_hint(place: str, is_declared: bool, tmp_path: Path) -> None:
+    """The classes may be declared in any place where tasks are given, and a source may rename the task."""
+    inferred: dict[str, Any] = {"tone": {"kind": "single_label"}, "tags": {"kind": "multi_label"}}
+    labels = ("NA", ["late"]), ("yes", ["late, dear"])
+    splits = {
+        split: [
+            row for n, (tone, tags) in enumerate(labels) for row in rows(9, at + 9 * n, tone=tone, tags=tags)
+        ]
+        for split, at in {"train": 0, "validation": 1000}.items()
+    }
+    classes = {"tone": ["NA", "yes"], "tags": ["late", "late, dear"]}
+    declared = {name: {**task, "classes": classes[name]} for name, task in inferred.items()}
+    tasks = declared if is_declared else inferred
+    study(tmp_path, tasks if place == "tasks.json" else inferred, splits)
+    data: dict[str, Any] = {"source": "jsonl", "path": str(tmp_path / "set")}
+    if place == "data.tasks":
+        data["tasks"] = tasks
+    elif place == "data.sources":
+        data = {"sources": [{**data, "name": "one", "tasks": tasks, "rename": {"tone": "mood"}}]}
+    config = StudyConfig.model_validate({"name": "s", "data": data})
+    assert len(hints(config, tmp_path)) == (0 if is_declared else 2)
 
 
 def test_joined_classes_are_reported(tmp_path: Path) -> None:
@@ -215,9 +241,8 @@ def test_joined_classes_are_reported(tmp_path: Path) -> None:
         split: [row for n, tag in enumerate(tags) for row in rows(9, at + 9 * n, tags=[tag])]
         for split, at in {"train": 0, "validation": 1000}.items()
     }
-    found = advice(study(tmp_path, {"tags": {"kind": "multi_label"}}, splits), tmp_path)
-    (text,) = [one for one in found if "separate" in one]
-    assert text.startswith("`tags`: `late, dear` is one class. If it names several, separate them by `|`")
+    (text,) = hints(study(tmp_path, {"tags": {"kind": "multi_label"}}, splits), tmp_path)
+    assert text.startswith("`tags`: `late, dear` is one class. If it names several, give a list, or separ")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from jsonl_sets import load
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError
 
-READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
+READERS = ["jsonl", "csv", "parquet", "hub csv", "hub csv;", "hub csv features", "hub jsonl", "hub parquet"]
 Columns = dict[str, list[Any]]
 
 
@@ -43,11 +44,11 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
     size = len(next(iter(columns.values())))
     table: Columns = {"id": [f"{split}{n}" for n in range(size)], "text": ["Ann in Rome"] * size, **columns}
     rows = [dict(zip(table, cells, strict=True)) for cells in zip(*table.values(), strict=True)]
-    suffix = reader.rpartition(" ")[2]
+    suffix = next(one for one in ("csv", "parquet", "jsonl") if one in reader)
     path = folder / f"{split}.{suffix}"
     if suffix == "csv":
         with path.open("w", newline="") as file:
-            writer = csv.writer(file)
+            writer = csv.writer(file, delimiter=";" if ";" in reader else ",")
             writer.writerows([list(table), *([text(cell) for cell in row.values()] for row in rows)])
     elif suffix == "parquet":
         pq.write_table(pa.table(table), path)
@@ -66,12 +67,28 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
+FILES: dict[str, Any] = {
+    "config_name": "default",
+    "data_files": [{"split": split, "path": f"{split}.*"} for split in ("train", "validation")],
+}
+
+
+def write_card(folder: Path, content: dict[str, Any]) -> None:
+    """Write the card of a data set of the hub."""
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(content)}---\n")
+
+
 def read(folder: Path, reader: str, tasks: dict[str, Any], columns: Columns, **more: Any) -> DataSet:
     """The columns as training and validation data; `spans` are those of the task `names`."""
     folder = folder / reader.replace(" ", "_")
     folder.mkdir(parents=True)
     for split in ("train", "validation"):
         write(folder, reader, split, columns)
+    if ";" in reader:
+        write_card(folder, {"configs": [{**FILES, "sep": ";"}]})
+    elif "features" in reader:
+        features = [{"name": name, "dtype": "string"} for name in ("id", "text", *columns)]
+        write_card(folder, {"dataset_info": {"features": features}})
     source = reader.partition(" ")[0]
     at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
     if source != "jsonl":
@@ -134,7 +151,7 @@ def test_null_is_unlabelled_and_an_empty_list_is_not(reader: str, tmp_path: Path
     assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
 
 
-@pytest.mark.parametrize("reader", ["csv", "hub csv"])
+@pytest.mark.parametrize("reader", [reader for reader in READERS if "csv" in reader])
 def test_empty_cells_of_csv_may_be_unlabelled(reader: str, tmp_path: Path) -> None:
     columns = {"tags": [["a"], None, []]}
     dataset = read(tmp_path, reader, {"tags": {"kind": MANY}}, columns, csv={"empty": "unlabelled"})
@@ -148,6 +165,12 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "unknown": (ONE, ["a", "c"], ": unknown class `c`"),
     "joined": (MANY, ["a", "a,b"], ": unknown class `a,b`"),
     "quotes": (MANY, ["a", "['a']"], " must be JSON in double quotes"),
+    **{
+        f"list{n}": (ONE, ["a", cell], " must be one class, as text or a whole number, but got ")
+        for n, cell in enumerate(
+            ['["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[]", "[ ]", "[[]]", '[{"a": 1}]']
+        )
+    },
     "twice": (MANY, [["a"], ["a", "a"]], " names a class twice"),
 }
 
@@ -162,6 +185,23 @@ def test_every_reader_refuses_a_cell_with_the_same_words(reader: str, tmp_path: 
         assert first == "2 bad rows in the data; mend or remove:"
         assert f"labels.t{message}" in second
         assert f"labels.t{message}" in third
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_list_is_no_class_where_classes_are_inferred(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": ['["a", "b"]', "[]", "c", "d"]})
+    assert str(caught.value).startswith("4 bad rows in the data; mend or remove:\n")
+    assert 'labels.t must be one class, as text or a whole number, but got \'["a", "b"]\'' in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_class_may_have_brackets(reader: str, tmp_path: Path) -> None:
+    classes = ["[NAME]", "[unknown] a", "[1] see", "[0, 10)", "a[]"]
+    dataset = read(tmp_path, reader, {"t": {"kind": ONE}}, {"t": classes})
+    assert [row.labels["t"] for row in dataset.splits["train"]] == classes
 
 
 @pytest.mark.parametrize(
@@ -358,3 +398,83 @@ def test_columns_may_be_called_as_another_format_begins(tmp_path: Path) -> None:
         (tmp_path / f"{split}.csv").write_text("PAR1,tone,text\n1,a,one\n2,b,two\n")
     dataset = load(source="csv", path=str(tmp_path), tasks=TONE, columns={"labels": {"tone": "tone"}})
     assert [row.text for row in dataset.splits["train"]] == ["one", "two"]
+
+
+# The card of a data set of the hub
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    return folder
+
+
+def hub(folder: Path, **more: Any) -> DataSet:
+    at = {"columns": {"id": "id", "labels": {"t": "t"}}, "tasks": {"t": {"kind": ONE}}}
+    return load(source="hub", hub={"name": str(folder)}, **at, **more)
+
+
+@pytest.mark.parametrize("reader", ["hub jsonl", "hub parquet"])
+def test_settings_of_csv_are_refused_for_other_files(reader: str, folder: Path) -> None:
+    tasks = {"t": {"kind": MANY}}
+    with pytest.raises(DataError, match=r"data\.csv: .* csv files, but .* Leave `data\.csv` out"):
+        read(folder, reader, tasks, {"t": ["a,b", "a"]}, csv={"list_separator": ","})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("column_names", ["id", "text", "t"]), ("na_values", ["a"]), ("sep", "::"), ("encoding", "nonsense")],
+)
+def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
+    for split in ("train", "validation"):
+        write(folder, "hub csv", split, {"t": ["a", "b"]})
+    write_card(folder, {"configs": [{**FILES, option: value}]})
+    with pytest.raises(DataError, match=rf"data\.hub\.name: .*`{option}: .*Download .* `source: csv`"):
+        hub(folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("sep", "^"), ("delimiter", "^"), ("encoding", "cp1252"), ("engine", "python")]
+)
+def test_options_of_the_card_are_read(option: str, value: str, folder: Path) -> None:
+    mark = "^" if value == "^" else ","
+    for split in ("train", "validation"):
+        lines = ["id,text,t", f"{split}1,caf\u00e9,a", f"{split}2,two,b"]
+        content = "\n".join(lines).replace(",", mark)
+        (folder / f"{split}.csv").write_text(content, encoding="cp1252" if value == "cp1252" else "utf-8")
+    write_card(folder, {"configs": [{**FILES, option: value}]})
+    assert [row.text for row in hub(folder).splits["train"]] == ["caf\u00e9", "two"]
+
+
+@pytest.mark.parametrize("reader", ["hub csv", "hub jsonl", "hub parquet"])
+def test_numbers_are_the_classes_that_the_card_names(reader: str, folder: Path) -> None:
+    for split in ("train", "validation"):
+        write(folder, reader, split, {"t": [1, 0, -1, None]})
+    label = {"class_label": {"names": {"0": "calm", "1": "angry"}}}
+    text = [{"name": name, "dtype": "string"} for name in ("id", "text")]
+    write_card(folder, {"dataset_info": {"features": [*text, {"name": "t", "dtype": label}]}})
+    rows = hub(folder).splits["train"]
+    assert [row.labels.get("t") for row in rows] == ["angry", "calm", None, None]
+
+
+@pytest.mark.parametrize("cells", [["1.0", "", "angry ", "0"], ["angry", " ", "1", "calm"]])
+def test_csv_has_names_or_numbers_of_the_classes_of_its_card(cells: list[str], folder: Path) -> None:
+    label = {"class_label": {"names": {"0": "calm", "1": "angry"}}}
+    write_card(folder, {"dataset_info": {"features": [{"name": "t", "dtype": label}]}})
+    for split in ("train", "validation"):
+        write(folder, "hub csv", split, {"t": cells})
+    assert [row.labels.get("t") for row in hub(folder).splits["train"]] == ["angry", None, "angry", "calm"]
+    for split in ("train", "validation"):
+        write(folder, "hub csv", split, {"t": [*cells, "2", "1.5", "clam"]})
+    with pytest.raises(DataError, match=r"labels\.t must be a class of the data set, but got ") as caught:
+        hub(folder)
+    assert str(caught.value).startswith("6 bad rows")
+    assert "Did you mean `calm`" in str(caught.value)
+
+
+def test_settings_of_the_study_replace_those_of_the_card(folder: Path) -> None:
+    for split in ("train", "validation"):
+        (folder / f"{split}.csv").write_text(f"id^text^t\n{split}1^one^a\n{split}2^two^b\n")
+    write_card(folder, {"configs": [{**FILES, "sep": "::"}]})
+    assert [row.text for row in hub(folder, csv={"delimiter": "^"}).splits["train"]] == ["one", "two"]
