@@ -31,9 +31,13 @@ def new(folder: Path | None = None, example: str | None = None) -> Answer:
     if folder is None and example is not None:
         raise InputError(f"`--from {example}` needs the folder to copy to: hpo new FOLDER --from {example}")
     if folder is None:
-        questions = {name: _head("Question", path.read_text())[0] for name, path in examples.items()}
+        # A clone may have study files of its user, without that line.
+        questions = {
+            name: " ".join(_head("Question", path.read_text(errors="replace")))
+            for name, path in examples.items()
+        }
         width = max(map(len, questions))
-        lines = [f"  {name:{width}}  {question}" for name, question in questions.items()]
+        lines = [f"  {name:{width}}  {question}".rstrip() for name, question in questions.items()]
         text = "\n".join(["Copy an example with `hpo new FOLDER --from EXAMPLE`:", *lines])
         return Answer({"examples": questions}, text)
     example = DEFAULT if example is None else example
