@@ -217,13 +217,13 @@ class MlflowTracker:
         try:
             yield
         except (UnsupportedModelRegistryStoreURIException, ArgumentError) as error:
-            told = without_secrets(shorten(str(error), 300))
+            told = shorten(without_secrets(str(error)), 300)
             raise InputError(
                 f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000, but is {self._address}. "
                 f"Correct it. ({told})"
             ) from error
         except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
-            told = without_secrets(shorten(str(error), 300))
+            told = shorten(without_secrets(str(error)), 300)
             raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({told})") from error
 
     def _meaning(self, error: Exception) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import wandb
 
 from hpo.errors import TrackerError, shorten
+from hpo.redaction import without_secrets
 from hpo.track.run_folders import is_noted, note
 from hpo.track.runs import Run
 
@@ -111,5 +112,6 @@ def _asking() -> Iterator[None]:
     try:
         yield
     except wandb.errors.Error as error:
+        told = shorten(without_secrets(str(error)), 300)
         hint = "Log in (`wandb login`), or set WANDB_MODE=offline and `wandb sync` later"
-        raise TrackerError(f"W&B does not take the runs. {hint}. ({shorten(str(error), 300)})") from error
+        raise TrackerError(f"W&B does not take the runs. {hint}. ({told})") from error

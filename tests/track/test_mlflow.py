@@ -273,7 +273,10 @@ def test_where_it_is_comes_from_the_environment(
     assert "user:***@127.0.0.1:9" in finished.err
 
 
-@pytest.mark.parametrize("address", ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db"])
+@pytest.mark.parametrize(
+    "address",
+    ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db", f"foo://u:{'secret' * 99}@x"],
+)
 def test_what_is_no_address_for_mlflow_is_one_clear_error(
     tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import wandb
 from command_line import finish, start_hpo
 from tracked_study import TrackedStudy
 
@@ -121,6 +122,19 @@ def test_the_error_without_an_account_names_the_remedy(tracked: TrackedStudy) ->
     assert finished.exit_code == 1
     assert "W&B does not take the runs. Log in (`wandb login`), or set WANDB_MODE=offline" in finished.err
     assert "Traceback" not in finished.err
+
+
+def test_an_error_of_wandb_hides_a_long_password(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The password is hidden before the text is cut."""
+    tracked.run("complete")
+    url = f"http://me:{'secret' * 99}@127.0.0.1:9"
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError(f"no answer of {url}")))
+    finished = tracked.track("wandb")
+    assert finished.exit_code == 1
+    assert "(no answer of http://me:***@127.0.0.1:9)" in finished.err
+    assert "secret" not in finished.err
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])

@@ -92,7 +92,7 @@ def _problem_of_text(url: str) -> str:
     if url != url.strip():
         return f"The storage URL must have no space around it, but is `{redact(printable(url.strip()))}`."
     if re.search(r"[\x00-\x1f\x7f]", unquote(url)):
-        shown = redact(shorten(printable(url), 200))
+        shown = shorten(redact(printable(url)), 200)
         return f"The storage URL must have no control character, but is `{shown}`."
     if url.count("sqlite://") > 1 or (url.count("://") > 1 and url.startswith("sqlite")):
         return f"The storage must be one URL, but is `{redact(url)}`."

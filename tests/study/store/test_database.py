@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from psycopg.conninfo import make_conninfo
 
 from hpo.errors import StorageError
-from hpo.redaction import redact
 from hpo.study.store import database
 from hpo.study.store.database import parse_url, storage_url, without_password
 from hpo.study.store.storage import open_storage
@@ -73,23 +72,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     for name, why in (("absent", "No such file"), ("bytes", "it is no text"), (".", "Is a directory")):
         with pytest.raises(StorageError, match=re.escape(why)):
             storage_url(f"@{tmp_path / name}")
-
-
-@pytest.mark.parametrize(
-    ("url", "redacted"),
-    [
-        ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
-        ("postgresql://me:se:c@ret@host/db", "postgresql://me:***@host/db"),
-        (
-            "postgresql://me@host/db?password=secret&sslmode=require",
-            "postgresql://me@host/db?password=***&sslmode=require",
-        ),
-        ("sqlite:///runs/hpo.db", "sqlite:///runs/hpo.db"),
-        ("nonsense", "nonsense"),
-    ],
-)
-def test_password_is_hidden(url: str, redacted: str) -> None:
-    assert redact(url) == redacted
 
 
 @pytest.mark.parametrize(
@@ -157,6 +139,9 @@ SLASHES = "A relative path needs three slashes, an absolute one four"
         ("postgresql://me:secret@host:0/db", "the port must be a number from 1 to 65535"),
         ("postgresql:/me:secret@host/db", "must be a URL such as"),
         ("postgresql://me:secret%00@host/db", "must have no control character"),
+        (f"postgresql://me:{'secret' * 99}%00@host/db", "must have no control character"),
+        ("postgresql://host/db?password=a\tsecret", "must have no control character"),
+        (" postgresql://host/db?password=a secret", "must have no space around it"),
         ("sqlite:///a%00b\x00.db", "must have no control character"),
         (" sqlite:///x.db", "must have no space around it"),
         ("sqlite:///x.db\n", "must have no space around it"),
@@ -233,20 +218,3 @@ def test_a_password_is_never_printed(password: str, said: str) -> None:
 def test_a_long_password_is_masked_wherever_it_is(form: str) -> None:
     text = without_password("postgresql://me:correct-horse%2F1@host/db", f'something new "{form}"')
     assert text == 'something new "***"'
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "secret",
-        "AWS_SECRET_ACCESS_KEY",
-        "aws_access_key_id",
-        "token",
-        "WANDB_API_KEY",
-        "MLFLOW_TRACKING_TOKEN",
-    ],
-)
-def test_keys_of_stores_and_trackers_are_masked(name: str) -> None:
-    assert redact(f"refused: {name}=abc123 at https://me:pw@host/x") == (
-        f"refused: {name}=*** at https://me:***@host/x"
-    )
