@@ -8,8 +8,8 @@ written. MLflow refuses another value of a param, so a param of an earlier call 
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -150,11 +150,16 @@ class MlflowTracker:
     def _finish(self, known: _Known, run: Run) -> None:
         """Set the tags. The last one notes the state that the run shows, after all of it is there."""
         from mlflow.entities import RunTag
+        from mlflow.exceptions import MlflowException
 
-        for name in known.facts - run.facts.keys():  # true no more, as the reason of a pause
-            self._client.delete_tag(known.run_id, name)
+        for name in known.facts - run.facts.keys():  # no longer true, such as the reason of a pause
+            try:
+                self._client.delete_tag(known.run_id, name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another command has deleted it
+                    raise
         known.facts = set(run.facts)
-        tags = {**run.facts, "mlflow.runName": run.name, FACTS: json.dumps([*run.facts])}
+        tags = {**run.facts, "mlflow.runName": run.name, FACTS: ",".join(run.facts)}
         if run.study:
             tags["mlflow.parentRunId"] = self._find(run.study).run_id
         left = [RunTag(*item) for item in {**tags, DIGEST: run.digest}.items()]
@@ -254,7 +259,7 @@ def _status_of(error: Any) -> int:
 def _known(run: Any) -> _Known:
     metrics, tags = dict(run.data.metrics), run.data.tags
     steps = None if metrics else set[int]()
-    facts = {name for name in json.loads(tags.get(FACTS, "[]")) if name in tags}
+    facts = tags.keys() & set(re.findall(r"[\w./\- :]+", tags.get(FACTS, "")))  # as `named` makes them
     return _Known(run.info.run_id, tags.get(DIGEST, ""), metrics, set(run.data.params), facts, steps)
 
 

@@ -18,7 +18,7 @@ from worker_process import start_process
 from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
-from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
+from hpo.track.mlflow_runs import FACTS, KEY, STUDY, MlflowTracker
 
 
 def client() -> Any:
@@ -361,6 +361,35 @@ def test_facts_that_are_true_no_more_disappear(tracked: TrackedStudy) -> None:
     tags = runs(tracked.name)["trial 0"]["tags"]
     assert tags["mine"] == "kept"
     assert "outcome_reason" not in tags
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_two_followers_remove_the_same_fact(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search"})
+    tracked.run("complete")
+    token = tracked.storage.study_token(tracked.name)
+    both = [Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token)) for _ in range(2)]
+    for follower in both:
+        follower.look()
+    assert all(run["tags"]["team"] == "search" for run in all_runs(tracked.name).values())
+    tracked.change(tags={})
+    for follower in both:
+        follower.look()
+    assert not any("team" in run["tags"] for run in all_runs(tracked.name).values())
+
+
+@pytest.mark.usefixtures("mlflow_server")
+@pytest.mark.parametrize("text", ["[", "study,outc", "7", ""], ids=["bracket", "cut", "number", "empty"])
+def test_an_edited_list_of_facts_stops_no_tracker(tracked: TrackedStudy, text: str) -> None:
+    tracked.run("complete")
+    tracked.tracked("mlflow")
+    client().set_tag(runs(tracked.name)["trial 0"]["id"], FACTS, text)
+    tracked.change(tags={"team": "search"})
+    assert tracked.tracked("mlflow")["changed"] == 1
+    assert runs(tracked.name)["trial 0"]["tags"]["team"] == "search"
+    tracked.change(tags={})
+    assert tracked.tracked("mlflow")["changed"] == 1
+    assert "team" not in runs(tracked.name)["trial 0"]["tags"]
 
 
 @pytest.mark.usefixtures("mlflow_server")
