@@ -9,7 +9,6 @@ written. MLflow refuses another value of a param, so a param of an earlier call 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,11 +24,11 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from hpo.errors import InputError, TrackerError, shorten
 from hpo.redaction import redact, without_secrets
 from hpo.study.store.database import sqlite_path
-from hpo.track.runs import Point, Run
+from hpo.track.runs import FACTS, Point, Run, fact_names
 
 ADDRESS = "MLFLOW_TRACKING_URI"
-KEY, STUDY, DIGEST, FACTS = "hpo.trial", "hpo.study", "hpo.digest", "hpo.facts"
-"""Tags of a run: its trial, its study, the state that it shows, and the names of the facts among its tags."""
+KEY, STUDY, DIGEST = "hpo.trial", "hpo.study", "hpo.digest"
+"""Tags of a run: its trial, its study and the state that it shows."""
 _STATUS = {
     "running": "RUNNING",
     "waiting": "SCHEDULED",
@@ -259,7 +258,7 @@ def _status_of(error: Any) -> int:
 def _known(run: Any) -> _Known:
     metrics, tags = dict(run.data.metrics), run.data.tags
     steps = None if metrics else set[int]()
-    facts = tags.keys() & set(re.findall(r"[\w./\- :]+", tags.get(FACTS, "")))  # as `named` makes them
+    facts = tags.keys() & fact_names(tags.get(FACTS))
     return _Known(run.info.run_id, tags.get(DIGEST, ""), metrics, set(run.data.params), facts, steps)
 
 

@@ -25,6 +25,8 @@ from hpo.track.settings import is_changeable, is_secret, section, study_settings
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000
 """MLflow takes 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
+FACTS = "hpo.facts"
+"""The fact of a tracker's run that lists the names of all others, so that those no longer true can go."""
 _DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
 """Names of facts about the device; the others begin with `device.`."""
 
@@ -231,6 +233,11 @@ def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         unique = cleaned if cleaned not in taken else next(one for one in again if one not in taken)
         taken.add(unique)
         yield unique, value
+
+
+def fact_names(listed: object) -> set[str]:
+    """Return the names in a list that a tracker stored, and that anybody may have edited."""
+    return set(re.findall(r"[\w./\- :]+", str(listed)))
 
 
 def _value(name: str, value: Any) -> str | float:

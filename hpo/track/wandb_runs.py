@@ -20,7 +20,7 @@ import wandb
 from hpo.errors import TrackerError, shorten
 from hpo.redaction import without_secrets
 from hpo.track.run_folders import is_noted, note
-from hpo.track.runs import Run
+from hpo.track.runs import FACTS, Run, fact_names
 
 INIT_SECONDS = 30.0
 """How long W&B may take until it has a run."""
@@ -52,7 +52,10 @@ class WandbTracker:
             for point in run.points:
                 if point.step >= opened.step:
                     opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
-            opened.config.update({**run.params, **run.facts}, allow_val_change=True)
+            # W&B deletes no name of a config: a fact that is no longer true becomes empty.
+            before = fact_names(opened.config.get(FACTS)) & set(opened.config.keys())
+            settings = {**dict.fromkeys(before, ""), **run.params, **run.facts, FACTS: ",".join(run.facts)}
+            opened.config.update(settings, allow_val_change=True)
             if write_files:
                 self._log_files(opened, run, write_files)
             if run.status != "running":

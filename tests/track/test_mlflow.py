@@ -18,7 +18,8 @@ from worker_process import start_process
 from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
-from hpo.track.mlflow_runs import FACTS, KEY, STUDY, MlflowTracker
+from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
+from hpo.track.runs import FACTS
 
 
 def client() -> Any:
