@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 HIDDEN = "***"
-_NAMES = r"(?i:password|passwd|secret|token|api_?key|(?:access|secret|account)_?key(?:_id)?)"
+_NAMES = r"(?i:pass(?:word|wd|phrase)?|pwd|secret|token|api_?key|_key|(?:access|secret|account)_?key(?:_id)?)"
 # A quote, `<`, `>`, `,` or `;` is a part of the password if a letter or such a sign follows. Elsewhere it
 # ends a text in the code of a page, as in `"http://host:80","me@host"`.
 _GOES_ON = r"(?=[\w@#$%^~]|!(?!=)|&(?!&))"
@@ -21,7 +21,7 @@ _SECRETS = (
     # Parameters of a URL.
     re.compile(rf"([?&;]\w*{_NAMES}=){_VALUE}"),
     re.compile(rf"([?&;](?:x-amz-\w+|\w*token|sig|signature|key)=){_VALUE}", re.IGNORECASE),
-    re.compile(rf"(\b(?:\w*password|passwd|secret|api_?key|access_?key)=){_VALUE}", re.IGNORECASE),
+    re.compile(rf"(\b(?:\w*password|passwd|pwd|secret|api_?key|access_?key)=){_VALUE}", re.IGNORECASE),
     # Tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS.
     re.compile(r"\b()(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b()AKIA[0-9A-Z]{16}\b"),

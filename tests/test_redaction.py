@@ -40,6 +40,11 @@ def test_password_is_hidden(url: str, redacted: str) -> None:
         "token",
         "WANDB_API_KEY",
         "MLFLOW_TRACKING_TOKEN",
+        "hub_token",
+        "db_pass",
+        "pwd",
+        "passphrase",
+        "openai_key",
     ],
 )
 def test_keys_of_stores_and_trackers_are_masked(name: str) -> None:

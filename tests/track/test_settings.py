@@ -12,9 +12,34 @@ from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
 from hpo.track.runs import MAX_TEXT, Run, runs_of
-from hpo.track.settings import study_settings, trial_settings
+from hpo.track.settings import is_secret, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("token", "hub_token", "github_token", "bot_token", "refresh_token", "hf_token", "api-token"),
+        *("openai_key", "api_key", "apikey", "data.storage_key", "api_keys", "access_tokens"),
+        *("password", "PGPASSWORD", "db_pass", "pass", "pwd", "db.pwd", "passphrase", "key_passphrase"),
+        *("secret", "client_secret", "credentials"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pad_token", "cls_token", "mask_token", "model.eos_token", "decoder_start_token", "study_token"),
+        *("max_tokens", "special_tokens", "tokens", "tokenizer", "key", "keys", "text_key", "monkey"),
+        *("passes", "forward_pass", "bypass", "train_tokens_per_second", "secretary"),
+    ],
+)
+def test_names_of_other_settings(name: str) -> None:
+    assert not is_secret(name)
 
 
 def definition(**changes: Any) -> dict[str, Any]:
