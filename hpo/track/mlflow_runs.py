@@ -36,12 +36,14 @@ _STATUS = {
     "stopped": "KILLED",
     "failed": "FAILED",
 }
-# MLflow's own defaults wait minutes for a server that is away, print on stdout and report to its makers.
+# MLflow by default waits minutes for a server that is away, prints and logs its progress, and reports to its
+# makers.
 _DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
 MAX_PARAMS, MAX_METRICS = 100, 900
 """The limits of MLflow for the params, or the tags, and the metrics of one request; together 1000."""
