@@ -19,7 +19,7 @@ from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
 from hpo.report.formats import format_value, observed_precision
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials, is_over
 from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
@@ -86,10 +86,6 @@ def runs_of(record: StudyRecord, token: str) -> list[Run]:
         return []
     study = _study_run(record, token, begun)
     return [_trial_run(record, study, f"{token}-{trial.number}", trial) for trial in begun]
-
-
-def is_over(record: StudyRecord) -> bool:
-    return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
 def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) -> Run:
