@@ -53,8 +53,8 @@ class WandbTracker:
                 if point.step >= opened.step:
                     opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
             # W&B deletes no name of a config: a fact that is no longer true becomes empty.
-            before = fact_names(opened.config.get(FACTS)) & set(opened.config.keys())
-            settings = {**dict.fromkeys(before, ""), **run.params, **run.facts, FACTS: ",".join(run.facts)}
+            gone = fact_names(opened.config.get(FACTS)) & {*opened.config.keys()}
+            settings = {**dict.fromkeys(gone, ""), **run.params, **run.facts, FACTS: ",".join(run.facts)}
             opened.config.update(settings, allow_val_change=True)
             if write_files:
                 self._log_files(opened, run, write_files)
