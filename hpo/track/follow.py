@@ -21,8 +21,8 @@ from typing import Protocol
 from hpo.config.trackers import TrackerName
 from hpo.errors import InputError, TrackerError
 from hpo.redaction import without_secrets
-from hpo.study.reading.study_record import StudyRecord
-from hpo.track.runs import Run, digest_of, is_over, runs_of
+from hpo.study.reading.study_record import StudyRecord, is_over
+from hpo.track.runs import Run, digest_of, runs_of
 from hpo.track.settings import without_secret_settings
 from hpo.versions import install_hint
 

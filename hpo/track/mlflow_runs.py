@@ -8,7 +8,6 @@ written. MLflow refuses another value of a param, so a param of an earlier call 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,11 +24,11 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from hpo.errors import InputError, TrackerError, shorten
 from hpo.redaction import redact, without_secrets
 from hpo.study.store.database import sqlite_path
-from hpo.track.runs import Point, Run
+from hpo.track.runs import FACTS, Point, Run, fact_names
 
 ADDRESS = "MLFLOW_TRACKING_URI"
-KEY, STUDY, DIGEST, FACTS = "hpo.trial", "hpo.study", "hpo.digest", "hpo.facts"
-"""Tags of a run: its trial, its study, the state that it shows, and the names of the facts among its tags."""
+KEY, STUDY, DIGEST = "hpo.trial", "hpo.study", "hpo.digest"
+"""Tags of a run: its trial, its study and the state that it shows."""
 _STATUS = {
     "running": "RUNNING",
     "waiting": "SCHEDULED",
@@ -37,12 +36,14 @@ _STATUS = {
     "stopped": "KILLED",
     "failed": "FAILED",
 }
-# MLflow's own defaults wait minutes for a server that is away, print on stdout and report to its makers.
+# MLflow by default waits minutes for a server that is away, prints and logs its progress, and reports to its
+# makers.
 _DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
 MAX_PARAMS, MAX_METRICS = 100, 900
 """The limits of MLflow for the params, or the tags, and the metrics of one request; together 1000."""
@@ -150,11 +151,16 @@ class MlflowTracker:
     def _finish(self, known: _Known, run: Run) -> None:
         """Set the tags. The last one notes the state that the run shows, after all of it is there."""
         from mlflow.entities import RunTag
+        from mlflow.exceptions import MlflowException
 
-        for name in known.facts - run.facts.keys():  # true no more, as the reason of a pause
-            self._client.delete_tag(known.run_id, name)
+        for name in known.facts - run.facts.keys():  # no longer true, such as the reason of a pause
+            try:
+                self._client.delete_tag(known.run_id, name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another command has deleted it
+                    raise
         known.facts = set(run.facts)
-        tags = {**run.facts, "mlflow.runName": run.name, FACTS: json.dumps([*run.facts])}
+        tags = {**run.facts, "mlflow.runName": run.name, FACTS: ",".join(run.facts)}
         if run.study:
             tags["mlflow.parentRunId"] = self._find(run.study).run_id
         left = [RunTag(*item) for item in {**tags, DIGEST: run.digest}.items()]
@@ -217,13 +223,13 @@ class MlflowTracker:
         try:
             yield
         except (UnsupportedModelRegistryStoreURIException, ArgumentError) as error:
-            told = without_secrets(shorten(str(error), 300))
+            told = shorten(without_secrets(str(error)), 300)
             raise InputError(
                 f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000, but is {self._address}. "
                 f"Correct it. ({told})"
             ) from error
         except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
-            told = without_secrets(shorten(str(error), 300))
+            told = shorten(without_secrets(str(error)), 300)
             raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({told})") from error
 
     def _meaning(self, error: Exception) -> str:
@@ -254,7 +260,7 @@ def _status_of(error: Any) -> int:
 def _known(run: Any) -> _Known:
     metrics, tags = dict(run.data.metrics), run.data.tags
     steps = None if metrics else set[int]()
-    facts = {name for name in json.loads(tags.get(FACTS, "[]")) if name in tags}
+    facts = tags.keys() & fact_names(tags.get(FACTS))
     return _Known(run.info.run_id, tags.get(DIGEST, ""), metrics, set(run.data.params), facts, steps)
 
 

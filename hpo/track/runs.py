@@ -19,12 +19,14 @@ from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
 from hpo.report.formats import format_value, observed_precision
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials, is_over
 from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000
 """MLflow takes 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
+FACTS = "hpo.facts"
+"""The fact of a tracker's run that lists the names of all others, so that those no longer true can go."""
 _DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
 """Names of facts about the device; the others begin with `device.`."""
 
@@ -84,10 +86,6 @@ def runs_of(record: StudyRecord, token: str) -> list[Run]:
         return []
     study = _study_run(record, token, begun)
     return [_trial_run(record, study, f"{token}-{trial.number}", trial) for trial in begun]
-
-
-def is_over(record: StudyRecord) -> bool:
-    return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
 def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) -> Run:
@@ -231,6 +229,11 @@ def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         unique = cleaned if cleaned not in taken else next(one for one in again if one not in taken)
         taken.add(unique)
         yield unique, value
+
+
+def fact_names(listed: object) -> set[str]:
+    """Return the names in a list that a tracker stored, and that anybody may have edited."""
+    return set(re.findall(r"[\w./\- :]+", str(listed)))
 
 
 def _value(name: str, value: Any) -> str | float:

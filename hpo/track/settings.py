@@ -14,10 +14,16 @@ from hpo.config.definition import CHANGEABLE
 from hpo.config.trial_settings import BUDGETS
 from hpo.redaction import HIDDEN
 
-_SECRET_NAME = re.compile(
-    r"(?i)(?:^|\.)token$|(?:^|[._-])(?:password|passwd|secret|credentials?|"
-    r"(?:hf|api|access|auth|secret|private)[_-]?(?:access[_-]?)?(?:token|key))$"
+_NO_SECRETS = (
+    "pad|cls|mask|sep|bos|eos|unk|start|end|first|last|special|image|audio|study|forward|backward|text|label|"
+    "group|sort|primary|foreign"
 )
+"""Words before `_token`, `_key` or `_pass` in the names of other settings, such as those of a tokenizer."""
+_SECRET_NAME = re.compile(
+    r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
+    r"(?:hf|api|access|auth|secret|private)[_-]?(?:key|token)s?|[_-](?:key|token))$"
+)
+_OTHER_NAME = re.compile(rf"(?i)(?:^|[._-])(?:{_NO_SECRETS})[_-](?:key|token|pass)$")
 
 
 def without_secret_settings(content: Any) -> Any:
@@ -87,7 +93,7 @@ def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def is_secret(name: str) -> bool:
     """Return True if a setting of this name holds a password or a token."""
-    return bool(_SECRET_NAME.search(name))
+    return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
 
 
 def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -18,8 +18,9 @@ from typing import Any
 import wandb
 
 from hpo.errors import TrackerError, shorten
+from hpo.redaction import without_secrets
 from hpo.track.run_folders import is_noted, note
-from hpo.track.runs import Run
+from hpo.track.runs import FACTS, Run, fact_names
 
 INIT_SECONDS = 30.0
 """How long W&B may take until it has a run."""
@@ -51,7 +52,10 @@ class WandbTracker:
             for point in run.points:
                 if point.step >= opened.step:
                     opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
-            opened.config.update({**run.params, **run.facts}, allow_val_change=True)
+            # W&B deletes no name of a config: a fact that is no longer true becomes empty.
+            gone = fact_names(opened.config.get(FACTS)) & {*opened.config.keys()}
+            settings = {**dict.fromkeys(gone, ""), **run.params, **run.facts, FACTS: ",".join(run.facts)}
+            opened.config.update(settings, allow_val_change=True)
             if write_files:
                 self._log_files(opened, run, write_files)
             if run.status != "running":
@@ -111,5 +115,6 @@ def _asking() -> Iterator[None]:
     try:
         yield
     except wandb.errors.Error as error:
+        told = shorten(without_secrets(str(error)), 300)
         hint = "Log in (`wandb login`), or set WANDB_MODE=offline and `wandb sync` later"
-        raise TrackerError(f"W&B does not take the runs. {hint}. ({shorten(str(error), 300)})") from error
+        raise TrackerError(f"W&B does not take the runs. {hint}. ({told})") from error

@@ -82,6 +82,14 @@ def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest
     assert stored(tmp_path).trials[0].outcome == "complete"
 
 
+def test_a_new_database_of_mlflow_is_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new.db")
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "The tracker" not in finished.err
+    assert not (tmp_path / "runs/tiny/track-mlflow.log").read_text()
+
+
 def test_a_study_may_get_another_tracker(tmp_path: Path) -> None:
     write_study(tmp_path, n_trials=1)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))

@@ -19,6 +19,7 @@ from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
 from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
+from hpo.track.runs import FACTS
 
 
 def client() -> Any:
@@ -139,7 +140,7 @@ def test_a_server_that_is_away_is_one_clear_error(mlflow_server: MlflowServer, t
     finished = tracked.track("mlflow")
     assert finished.exit_code == 1
     assert finished.err.count("Error:") == 1
-    assert f"MLflow at {mlflow_server.url} does not answer" in finished.err
+    assert f"MLflow at {mlflow_server.url} did not answer" in finished.err
     assert not finished.out
     mlflow_server.start()
     assert tracked.tracked("mlflow")["changed"] == 1
@@ -156,7 +157,7 @@ def test_followed_it_is_waited_for_and_loses_nothing(
     mlflow_server.stop()
     tracked.run("nonfinite")
     line = process.stderr.readline()
-    assert "does not answer" in line
+    assert "did not answer" in line
     assert "It is tried again" in line
     tracked.run("complete")
     mlflow_server.start()
@@ -273,7 +274,10 @@ def test_where_it_is_comes_from_the_environment(
     assert "user:***@127.0.0.1:9" in finished.err
 
 
-@pytest.mark.parametrize("address", ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db"])
+@pytest.mark.parametrize(
+    "address",
+    ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db", f"foo://u:{'secret' * 99}@x"],
+)
 def test_what_is_no_address_for_mlflow_is_one_clear_error(
     tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
@@ -314,7 +318,7 @@ def test_a_database_that_cannot_be_used_is_away(
     assert finished.exit_code == 1
     assert finished.err.count("Error: ") == 1
     assert "Traceback" not in finished.err
-    assert f"MLflow at sqlite:///{place} does not answer" in finished.err
+    assert f"MLflow at sqlite:///{place} did not answer" in finished.err
 
 
 @pytest.mark.usefixtures("mlflow_server")
@@ -345,19 +349,47 @@ def test_the_study_is_a_run_with_its_report(tracked: TrackedStudy) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_facts_that_are_true_no_more_disappear(tracked: TrackedStudy) -> None:
-    """The user's own tags in MLflow stay."""
-    trial = tracked.leave_running(alive=True)
-    trial.set_user_attr("outcome_reason", "it waits at a rung")
+def test_facts_disappear_and_the_tags_of_the_user_stay(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search"})
+    tracked.leave_running(alive=True)
     tracked.tracked("mlflow")
     run = runs(tracked.name)["trial 0"]
-    assert run["tags"]["outcome_reason"] == "it waits at a rung"
+    assert run["tags"]["team"] == "search"
     client().set_tag(run["id"], "mine", "kept")
-    trial.set_user_attr("outcome_reason", "")
+    tracked.change(tags={})
     assert tracked.tracked("mlflow")["changed"] == 1
     tags = runs(tracked.name)["trial 0"]["tags"]
     assert tags["mine"] == "kept"
-    assert "outcome_reason" not in tags
+    assert "team" not in tags
+
+
+@pytest.mark.usefixtures("mlflow_server")
+def test_two_followers_remove_the_same_fact(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search"})
+    tracked.run("complete")
+    token = tracked.storage.study_token(tracked.name)
+    both = [Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token)) for _ in range(2)]
+    for follower in both:
+        follower.look()
+    assert all(run["tags"]["team"] == "search" for run in all_runs(tracked.name).values())
+    tracked.change(tags={})
+    for follower in both:
+        follower.look()
+    assert not any("team" in run["tags"] for run in all_runs(tracked.name).values())
+
+
+@pytest.mark.usefixtures("mlflow_server")
+@pytest.mark.parametrize("text", ["[", "study,outc", "7", ""], ids=["bracket", "cut", "number", "empty"])
+def test_an_edited_list_of_facts_stops_no_tracker(tracked: TrackedStudy, text: str) -> None:
+    tracked.run("complete")
+    tracked.tracked("mlflow")
+    client().set_tag(runs(tracked.name)["trial 0"]["id"], FACTS, text)
+    tracked.change(tags={"team": "search"})
+    assert tracked.tracked("mlflow")["changed"] == 1
+    assert runs(tracked.name)["trial 0"]["tags"]["team"] == "search"
+    tracked.change(tags={})
+    assert tracked.tracked("mlflow")["changed"] == 1
+    assert "team" not in runs(tracked.name)["trial 0"]["tags"]
 
 
 @pytest.mark.usefixtures("mlflow_server")

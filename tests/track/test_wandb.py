@@ -10,8 +10,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import wandb
 from command_line import finish, start_hpo
 from tracked_study import TrackedStudy
+
+from hpo.track.follow import Follower
+from hpo.track.runs import FACTS
+from hpo.track.wandb_runs import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +126,49 @@ def test_the_error_without_an_account_names_the_remedy(tracked: TrackedStudy) ->
     assert finished.exit_code == 1
     assert "W&B does not take the runs. Log in (`wandb login`), or set WANDB_MODE=offline" in finished.err
     assert "Traceback" not in finished.err
+
+
+def test_a_fact_that_is_no_longer_true_is_emptied(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search"})
+    tracked.leave_running(alive=True)
+    token = tracked.storage.study_token(tracked.name)
+    tracker = WandbTracker(tracked.name, tracked.folder)
+    follower = Follower(lambda: tracked.record, token, tracker)
+    follower.look()
+    tracked.change(tags={})
+    follower.look()
+    tracker.close()
+    config = run_of(tracked.folder, 0)["config"]
+    assert (config["team"], config["study"]) == ("", tracked.name)
+
+
+@pytest.mark.parametrize("facts", ["study,team", "team,mine_not", "team", 7, ["team", "study"], None])
+def test_a_resumed_run_keeps_the_config_of_the_user(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, facts: Any
+) -> None:
+    """W&B gives the config of the run on its server to the one that goes on with it."""
+    init = wandb.init
+    there = {"team": "search", "mine": "kept", FACTS: facts}
+    monkeypatch.setattr(wandb, "init", lambda **options: init(**options, config=there))
+    tracked.run("complete")
+    tracked.tracked("wandb")
+    config = run_of(tracked.folder / "runs" / tracked.name, 0)["config"]
+    assert config.get("team") == (None if facts in (7, None) else "")
+    assert "mine" not in config, "nothing was written"
+    assert config["outcome"] == "complete"
+
+
+def test_an_error_of_wandb_hides_a_long_password(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The password is hidden before the text is cut."""
+    tracked.run("complete")
+    url = f"http://me:{'secret' * 99}@127.0.0.1:9"
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError(f"no answer of {url}")))
+    finished = tracked.track("wandb")
+    assert finished.exit_code == 1
+    assert "(no answer of http://me:***@127.0.0.1:9)" in finished.err
+    assert "secret" not in finished.err
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])

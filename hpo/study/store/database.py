@@ -85,19 +85,23 @@ def parse_url(url: str) -> sa.URL:
     check = _problem_of_sqlite if backend == "sqlite" else _problem_of_postgresql
     if problem := check(parsed, url):
         raise StorageError(problem)
-    return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+    if backend == "sqlite":
+        return parsed.set(drivername="sqlite")
+    if not _has_database(parsed):
+        parsed = parsed.set(database=parsed.username)  # as libpq does
+    return parsed.set(drivername="postgresql+psycopg")
 
 
 def _problem_of_text(url: str) -> str:
     if url != url.strip():
         return f"The storage URL must have no space around it, but is `{redact(printable(url.strip()))}`."
     if re.search(r"[\x00-\x1f\x7f]", unquote(url)):
-        shown = redact(shorten(printable(url), 200))
+        shown = shorten(redact(printable(url)), 200)
         return f"The storage URL must have no control character, but is `{shown}`."
     if url.count("sqlite://") > 1 or (url.count("://") > 1 and url.startswith("sqlite")):
         return f"The storage must be one URL, but is `{redact(url)}`."
-    if re.search(r"postgres.*\?.* ", url):  # not shown: it may be a password
-        return "A storage URL must have each space behind its `?` written as `%20`."
+    if re.search(r"(?i)postgres.*[?&]\w*(pass|secret)\w*=[^&]* ", url):  # not shown
+        return "A storage URL must have each space of a password behind its `?` written as `%20`."
     # What follows the first one would be taken for the host, and shown.
     is_split = url.startswith("postgres") and url.count("@") > 1
     return "A storage URL must have each `@` in its password written as `%40`." if is_split else ""
@@ -133,8 +137,9 @@ def _problem_of_sqlite(parsed: sa.URL, url: str) -> str:
         return f"{url}: the storage URL must name a file, such as sqlite:///runs/hpo.db."
     if file.endswith("/") or Path(file).is_dir():
         return f"{url}: the storage URL must name a file, but `{file}` is a folder."
-    if not file.startswith("file:") and (options := ", ".join(f"`{name}`" for name in parsed.query)):
-        return f"{url}: {options} must be left out: hpo sets the options of SQLite itself."
+    refused = [f"`{name}`" for name in parsed.query if name == "timeout" or not file.startswith("file:")]
+    if refused:
+        return f"{url}: {', '.join(refused)} must be left out: hpo sets the options of SQLite itself."
     return ""
 
 
@@ -143,12 +148,16 @@ def _problem_of_postgresql(parsed: sa.URL, url: str) -> str:
         return _wrong_port(url)
     if parsed.host and " " in parsed.host:
         return f"{redact(url)}: the host must have no space. Check it."
-    elsewhere = "PGDATABASE" in os.environ or "PGSERVICE" in os.environ
-    if not parsed.database and not elsewhere and not {"dbname", "service"} & parsed.query.keys():
+    if not parsed.username and not _has_database(parsed):
         shown = redact(url.partition("?")[0]).rstrip("/")
         shown = shown if not shown.endswith(":") else f"{shown}//"
         return f"The storage URL must name a database: {shown}/NAME"
     return ""
+
+
+def _has_database(parsed: sa.URL) -> bool:
+    elsewhere = "PGDATABASE" in os.environ or "PGSERVICE" in os.environ
+    return bool(parsed.database) or elsewhere or bool({"dbname", "service"} & parsed.query.keys())
 
 
 def without_password(url: str, text: str) -> str:
