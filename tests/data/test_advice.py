@@ -124,7 +124,7 @@ def all_four(first: int) -> list[dict[str, Any]]:
             SIMILAR,
             {"train": all_four(0), "validation": all_four(1000)},
             [
-                "`tone`: `calm` and `Calm` are different classes, but differ only in case, spaces, acc",
+                "`tone`: `calm` and `Calm` are different classes, but differ only in case",
                 "`tone`: `angry` and `angry ` are different classes",
             ],
         ),
