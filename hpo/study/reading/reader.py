@@ -34,7 +34,7 @@ from hpo.study.reading.study_record import (
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUN_ATTRS, RUNGS_ATTR
 from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
-from hpo.study.store.foreign import is_foreign
+from hpo.study.store.foreign import ENDED_OUTSIDE, is_foreign
 from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
@@ -281,7 +281,7 @@ def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple
     if state in ("RUNNING", "WAITING"):
         return running_as if state == "RUNNING" else "waiting", ""
     if "outcome" not in attributes:  # hpo stores it with the end
-        return Outcome.FAILED, "somebody ended it outside of hpo."
+        return Outcome.FAILED, ENDED_OUTSIDE
     return attributes["outcome"], attributes.get("outcome_reason", "")
 
 

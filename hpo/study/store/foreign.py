@@ -3,6 +3,8 @@
 A worker inserts the claim of a trial in the transaction that begins the trial. So a trial that has begun and
 has no claim is foreign. It is hidden from samplers and pruners, and it counts for nothing. A trial that waits
 is not foreign, whoever enqueued it: the next worker runs it.
+
+A trial of hpo stays one if somebody else ends it. It counts as failed, and its values are ignored.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import sqlalchemy as sa
 from hpo.study.store.optuna_tables import studies, trials
 from hpo.study.store.schema import claims
 
+ENDED_OUTSIDE = "somebody ended it outside of hpo."
+"""Reason of a trial of hpo that somebody else ended."""
 _FEW = 1000  # a statement takes so many values in every database
 
 

@@ -32,7 +32,8 @@ from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hpo.study.store.foreign import claimed
+from hpo.outcome import Outcome
+from hpo.study.store.foreign import ENDED_OUTSIDE, claimed
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All of Optuna's; what refers to others comes after them."""
@@ -115,7 +116,7 @@ def stored_trials(study: Study) -> list[FrozenTrial]:
 class OwnTrials(_CachedStorage):
     """Optuna's storage with its cache, without the foreign trials of a study (`foreign`).
 
-    A trial of hpo that somebody else ended is hidden too: its values are not those of hpo.
+    A trial of hpo that somebody else ended is shown as FAIL: its values are not those of hpo.
     """
 
     get_best_trial = BaseStorage.get_best_trial  # the cache would ask the database for it
@@ -128,13 +129,14 @@ class OwnTrials(_CachedStorage):
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        trials = super().get_all_trials(study_id, deepcopy=False, states=states)
+        trials = super().get_all_trials(study_id, deepcopy=False)
         known = self._claimed[study_id]
         begun = [trial.number for trial in trials if trial.state != TrialState.WAITING]
         if unknown := [number for number in begun if number not in known]:
             with self._backend.engine.connect() as connection:
                 known |= claimed(connection, study_id, unknown)
-        shown = [trial for trial in trials if _is_own(trial, known)]
+        own = (trial for trial in trials if trial.state == TrialState.WAITING or trial.number in known)
+        shown = [trial for trial in map(_as_hpo_ended, own) if states is None or trial.state in states]
         return copy.deepcopy(shown) if deepcopy else shown
 
     def set_trial_param(
@@ -144,10 +146,14 @@ class OwnTrials(_CachedStorage):
         self._backend._set_trial_param(trial_id, param_name, param_value_internal, distribution, distribution)
 
 
-def _is_own(trial: FrozenTrial, claimed: Container[int]) -> bool:
-    if trial.state == TrialState.WAITING:
-        return True
-    return trial.number in claimed and (not trial.state.is_finished() or "outcome" in trial.user_attrs)
+def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
+    """Return a trial as FAIL if somebody else ended it. Otherwise return it unchanged."""
+    if not trial.state.is_finished() or "outcome" in trial.user_attrs:  # hpo stores it with the end
+        return trial
+    shown = copy.copy(trial)
+    shown.state, shown.values, shown.system_attrs = TrialState.FAIL, None, {}
+    shown.user_attrs = {**trial.user_attrs, "outcome": Outcome.FAILED, "outcome_reason": ENDED_OUTSIDE}
+    return shown
 
 
 class StudyView(Study):

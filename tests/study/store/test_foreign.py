@@ -14,6 +14,7 @@ from optuna.trial import TrialState, create_trial
 from worker_process import begin, evaluate, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
+from hpo.errors import LeaseLostError
 from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
@@ -147,24 +148,52 @@ def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> Non
         assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
 
 
+@pytest.mark.parametrize("state", [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL])
+@pytest.mark.parametrize("n_trials", [1, 2])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_trial_of_hpo_ended_by_somebody_else_counts_as_failed(
-    storage: Storage, load: Callable[[], optuna.Study], paused: bool
+    storage: Storage, load: Callable[[], optuna.Study], paused: bool, n_trials: int, state: TrialState
 ) -> None:
-    config = study(2, pruner={"name": "promote"})
+    config = study(n_trials, pruner={"name": "promote"})
     with worker_on(storage, config) as worker:
         lease, trial = begin(worker)
         suggest(config.search_space, trial)
         if paused:
             lease.pause(0.1, [0.5])
             worker.record_outcome(lease, result("paused"))
-        load().tell(trial.number, 99.0)
+        load().tell(trial.number, 99.0 if state == TrialState.COMPLETE else None, state)
+        if n_trials == 1:
+            assert (worker.claim(), worker.left) == (None, [])
+        shown = worker._study.trials[0]
+        assert (shown.state, shown.values) == (TrialState.FAIL, None), "samplers learn nothing from it"
     run_trials(storage, config)
     record = read_study(storage, "tiny")
-    assert [trial.outcome for trial in record.trials] == ["failed", "complete"]
+    assert [trial.outcome for trial in record.trials] == ["failed", *["complete"] * (n_trials - 1)]
     assert record.trials[0].reason == "somebody ended it outside of hpo."
-    assert [trial.number for trial in best_trials(record)] == [1]
+    assert [trial.number for trial in best_trials(record)] == [1] * (n_trials - 1)
     assert record.num_foreign == 0
+
+
+def test_a_worker_loses_a_trial_ended_by_somebody_else(
+    storage: Storage, load: Callable[[], optuna.Study]
+) -> None:
+    with worker_on(storage, study(1), max_retries=1) as worker:
+        lease, trial = begin(worker)
+        load().tell(trial.number, 99.0)
+        with pytest.raises(LeaseLostError, match="Trial 0 was ended by somebody else"):
+            worker.record_outcome(lease, result("failed", traceback="Traceback"))
+
+
+def test_n_trials_is_lowered_after_somebody_else_ended_a_trial(
+    storage: Storage, load: Callable[[], optuna.Study]
+) -> None:
+    with worker_on(storage, study(3)) as worker:
+        ended, _ = begin(worker)
+        load().tell(ended.number, 99.0)
+        worker.release(begin(worker)[0])
+    create_or_resume_study(storage, study(1))
+    assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "preempted"]
+    assert storage.is_finished("tiny")
 
 
 @pytest.mark.parametrize("pruner", ["none", "promote"])
