@@ -123,6 +123,7 @@ def _give_up_surplus(storage: Storage, study: optuna.Study, n_trials: int) -> No
             row
             for row in rows
             if row.owner not in live
+            and row.trial_number in trials  # else it began after they were read
             and not trials[row.trial_number].state.is_finished()
             and not rungs_of(trials[row.trial_number].user_attrs)  # which end as PRUNED, and count
         ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
@@ -21,6 +23,7 @@ from hpo.study.reading.study_record import best_trials
 from hpo.study.reading.watch import StudyWatch
 from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import has_complete
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -174,14 +177,32 @@ def test_a_trial_of_hpo_ended_by_somebody_else_counts_as_failed(
     assert record.num_foreign == 0
 
 
-def test_a_worker_loses_a_trial_ended_by_somebody_else(
-    storage: Storage, load: Callable[[], optuna.Study]
+def tell(opened: optuna.Study) -> None:
+    opened.tell(0, 99.0)
+
+
+def remove_claim(opened: optuna.Study) -> None:
+    with opened._storage._backend.engine.begin() as connection:
+        connection.execute(sa.delete(claims))
+
+
+@pytest.mark.parametrize("interfere", [tell, remove_claim])
+def test_a_worker_loses_a_trial_changed_by_somebody_else(
+    storage: Storage, load: Callable[[], optuna.Study], interfere: Callable[[optuna.Study], None]
 ) -> None:
     with worker_on(storage, study(1), max_retries=1) as worker:
-        lease, trial = begin(worker)
-        load().tell(trial.number, 99.0)
-        with pytest.raises(LeaseLostError, match="Trial 0 was ended by somebody else"):
+        lease, _ = begin(worker)
+        interfere(load())
+        with pytest.raises(LeaseLostError, match="rial 0"):
             worker.record_outcome(lease, result("failed", traceback="Traceback"))
+
+
+def test_n_trials_is_lowered_while_trials_begin(storage: Storage) -> None:
+    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)) as other:
+        begin(worker), begin(other)
+    with mock.patch.object(optuna.Study, "get_trials", return_value=[]):  # read before they began
+        create_or_resume_study(storage, study(1))
+    assert read_study(storage, "tiny").counts["done"] == 0
 
 
 def test_n_trials_is_lowered_after_somebody_else_ended_a_trial(
