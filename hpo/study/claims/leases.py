@@ -57,7 +57,7 @@ from hpo.study.sampling.promotion import (
     is_paused,
 )
 from hpo.study.store.optuna_internals import (
-    drop_attributes,
+    clear_trial,
     is_unfinished,
     lock_trials,
     make_trial,
@@ -91,7 +91,7 @@ class WorkerLease(Membership):
 
     _: KW_ONLY
     max_retries: int
-    refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    refusal: Callable[[Any], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     promotion: Promotion | None = None
     """How trials pause and continue; None: they do not."""
@@ -176,7 +176,8 @@ class WorkerLease(Membership):
             others = (trial for trial in runnable if trial not in here)
             yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in list(seen.waiting):
-            if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
+            fixed = trial.system_attrs.get("fixed_params", {})
+            if why := self.refusal(fixed) or self.refusal(trial.params):
                 self._storage.write(lambda it: self._refuse(it, seen, trial, why))  # noqa: B023
                 seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
@@ -184,9 +185,13 @@ class WorkerLease(Membership):
 
     def _refuse(self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, why: str) -> None:
         """End a waiting trial. It gets a claim, without which it would be foreign, and takes no place."""
-        if give_up(connection, trial, Outcome.FAILED, why) and trial.number not in seen.rows:
+        if not start_trial(connection, trial_id_of(trial)):
+            return
+        if trial.number not in seen.rows:
+            clear_trial(connection, trial_id_of(trial), RUN_ATTRS)
             this = {"study": self._study.study_name, "trial_number": trial.number}
             connection.execute(sa.insert(claims).values(**this, counts=False))
+        give_up(connection, trial, Outcome.FAILED, why)
 
     def _claim(self, change: Change) -> Lease | None:
         """Make a claim in one transaction; None: there is none, or the database went away.
@@ -269,14 +274,14 @@ class WorkerLease(Membership):
             return connection.execute(take).one_or_none()
         if num_places(connection, self._study.study_name) <= 0:
             return None
-        drop_attributes(connection, trial_id_of(trial), RUN_ATTRS)  # a copy of another trial has them
-        fixed = trial.system_attrs.get("fixed_params", {})
+        clear_trial(connection, trial_id_of(trial), RUN_ATTRS)  # it may be a copy of another trial
+        fixed = {**known_params(trial)}
         point = None
         if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        if point is not None:
-            set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
+        given = {"fixed_params": fixed if point is None else point}
+        set_trial_attributes(connection, trial_id_of(trial), {}, given, is_new=True)
         return self._insert(connection, trial.number, point)
 
     def _begin(

@@ -268,6 +268,13 @@ def set_trial_attributes(
             connection.execute(sa.insert(table), rows)
 
 
+def clear_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
+    """Remove the parameters, values and system attributes of a trial, and these of its user attributes."""
+    for table in (params, table_of_values, intermediate_values, system_attributes):
+        connection.execute(sa.delete(table).where(table.c.trial_id == trial_id))
+    drop_attributes(connection, trial_id, user_attrs)
+
+
 def drop_attributes(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
     """Remove these user attributes of a trial."""
     these = (user_attributes.c.trial_id == trial_id, user_attributes.c.key.in_([*user_attrs]))

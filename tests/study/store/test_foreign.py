@@ -21,7 +21,7 @@ from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.reading.watch import StudyWatch
-from hpo.study.sampling.samplers import build_pruner
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
@@ -238,3 +238,67 @@ def test_an_enqueued_trial_outside_the_space_is_refused_and_shown(storage: Stora
     assert [trial.outcome for trial in record.trials] == ["failed", "failed", "complete", "complete"]
     assert NAME in record.trials[0].reason
     assert (record.num_foreign, record.counts["done"]) == (0, 2)
+
+
+def fixed(params: Any) -> dict[str, Any]:
+    return {"system_attrs": {"fixed_params": params}}
+
+
+def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]:
+    return {"params": {name: value}, "distributions": {name: distribution}}
+
+
+MAPPING = "`fixed_params` must be a mapping"
+BAD_ATTRIBUTES = {
+    "user_attrs": OUR_ATTRIBUTES,
+    "system_attrs": {"constraints": 3, "constraints:x": "y", "fixed_params": {NAME: 7}},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        *((fixed(value), MAPPING) for value in ([], None, "text", 3, [[NAME, 1e-4]])),
+        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], {}, None, True, "x", math.nan, 10**400)),
+        (fixed({"fp_precision": ["fp32"]}), "fp_precision="),
+        (suggested(FloatDistribution(0.0, 9.0), 5.0), f"{NAME}=5 is outside"),
+        (suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision"), "fp_precision=fp64 is none"),
+        (suggested(FloatDistribution(0.0, 9.0), 5.0, "x"), "does not search `x`"),
+        (BAD_ATTRIBUTES, f"{NAME}=7 is outside"),
+    ],
+)
+@pytest.mark.parametrize("sampler", ["gp", "tpe"])
+def test_a_waiting_trial_with_wrong_values_is_refused(
+    storage: Storage, given: dict[str, Any], why: str, sampler: str
+) -> None:
+    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
+    add_in(TrialState.WAITING, **given)(create_or_resume_study(storage, config))
+    assert run_trials(storage, config).outcomes == {"complete": 2}
+    refused, *others = read_study(storage, "tiny").trials
+    assert (refused.outcome, [trial.outcome for trial in others]) == ("failed", ["complete"] * 2)
+    assert why in refused.reason
+
+
+@pytest.mark.parametrize("sampler", ["gp", "tpe", "nsga2"])
+@pytest.mark.parametrize("value", [None, 1e-4])
+def test_a_waiting_copy_of_a_trial_runs_without_its_results(
+    storage: Storage, sampler: str, value: float | None
+) -> None:
+    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
+    copied = {} if value is None else suggested(FloatDistribution(0.0, 9.0), value)
+    copied["system_attrs"] = {"constraints": 3, "constraints:x": "y", "NSGAIISampler:generation": "z"}
+    reports = {1: math.nan, 2: 99.0}
+    opened = create_or_resume_study(storage, config)
+    add_in(TrialState.WAITING, intermediate_values=reports, user_attrs=OUR_ATTRIBUTES, **copied)(opened)
+    with (
+        worker_on(storage, config) as worker,
+        mock.patch.object(worker, "_candidates", return_value=iter(())),
+    ):
+        worker._study.sampler = build_sampler(config.sampler, config.search_space)
+        lease, trial = begin(worker)  # while the copy waits
+        suggest(config.search_space, trial)
+        worker.record_outcome(lease, result("complete", values=(0.5,)))
+    assert run_trials(storage, config).outcomes == {"complete": 1}
+    first = storage.load_study("tiny").trials[0]
+    assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
+    assert value is None or first.params[NAME] == value
