@@ -321,14 +321,6 @@ def end_trial(
     return True
 
 
-def pruned_trials(connection: sa.Connection, study_id: int, key: str, value: Any) -> list[int]:
-    """Return the ids of the PRUNED trials of a study that have this user attribute."""
-    pruned = (trials.c.study_id == study_id, trials.c.state == TrialState.PRUNED)
-    has_value = (user_attributes.c.key == key, user_attributes.c.value_json == json.dumps(value))
-    query = sa.select(trials.c.trial_id).join(user_attributes).where(*pruned, *has_value)
-    return [*connection.execute(query).scalars()]
-
-
 def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
     """Let a PRUNED trial run again, without its values, its constraints and these of its attributes."""
     pruned = (trials.c.trial_id == trial_id, trials.c.state == TrialState.PRUNED)

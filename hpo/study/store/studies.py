@@ -91,7 +91,7 @@ def _create_or_resume(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
         )
     if _is_raised(stored.get("budget"), config.budget):
-        reopen_ended_by_budget(connection, study_id)
+        reopen_ended_by_budget(connection, config.name)
     connection.execute(sa.update(studies).where(studies.c.name == config.name).values(resumed))
     return int(resumed["n_trials"])
 
