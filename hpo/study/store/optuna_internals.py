@@ -123,19 +123,23 @@ class OwnTrials(_CachedStorage):
 
     def __init__(self, backend: RDBStorage) -> None:
         super().__init__(backend)
-        self._claimed: dict[int, set[int]] = defaultdict(set)
-        """The numbers of the trials that are known to have a claim, by the study's id."""
+        self._claimed: dict[int, dict[int, bool]] = defaultdict(dict)
+        """By the study's id, whether the trials of a number have a claim. This changes no more."""
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False)
         known = self._claimed[study_id]
-        begun = [trial.number for trial in trials if trial.state != TrialState.WAITING]
-        if unknown := [number for number in begun if number not in known]:
+        begun = [trial for trial in trials if trial.state != TrialState.WAITING]
+        if unknown := [trial for trial in begun if trial.number not in known]:
             with self._backend.engine.connect() as connection:
-                known |= claimed(connection, study_id, unknown)
-        own = (trial for trial in trials if trial.state == TrialState.WAITING or trial.number in known)
+                found = claimed(connection, study_id, [trial.number for trial in unknown])
+            if found is None:
+                return super().get_all_trials(study_id, deepcopy, states)
+            is_claimed = ((trial, trial.number in found) for trial in unknown)
+            known |= {trial.number: has for trial, has in is_claimed if has or trial.state.is_finished()}
+        own = (trial for trial in trials if known.get(trial.number, trial.state == TrialState.WAITING))
         shown = [trial for trial in map(_as_hpo_ended, own) if states is None or trial.state in states]
         return copy.deepcopy(shown) if deepcopy else shown
 

@@ -138,6 +138,44 @@ def test_trials_run_beside_foreign_ones(
     assert storage.load_study("tiny").best_value == 0.1
 
 
+@pytest.fixture
+def statements(storage: Storage) -> list[str]:
+    """The statements about claims that the storage executes."""
+    executed: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        if "hpo_claims" in statement:
+            executed.append(statement)
+
+    sa.event.listen(storage.engine, "before_cursor_execute", note)
+    return executed
+
+
+def test_a_study_of_plain_optuna_is_shown_as_it_is(
+    storage: Storage, load: Callable[[], optuna.Study]
+) -> None:
+    create_or_resume_study(storage, study(1))
+    plain = optuna.create_study(study_name="plain", storage=load()._storage)
+    optimize(plain)
+    add_in(TrialState.RUNNING)(plain)
+    shown = storage.optuna.get_all_trials(plain._study_id)
+    assert [(trial.state, trial.values) for trial in shown] == [(t.state, t.values) for t in plain.trials]
+    assert len(storage.optuna.get_all_trials(plain._study_id, states=(TrialState.COMPLETE,))) == 2
+
+
+def test_claims_of_ended_trials_are_read_once(
+    storage: Storage, load: Callable[[], optuna.Study], statements: list[str]
+) -> None:
+    config = study(2)
+    opened = create_or_resume_study(storage, config)
+    optimize(load())
+    run_trials(storage, config)
+    assert len(opened.get_trials()) == 2
+    statements.clear()
+    assert len(opened.get_trials()) == 2
+    assert statements == []
+
+
 def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> None:
     config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
     with worker_on(storage, config) as worker:
