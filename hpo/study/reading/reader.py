@@ -170,12 +170,12 @@ class _Trials:
         `state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number.
         """
         values: dict[int, list[float]] = defaultdict(list)
-        constraints: dict[int, dict[str, float]] = defaultdict(dict)
+        constraints: dict[int, list[sa.Row[Any]]] = defaultdict(list)
         for row in self._rows(optuna_tables.values, "objective"):
             values[row.trial_id].append(row.value)
         table = optuna_tables.system_attributes
         for row in self._rows(table, "key", where=table.c.key.startswith(CONSTRAINTS)):
-            constraints[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
+            constraints[row.trial_id].append(row)
         table = schema.evaluations
         columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
@@ -189,6 +189,10 @@ class _Trials:
             running_as, owner = state_of.get(row.number, ("running", None))
             outcome, reason = _ending(row.state, running_as, stored)
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+            limits: dict[str, float] = {}
+            if ended and "outcome" in stored:  # else somebody else wrote them
+                for one in constraints[row.trial_id]:
+                    limits |= constraint(one.key, json.loads(one.value_json))
             num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
             found[row.trial_id] = TrialRecord(
                 number=row.number,
@@ -201,7 +205,7 @@ class _Trials:
                 ended=ended,
                 seconds=(ended - started).total_seconds() if started and ended else None,
                 attributes=_own({"worker": owner, **stored} if owner else stored, row.state),
-                constraints=constraints.get(row.trial_id, {}),
+                constraints=limits,
                 telemetry=NOT_READ,
                 evaluations=NotRead(num_evaluations),
                 trained_seconds=trained_seconds,

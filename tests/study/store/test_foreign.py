@@ -336,6 +336,8 @@ def test_a_waiting_copy_of_a_trial_runs_without_its_results(
         lease, trial = begin(worker)  # while the copy waits
         suggest(config.search_space, trial)
         worker.record_outcome(lease, result("complete", values=(0.5,)))
+    waiting, _ = read_study(storage, "tiny").trials
+    assert (waiting.outcome, waiting.constraints) == ("waiting", {})
     assert run_trials(storage, config).outcomes == {"complete": 1}
     first = storage.load_study("tiny").trials[0]
     assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
