@@ -96,6 +96,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
     reading = _Trials(connection, study.study_id, name)
     attributes = reading.attributes(names=_OUTLINE if brief else ())
     trials = reading.outlines(attributes, state_of)
+    foreign = reading.foreign()
     counted = {claim.trial_number for claim in claims if claim.counts}
     counts = Counter({"open": 0, "running": 0, "done": 0})
     counts.update(_count_of(trial) for trial in trials.values() if trial.number in counted)
@@ -110,7 +111,8 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
         counts=dict(counts),
         state=study.state,
         spent={claim.trial_number: claim.device_seconds for claim in claims},
-        num_foreign=reading.num_foreign(),
+        num_foreign=foreign.total(),
+        num_foreign_running=foreign["RUNNING"],
         comparisons=_read_comparisons(connection, study.study_id),
     )
     shown = trials
@@ -155,12 +157,11 @@ class _Trials:
     study_id: int
     study: str
 
-    def num_foreign(self) -> int:
-        """Return how many trials of the study are foreign."""
+    def foreign(self) -> Counter[str]:
+        """Return how many trials of the study are foreign, by their state."""
         trials = optuna_tables.trials
         of_study = (trials.c.study_id == self.study_id, is_foreign(self.study))
-        query = sa.select(sa.func.count()).select_from(trials).where(*of_study)
-        return int(self.connection.execute(query).scalar_one())
+        return Counter(self.connection.execute(sa.select(trials.c.state).where(*of_study)).scalars())
 
     def outlines(
         self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]

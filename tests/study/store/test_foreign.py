@@ -17,6 +17,7 @@ from worker_process import begin, evaluate, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
+from hpo.report import screens
 from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
@@ -161,6 +162,18 @@ def test_a_study_of_plain_optuna_is_shown_as_it_is(
     shown = storage.optuna.get_all_trials(plain._study_id)
     assert [(trial.state, trial.values) for trial in shown] == [(t.state, t.values) for t in plain.trials]
     assert len(storage.optuna.get_all_trials(plain._study_id, states=(TrialState.COMPLETE,))) == 2
+
+
+@pytest.mark.parametrize("state", [TrialState.RUNNING, TrialState.FAIL])
+def test_status_names_the_remedy_of_a_foreign_trial_that_runs(
+    storage: Storage, load: Callable[[], optuna.Study], state: TrialState
+) -> None:
+    create_or_resume_study(storage, study(1))
+    add_in(state)(load())
+    record = read_study(storage, "tiny")
+    told = [part for part in screens.status(record, study_status(record)) if "did not make" in str(part)]
+    assert len(told) == 1
+    assert ("Still RUNNING: 1. `hpo doctor --fix` ends these." in str(told)) == (state == TrialState.RUNNING)
 
 
 def test_claims_of_ended_trials_are_read_once(
