@@ -83,8 +83,8 @@ def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
     )
     pruned = in_state(study, "PRUNED").where(~is_foreign(study))
     ended = pruned.join(user_attributes, user_attributes.c.trial_id == trials.c.trial_id).where(*reason)
-    for trial_id in connection.execute(ended).scalars().all():
-        reopen_trial(connection, trial_id, ("outcome", "outcome_reason"))
+    for row in connection.execute(ended).all():
+        reopen_trial(connection, row.trial_id, ("outcome", "outcome_reason"))
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:
