@@ -93,6 +93,8 @@ class WorkerLease(Membership):
     max_retries: int
     refusal: Callable[[Any], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
+    is_planned: bool = False
+    """Whether the study is a comparison, which chooses the parameters of all its trials."""
     promotion: Promotion | None = None
     """How trials pause and continue; None: they do not."""
     read_points: Callable[[], Sequence[Point]] | None = None
@@ -177,7 +179,10 @@ class WorkerLease(Membership):
             yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in list(seen.waiting):
             fixed = trial.system_attrs.get("fixed_params", {})
-            if why := self.refusal(fixed) or self.refusal(trial.params):
+            why = self.refusal(fixed) or self.refusal(trial.params)
+            if self.is_planned and trial.number not in seen.rows and (fixed or trial.params):
+                why = "A comparison chooses the parameters of its trials."
+            if why:
                 self._storage.write(lambda it: self._refuse(it, seen, trial, why))  # noqa: B023
                 seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
