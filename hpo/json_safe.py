@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -24,4 +25,4 @@ def json_safe(value: Any) -> Any:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

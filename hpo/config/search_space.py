@@ -223,8 +223,10 @@ def grid(space: SearchSpace) -> dict[str, list[Any]]:
     return {name: [encode(value) for value in distribution.grid()] for name, distribution in space.items()}
 
 
-def refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
+def refusal(space: SearchSpace, params: Any) -> str:
     """Return why no trial can have these `params`, which Optuna stores as they are; empty: one can."""
+    if not isinstance(params, Mapping):
+        return f"`fixed_params` must be a mapping of settings to values, but got {show(params)}."
     for name, value in params.items():
         if name not in space:
             hint = did_you_mean(name, list(space)).replace(" Known:", " It searches")

@@ -235,11 +235,10 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         yield f"{was} interrupted. The next worker continues there."
     if not numbers["workers"] and record.state == "open" and not is_over(record):
         yield f"No worker is running. To start one: hpo worker {record.name}"
-    others = [trial for trial in record.trials if trial.outcome == "running" and trial.number not in in_hand]
-    if others:
-        yield f"RUNNING, but of no worker of this study: {len(others)}. `hpo doctor` says more."
     if record.num_foreign:
-        yield f"Trials that hpo did not make: {record.num_foreign}. They count for nothing in this study."
+        run = f" Still RUNNING: {record.num_foreign_running}. `hpo doctor --fix` ends these."
+        told = f"Trials that hpo did not make: {record.num_foreign}. They count for nothing in this study."
+        yield told + (run if record.num_foreign_running else "")
     if numbers["trials_per_hour"]:
         yield f"Rate: {format_number(numbers['trials_per_hour'])} trials an hour."
     if numbers["estimated_end"]:

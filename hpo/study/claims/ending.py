@@ -9,13 +9,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
+from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.optuna_internals import (
     end_trial,
     is_unfinished,
-    pruned_trials,
     reopen_trial,
     trial_id_of,
 )
+from hpo.study.store.optuna_tables import trials, user_attributes
 from hpo.study.store.schema import claims
 
 NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
@@ -69,15 +70,21 @@ def end_unclaimed(
     )
 
 
-def reopen_ended_by_budget(connection: sa.Connection, study_id: int) -> None:
+def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
     """Let the trials run again that the budget of their study ended, because it was raised.
 
     They keep their numbers, their curves and their checkpoints, and those that had paused are paused again.
     Optuna's storage reads the end of a trial once. So a worker that is still in the study, and has read these
     ends, leaves these trials to workers that start later. Meanwhile it begins other trials.
     """
-    for trial_id in pruned_trials(connection, study_id, "outcome_reason", BUDGET_SPENT):
-        reopen_trial(connection, trial_id, ("outcome", "outcome_reason"))
+    reason = (
+        user_attributes.c.key == "outcome_reason",
+        user_attributes.c.value_json == json.dumps(BUDGET_SPENT),
+    )
+    pruned = in_state(study, "PRUNED").where(~is_foreign(study))
+    ended = pruned.join(user_attributes, user_attributes.c.trial_id == trials.c.trial_id).where(*reason)
+    for row in connection.execute(ended).all():
+        reopen_trial(connection, row.trial_id, ("outcome", "outcome_reason"))
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:

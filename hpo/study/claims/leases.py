@@ -57,7 +57,7 @@ from hpo.study.sampling.promotion import (
     is_paused,
 )
 from hpo.study.store.optuna_internals import (
-    drop_attributes,
+    clear_trial,
     is_unfinished,
     lock_trials,
     make_trial,
@@ -91,8 +91,10 @@ class WorkerLease(Membership):
 
     _: KW_ONLY
     max_retries: int
-    refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    refusal: Callable[[Any], str] = lambda _: ""
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
+    is_planned: bool = False
+    """Whether the study is a comparison, which chooses the parameters of all its trials."""
     promotion: Promotion | None = None
     """How trials pause and continue; None: they do not."""
     read_points: Callable[[], Sequence[Point]] | None = None
@@ -176,7 +178,11 @@ class WorkerLease(Membership):
             others = (trial for trial in runnable if trial not in here)
             yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
         for trial in list(seen.waiting):
-            if why := self.refusal(trial.system_attrs.get("fixed_params", {})):
+            fixed = trial.system_attrs.get("fixed_params", {})
+            why = self.refusal(fixed) or self.refusal(trial.params)
+            if self.is_planned and trial.number not in seen.rows and (fixed or trial.params):
+                why = "A comparison chooses the parameters of its trials."
+            if why:
                 self._storage.write(lambda it: self._refuse(it, seen, trial, why))  # noqa: B023
                 seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
@@ -184,9 +190,13 @@ class WorkerLease(Membership):
 
     def _refuse(self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, why: str) -> None:
         """End a waiting trial. It gets a claim, without which it would be foreign, and takes no place."""
-        if give_up(connection, trial, Outcome.FAILED, why) and trial.number not in seen.rows:
+        if not start_trial(connection, trial_id_of(trial)):
+            return
+        if trial.number not in seen.rows:
+            clear_trial(connection, trial_id_of(trial), RUN_ATTRS)
             this = {"study": self._study.study_name, "trial_number": trial.number}
             connection.execute(sa.insert(claims).values(**this, counts=False))
+        give_up(connection, trial, Outcome.FAILED, why)
 
     def _claim(self, change: Change) -> Lease | None:
         """Make a claim in one transaction; None: there is none, or the database went away.
@@ -269,14 +279,14 @@ class WorkerLease(Membership):
             return connection.execute(take).one_or_none()
         if num_places(connection, self._study.study_name) <= 0:
             return None
-        drop_attributes(connection, trial_id_of(trial), RUN_ATTRS)  # a copy of another trial has them
-        fixed = trial.system_attrs.get("fixed_params", {})
+        clear_trial(connection, trial_id_of(trial), RUN_ATTRS)  # it may be a copy of another trial
+        fixed = {**known_params(trial)}
         point = None
         if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        if point is not None:
-            set_trial_attributes(connection, trial_id_of(trial), {}, {"fixed_params": point})
+        given = {"fixed_params": fixed if point is None else point}
+        set_trial_attributes(connection, trial_id_of(trial), {}, given, is_new=True)
         return self._insert(connection, trial.number, point)
 
     def _begin(
@@ -411,7 +421,7 @@ class WorkerLease(Membership):
         except KeyError as error:
             raise LeaseLostError(f"Trial {lease.number} is gone: its study was deleted.") from error
         retry_of = {trial.number: trial.user_attrs.get("retry_of") for trial in read}
-        num_failures, number = 1, retry_of[lease.number]
+        num_failures, number = 1, retry_of.get(lease.number)
         while num_failures <= self.max_retries and number in retry_of and number < lease.number:
             num_failures, number = num_failures + 1, retry_of[number]
         return {"retry_of": lease.number} if num_failures <= self.max_retries else None

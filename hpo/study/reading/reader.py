@@ -34,7 +34,7 @@ from hpo.study.reading.study_record import (
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUN_ATTRS, RUNGS_ATTR
 from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
-from hpo.study.store.foreign import is_foreign
+from hpo.study.store.foreign import ENDED_OUTSIDE, is_foreign
 from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
@@ -96,6 +96,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
     reading = _Trials(connection, study.study_id, name)
     attributes = reading.attributes(names=_OUTLINE if brief else ())
     trials = reading.outlines(attributes, state_of)
+    foreign = reading.foreign()
     counted = {claim.trial_number for claim in claims if claim.counts}
     counts = Counter({"open": 0, "running": 0, "done": 0})
     counts.update(_count_of(trial) for trial in trials.values() if trial.number in counted)
@@ -110,7 +111,8 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
         counts=dict(counts),
         state=study.state,
         spent={claim.trial_number: claim.device_seconds for claim in claims},
-        num_foreign=reading.num_foreign(),
+        num_foreign=foreign.total(),
+        num_foreign_running=foreign["RUNNING"],
         comparisons=_read_comparisons(connection, study.study_id),
     )
     shown = trials
@@ -155,12 +157,11 @@ class _Trials:
     study_id: int
     study: str
 
-    def num_foreign(self) -> int:
-        """Return how many trials of the study are foreign."""
+    def foreign(self) -> Counter[str]:
+        """Return how many trials of the study are foreign, by their state."""
         trials = optuna_tables.trials
         of_study = (trials.c.study_id == self.study_id, is_foreign(self.study))
-        query = sa.select(sa.func.count()).select_from(trials).where(*of_study)
-        return int(self.connection.execute(query).scalar_one())
+        return Counter(self.connection.execute(sa.select(trials.c.state).where(*of_study)).scalars())
 
     def outlines(
         self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]
@@ -170,12 +171,12 @@ class _Trials:
         `state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number.
         """
         values: dict[int, list[float]] = defaultdict(list)
-        constraints: dict[int, dict[str, float]] = defaultdict(dict)
+        constraints: dict[int, list[sa.Row[Any]]] = defaultdict(list)
         for row in self._rows(optuna_tables.values, "objective"):
             values[row.trial_id].append(row.value)
         table = optuna_tables.system_attributes
         for row in self._rows(table, "key", where=table.c.key.startswith(CONSTRAINTS)):
-            constraints[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
+            constraints[row.trial_id].append(row)
         table = schema.evaluations
         columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
@@ -189,6 +190,10 @@ class _Trials:
             running_as, owner = state_of.get(row.number, ("running", None))
             outcome, reason = _ending(row.state, running_as, stored)
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+            limits: dict[str, float] = {}
+            if ended and "outcome" in stored:  # else somebody else wrote them
+                for one in constraints[row.trial_id]:
+                    limits |= constraint(one.key, json.loads(one.value_json))
             num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
             found[row.trial_id] = TrialRecord(
                 number=row.number,
@@ -201,7 +206,7 @@ class _Trials:
                 ended=ended,
                 seconds=(ended - started).total_seconds() if started and ended else None,
                 attributes=_own({"worker": owner, **stored} if owner else stored, row.state),
-                constraints=constraints.get(row.trial_id, {}),
+                constraints=limits,
                 telemetry=NOT_READ,
                 evaluations=NotRead(num_evaluations),
                 trained_seconds=trained_seconds,
@@ -281,7 +286,7 @@ def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple
     if state in ("RUNNING", "WAITING"):
         return running_as if state == "RUNNING" else "waiting", ""
     if "outcome" not in attributes:  # hpo stores it with the end
-        return Outcome.FAILED, "somebody ended it outside of hpo."
+        return Outcome.FAILED, ENDED_OUTSIDE
     return attributes["outcome"], attributes.get("outcome_reason", "")
 
 

@@ -168,6 +168,8 @@ class StudyRecord:
     """`open`, `paused` or `cancelled`."""
     spent: Mapping[int, float] = field(default_factory=dict)
     """Of a study that has a budget: seconds of device time, by the trial's number."""
+    num_foreign_running: int = 0
+    """How many of the foreign trials are RUNNING."""
     num_foreign: int = 0
     """How many trials somebody else added to the study (`hpo.study.store.foreign`). `trials` has none of
     them."""

@@ -45,7 +45,8 @@ class PrunedAwareSampler(WrapperSampler):
         return StudyView(study, lambda: self._with_pruned(study))
 
     def _with_pruned(self, study: Study) -> list[FrozenTrial]:
-        trials, directions = study.get_trials(deepcopy=False), study.directions
+        begun = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        trials, directions = study.get_trials(deepcopy=False, states=begun), study.directions
         ended, unfinished = self._ended.split(trials)
         self._worst, self._broken = _extremes(ended, directions, self._worst, self._broken)
         worst, broken = _extremes(unfinished, directions, self._worst, self._broken)
@@ -100,7 +101,7 @@ def _limits(trial: FrozenTrial) -> dict[str, float]:
 
 def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[float] | None:
     """The values by which a trial is compared; None: it has none that is finite, or is infeasible."""
-    if trial.state == TrialState.WAITING or is_infeasible(trial):
+    if is_infeasible(trial):
         return None
     if at_rungs := rungs_of(trial.user_attrs):
         return list(next(iter(at_rungs.values()))["values"])

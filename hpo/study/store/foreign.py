@@ -3,6 +3,8 @@
 A worker inserts the claim of a trial in the transaction that begins the trial. So a trial that has begun and
 has no claim is foreign. It is hidden from samplers and pruners, and it counts for nothing. A trial that waits
 is not foreign, whoever enqueued it: the next worker runs it.
+
+A trial of hpo stays one if somebody else ends it. It counts as failed, and its values are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import sqlalchemy as sa
 
 from hpo.study.store.optuna_tables import studies, trials
 from hpo.study.store.schema import claims
+from hpo.study.store.schema import studies as hpo_studies
 
+ENDED_OUTSIDE = "somebody ended it outside of hpo."
+"""Reason of a trial of hpo that somebody else ended."""
 _FEW = 1000  # a statement takes so many values in every database
 
 
@@ -31,9 +36,12 @@ def in_state(study: str, state: str) -> sa.Select[tuple[int, int]]:
     return query.order_by(trials.c.number)
 
 
-def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int]:
-    """Return those of these trials of a study that have a claim."""
+def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
+    """Return the trials of these that have a claim. Return None if the study is not one of hpo."""
     few = len(numbers) < _FEW
     these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
-    query = sa.select(claims.c.trial_number).join(studies, studies.c.study_name == claims.c.study)
-    return {*connection.execute(query.where(studies.c.study_id == study_id, these)).scalars()}
+    of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
+    with_claims = of_hpo.outerjoin(claims, sa.and_(claims.c.study == studies.c.study_name, these))
+    query = sa.select(claims.c.trial_number).select_from(with_claims).where(studies.c.study_id == study_id)
+    found = {*connection.execute(query).scalars()}
+    return found - {None} if found else None

@@ -32,7 +32,8 @@ from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hpo.study.store.foreign import claimed
+from hpo.outcome import Outcome
+from hpo.study.store.foreign import ENDED_OUTSIDE, claimed
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All of Optuna's; what refers to others comes after them."""
@@ -115,26 +116,31 @@ def stored_trials(study: Study) -> list[FrozenTrial]:
 class OwnTrials(_CachedStorage):
     """Optuna's storage with its cache, without the foreign trials of a study (`foreign`).
 
-    A trial of hpo that somebody else ended is hidden too: its values are not those of hpo.
+    A trial of hpo that somebody else ended is shown as FAIL: its values are not those of hpo.
     """
 
     get_best_trial = BaseStorage.get_best_trial  # the cache would ask the database for it
 
     def __init__(self, backend: RDBStorage) -> None:
         super().__init__(backend)
-        self._claimed: dict[int, set[int]] = defaultdict(set)
-        """The numbers of the trials that are known to have a claim, by the study's id."""
+        self._claimed: dict[int, dict[int, bool]] = defaultdict(dict)
+        """By the study's id, whether the trials of a number have a claim. This changes no more."""
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        trials = super().get_all_trials(study_id, deepcopy=False, states=states)
+        trials = super().get_all_trials(study_id, deepcopy=False)
         known = self._claimed[study_id]
-        begun = [trial.number for trial in trials if trial.state != TrialState.WAITING]
-        if unknown := [number for number in begun if number not in known]:
+        begun = [trial for trial in trials if trial.state != TrialState.WAITING]
+        if unknown := [trial for trial in begun if trial.number not in known]:
             with self._backend.engine.connect() as connection:
-                known |= claimed(connection, study_id, unknown)
-        shown = [trial for trial in trials if _is_own(trial, known)]
+                found = claimed(connection, study_id, [trial.number for trial in unknown])
+            if found is None:
+                return super().get_all_trials(study_id, deepcopy, states)
+            is_claimed = ((trial, trial.number in found) for trial in unknown)
+            known |= {trial.number: has for trial, has in is_claimed if has or trial.state.is_finished()}
+        own = (trial for trial in trials if known.get(trial.number, trial.state == TrialState.WAITING))
+        shown = [trial for trial in map(_as_hpo_ended, own) if states is None or trial.state in states]
         return copy.deepcopy(shown) if deepcopy else shown
 
     def set_trial_param(
@@ -144,10 +150,14 @@ class OwnTrials(_CachedStorage):
         self._backend._set_trial_param(trial_id, param_name, param_value_internal, distribution, distribution)
 
 
-def _is_own(trial: FrozenTrial, claimed: Container[int]) -> bool:
-    if trial.state == TrialState.WAITING:
-        return True
-    return trial.number in claimed and (not trial.state.is_finished() or "outcome" in trial.user_attrs)
+def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
+    """Return a trial as FAIL if somebody else ended it. Otherwise return it unchanged."""
+    if not trial.state.is_finished() or "outcome" in trial.user_attrs:  # hpo stores it with the end
+        return trial
+    shown = copy.copy(trial)
+    shown.state, shown.values, shown.system_attrs = TrialState.FAIL, None, {}
+    shown.user_attrs = {**trial.user_attrs, "outcome": Outcome.FAILED, "outcome_reason": ENDED_OUTSIDE}
+    return shown
 
 
 class StudyView(Study):
@@ -262,6 +272,13 @@ def set_trial_attributes(
             connection.execute(sa.insert(table), rows)
 
 
+def clear_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
+    """Remove the parameters, values and system attributes of a trial, and these of its user attributes."""
+    for table in (params, table_of_values, intermediate_values, system_attributes):
+        connection.execute(sa.delete(table).where(table.c.trial_id == trial_id))
+    drop_attributes(connection, trial_id, user_attrs)
+
+
 def drop_attributes(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
     """Remove these user attributes of a trial."""
     these = (user_attributes.c.trial_id == trial_id, user_attributes.c.key.in_([*user_attrs]))
@@ -306,14 +323,6 @@ def end_trial(
     if rows:
         connection.execute(sa.insert(table_of_values), rows)
     return True
-
-
-def pruned_trials(connection: sa.Connection, study_id: int, key: str, value: Any) -> list[int]:
-    """Return the ids of the PRUNED trials of a study that have this user attribute."""
-    pruned = (trials.c.study_id == study_id, trials.c.state == TrialState.PRUNED)
-    has_value = (user_attributes.c.key == key, user_attributes.c.value_json == json.dumps(value))
-    query = sa.select(trials.c.trial_id).join(user_attributes).where(*pruned, *has_value)
-    return [*connection.execute(query).scalars()]
 
 
 def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:

@@ -91,7 +91,7 @@ def _create_or_resume(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
         )
     if _is_raised(stored.get("budget"), config.budget):
-        reopen_ended_by_budget(connection, study_id)
+        reopen_ended_by_budget(connection, config.name)
     connection.execute(sa.update(studies).where(studies.c.name == config.name).values(resumed))
     return int(resumed["n_trials"])
 
@@ -123,6 +123,7 @@ def _give_up_surplus(storage: Storage, study: optuna.Study, n_trials: int) -> No
             row
             for row in rows
             if row.owner not in live
+            and row.trial_number in trials  # else it began after they were read
             and not trials[row.trial_number].state.is_finished()
             and not rungs_of(trials[row.trial_number].user_attrs)  # which end as PRUNED, and count
         ]

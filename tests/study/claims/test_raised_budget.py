@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
 from worker_process import begin, evaluate, result, study, worker_on
@@ -87,3 +88,12 @@ def test_trials_stay_ended_without_a_larger_budget(url: str, hours: float) -> No
     with open_storage(url) as storage:
         create_or_resume_study(storage, config_of(hours))
         assert [trial.state for trial in read_study(storage, "tiny").trials] == ["PRUNED", "PRUNED"]
+
+
+def test_a_copy_of_a_trial_stays_ended(url: str) -> None:
+    outside = optuna.load_study(study_name="tiny", storage=url)
+    outside.add_trial(outside.trials[0])
+    with open_storage(url) as storage:
+        create_or_resume_study(storage, config_of(9.0))
+        assert [trial.state for trial in read_study(storage, "tiny").trials] == ["RUNNING", "RUNNING"]
+    assert [trial.state.name for trial in outside.trials][2] == "PRUNED"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from planted_comparison import plan_of
-from worker_process import begin, result, study, worker_on
+from worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.compare.companion import comparison_study
 from hpo.config.search_space import suggest
@@ -16,6 +16,7 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 GRID = study(
     4,
@@ -121,3 +122,20 @@ def test_the_points_of_a_grid_are_its_combinations_in_the_order_of_its_seed() ->
     }
     assert points == grid_points(GRID.search_space, 1)
     assert any(points != grid_points(GRID.search_space, seed) for seed in range(2, 9))
+
+
+def test_a_worker_tries_a_failed_trial_again(storage: Storage, config: Any) -> None:
+    def fail_first(trial: Any) -> Any:
+        return result("failed", traceback="Traceback") if trial.number == 0 else None
+
+    assert run_trials(storage, config, fail_first).outcomes == {"failed": 1, "complete": 4}
+    failed, retry, *_ = storage.load_study("tiny").trials
+    assert failed.params == retry.params
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_comparison_refuses_an_enqueued_trial(storage: Storage, precision: str) -> None:
+    create_or_resume_study(storage, COMPARISON).enqueue_trial({"fp_precision": precision})
+    assert run_trials(storage, COMPARISON).outcomes == {"complete": 4}
+    refused, *others = storage.load_study("tiny").trials
+    assert (refused.state.name, len(others)) == ("FAIL", 4)

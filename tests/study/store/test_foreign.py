@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
 from worker_process import begin, evaluate, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
+from hpo.errors import LeaseLostError
+from hpo.report import screens
 from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.reading.watch import StudyWatch
-from hpo.study.sampling.samplers import build_pruner
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import has_complete
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -134,6 +139,56 @@ def test_trials_run_beside_foreign_ones(
     assert storage.load_study("tiny").best_value == 0.1
 
 
+@pytest.fixture
+def statements(storage: Storage) -> list[str]:
+    """The statements about claims that the storage executes."""
+    executed: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        if "hpo_claims" in statement:
+            executed.append(statement)
+
+    sa.event.listen(storage.engine, "before_cursor_execute", note)
+    return executed
+
+
+def test_a_study_of_plain_optuna_is_shown_as_it_is(
+    storage: Storage, load: Callable[[], optuna.Study]
+) -> None:
+    create_or_resume_study(storage, study(1))
+    plain = optuna.create_study(study_name="plain", storage=load()._storage)
+    optimize(plain)
+    add_in(TrialState.RUNNING)(plain)
+    shown = storage.optuna.get_all_trials(plain._study_id)
+    assert [(trial.state, trial.values) for trial in shown] == [(t.state, t.values) for t in plain.trials]
+    assert len(storage.optuna.get_all_trials(plain._study_id, states=(TrialState.COMPLETE,))) == 2
+
+
+@pytest.mark.parametrize("state", [TrialState.RUNNING, TrialState.FAIL])
+def test_status_names_the_remedy_of_a_foreign_trial_that_runs(
+    storage: Storage, load: Callable[[], optuna.Study], state: TrialState
+) -> None:
+    create_or_resume_study(storage, study(1))
+    add_in(state)(load())
+    record = read_study(storage, "tiny")
+    told = [part for part in screens.status(record, study_status(record)) if "did not make" in str(part)]
+    assert len(told) == 1
+    assert ("Still RUNNING: 1. `hpo doctor --fix` ends these." in str(told)) == (state == TrialState.RUNNING)
+
+
+def test_claims_of_ended_trials_are_read_once(
+    storage: Storage, load: Callable[[], optuna.Study], statements: list[str]
+) -> None:
+    config = study(2)
+    opened = create_or_resume_study(storage, config)
+    optimize(load())
+    run_trials(storage, config)
+    assert len(opened.get_trials()) == 2
+    statements.clear()
+    assert len(opened.get_trials()) == 2
+    assert statements == []
+
+
 def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> None:
     config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
     with worker_on(storage, config) as worker:
@@ -147,24 +202,70 @@ def test_a_pruner_compares_with_the_trials_of_hpo_alone(storage: Storage) -> Non
         assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
 
 
+@pytest.mark.parametrize("state", [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL])
+@pytest.mark.parametrize("n_trials", [1, 2])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_trial_of_hpo_ended_by_somebody_else_counts_as_failed(
-    storage: Storage, load: Callable[[], optuna.Study], paused: bool
+    storage: Storage, load: Callable[[], optuna.Study], paused: bool, n_trials: int, state: TrialState
 ) -> None:
-    config = study(2, pruner={"name": "promote"})
+    config = study(n_trials, pruner={"name": "promote"})
     with worker_on(storage, config) as worker:
         lease, trial = begin(worker)
         suggest(config.search_space, trial)
         if paused:
             lease.pause(0.1, [0.5])
             worker.record_outcome(lease, result("paused"))
-        load().tell(trial.number, 99.0)
+        load().tell(trial.number, 99.0 if state == TrialState.COMPLETE else None, state)
+        if n_trials == 1:
+            assert (worker.claim(), worker.left) == (None, [])
+        shown = worker._study.trials[0]
+        assert (shown.state, shown.values) == (TrialState.FAIL, None), "samplers learn nothing from it"
     run_trials(storage, config)
     record = read_study(storage, "tiny")
-    assert [trial.outcome for trial in record.trials] == ["failed", "complete"]
+    assert [trial.outcome for trial in record.trials] == ["failed", *["complete"] * (n_trials - 1)]
     assert record.trials[0].reason == "somebody ended it outside of hpo."
-    assert [trial.number for trial in best_trials(record)] == [1]
+    assert [trial.number for trial in best_trials(record)] == [1] * (n_trials - 1)
     assert record.num_foreign == 0
+
+
+def tell(opened: optuna.Study) -> None:
+    opened.tell(0, 99.0)
+
+
+def remove_claim(opened: optuna.Study) -> None:
+    with opened._storage._backend.engine.begin() as connection:
+        connection.execute(sa.delete(claims))
+
+
+@pytest.mark.parametrize("interfere", [tell, remove_claim])
+def test_a_worker_loses_a_trial_changed_by_somebody_else(
+    storage: Storage, load: Callable[[], optuna.Study], interfere: Callable[[optuna.Study], None]
+) -> None:
+    with worker_on(storage, study(1), max_retries=1) as worker:
+        lease, _ = begin(worker)
+        interfere(load())
+        with pytest.raises(LeaseLostError, match="rial 0"):
+            worker.record_outcome(lease, result("failed", traceback="Traceback"))
+
+
+def test_n_trials_is_lowered_while_trials_begin(storage: Storage) -> None:
+    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)) as other:
+        begin(worker), begin(other)
+    with mock.patch.object(optuna.Study, "get_trials", return_value=[]):  # read before they began
+        create_or_resume_study(storage, study(1))
+    assert read_study(storage, "tiny").counts["done"] == 0
+
+
+def test_n_trials_is_lowered_after_somebody_else_ended_a_trial(
+    storage: Storage, load: Callable[[], optuna.Study]
+) -> None:
+    with worker_on(storage, study(3)) as worker:
+        ended, _ = begin(worker)
+        load().tell(ended.number, 99.0)
+        worker.release(begin(worker)[0])
+    create_or_resume_study(storage, study(1))
+    assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "preempted"]
+    assert storage.is_finished("tiny")
 
 
 @pytest.mark.parametrize("pruner", ["none", "promote"])
@@ -188,3 +289,69 @@ def test_an_enqueued_trial_outside_the_space_is_refused_and_shown(storage: Stora
     assert [trial.outcome for trial in record.trials] == ["failed", "failed", "complete", "complete"]
     assert NAME in record.trials[0].reason
     assert (record.num_foreign, record.counts["done"]) == (0, 2)
+
+
+def fixed(params: Any) -> dict[str, Any]:
+    return {"system_attrs": {"fixed_params": params}}
+
+
+def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]:
+    return {"params": {name: value}, "distributions": {name: distribution}}
+
+
+MAPPING = "`fixed_params` must be a mapping"
+BAD_ATTRIBUTES = {
+    "user_attrs": OUR_ATTRIBUTES,
+    "system_attrs": {"constraints": 3, "constraints:x": "y", "fixed_params": {NAME: 7}},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        *((fixed(value), MAPPING) for value in ([], None, "text", 3, [[NAME, 1e-4]])),
+        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], {}, None, True, "x", math.nan, 10**400)),
+        (fixed({"fp_precision": ["fp32"]}), "fp_precision="),
+        (suggested(FloatDistribution(0.0, 9.0), 5.0), f"{NAME}=5 is outside"),
+        (suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision"), "fp_precision=fp64 is none"),
+        (suggested(FloatDistribution(0.0, 9.0), 5.0, "x"), "does not search `x`"),
+        (BAD_ATTRIBUTES, f"{NAME}=7 is outside"),
+    ],
+)
+@pytest.mark.parametrize("sampler", ["gp", "tpe"])
+def test_a_waiting_trial_with_wrong_values_is_refused(
+    storage: Storage, given: dict[str, Any], why: str, sampler: str
+) -> None:
+    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
+    add_in(TrialState.WAITING, **given)(create_or_resume_study(storage, config))
+    assert run_trials(storage, config).outcomes == {"complete": 2}
+    refused, *others = read_study(storage, "tiny").trials
+    assert (refused.outcome, [trial.outcome for trial in others]) == ("failed", ["complete"] * 2)
+    assert why in refused.reason
+
+
+@pytest.mark.parametrize("sampler", ["gp", "tpe", "nsga2"])
+@pytest.mark.parametrize("value", [None, 1e-4])
+def test_a_waiting_copy_of_a_trial_runs_without_its_results(
+    storage: Storage, sampler: str, value: float | None
+) -> None:
+    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
+    copied = {} if value is None else suggested(FloatDistribution(0.0, 9.0), value)
+    copied["system_attrs"] = {"constraints": 3, "constraints:x": "y", "NSGAIISampler:generation": "z"}
+    reports = {1: math.nan, 2: 99.0}
+    opened = create_or_resume_study(storage, config)
+    add_in(TrialState.WAITING, intermediate_values=reports, user_attrs=OUR_ATTRIBUTES, **copied)(opened)
+    with (
+        worker_on(storage, config) as worker,
+        mock.patch.object(worker, "_candidates", return_value=iter(())),
+    ):
+        worker._study.sampler = build_sampler(config.sampler, config.search_space)
+        lease, trial = begin(worker)  # while the copy waits
+        suggest(config.search_space, trial)
+        worker.record_outcome(lease, result("complete", values=(0.5,)))
+    waiting, _ = read_study(storage, "tiny").trials
+    assert (waiting.outcome, waiting.constraints) == ("waiting", {})
+    assert run_trials(storage, config).outcomes == {"complete": 1}
+    first = storage.load_study("tiny").trials[0]
+    assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
+    assert value is None or first.params[NAME] == value
