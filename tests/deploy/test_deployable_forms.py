@@ -8,6 +8,7 @@ from tiny import CPU
 from hpo.deploy.artifacts import NAMES, artifacts_of, parse_names
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
+from hpo.versions import install_hint
 
 INT8 = tuple(name for name in NAMES if "int8" in name)
 
@@ -37,7 +38,7 @@ def test_onnx_only_on_a_cpu_and_with_its_packages(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hpo.inference.onnx_network.find_spec", lambda _: None)
     found, left_out = artifacts_of(CPU, INT8)
     assert [artifact.name for artifact in found] == ["fp32"]
-    assert left_out["onnx_int8_static"].endswith("run `make install EXTRAS=onnx` in your clone of hpo.")
+    assert left_out["onnx_int8_static"].endswith(install_hint("onnx"))
 
 
 def test_names() -> None:

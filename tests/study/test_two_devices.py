@@ -29,6 +29,7 @@ from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.versions import install_hint
 
 CHOICES = ("fp32", "bf16", "fp16")
 PRECISION = {"fp_precision": {"type": "categorical", "choices": list(CHOICES)}}
@@ -361,7 +362,7 @@ def test_a_missing_package_is_the_reason() -> None:
     assert check_precisions(resolve_study(config, CPU)) == {}
     assert check_precisions(resolve_study(config, WITHOUT)) == {
         "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
-        "To install it, run `make install EXTRAS=adapters` in your clone of hpo."
+        f"{install_hint('adapters')}"
     }
     fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
     with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
