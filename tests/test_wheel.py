@@ -70,6 +70,7 @@ def test_the_wheel_installs_the_package_alone(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"hpo", f"precision_hpo-{about.version}.dist-info"}
 
 
+@pytest.mark.slow
 def test_installed_studies_run_by_name_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert "topic" in hpo_of(installed, tmp_path, "check", "tickets"), "data beside an installed study"
     assert "1 complete" in hpo_of(installed, tmp_path, "run", "own_loop", "--n-trials", "1"), (

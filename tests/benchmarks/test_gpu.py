@@ -41,6 +41,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"printed": ran.stdout} | {line["figure"]: line["values"] for line in lines if "figure" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[str, Any]) -> None:
     for texts in ("long", "short"):
@@ -55,6 +56,7 @@ def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[st
         assert figures[f"{texts} bf16 hpo: outside"][0] > figures[f"{texts} bf16 hpo: setup"][0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
     printed = figures["printed"]

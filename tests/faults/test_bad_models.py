@@ -72,7 +72,7 @@ def cut_in_half(path: Path) -> None:
         ),
         (
             lambda folder: change_config(folder, max_position_embeddings=7),
-            r"position_embeddings\.weight is \(\d+, 32\) and must be \(7, 32\)\. Do config",
+            r"position_embeddings\.weight is \(\d+, 32\) and must be \(7, 32\)\. Use the config",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
         (

@@ -85,7 +85,7 @@ def reserved_bytes(device: DeviceInfo) -> int:
     return torch.cuda.memory_reserved(device.index) if device.type == "cuda" else 0
 
 
-@pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("reduce-overhead", marks=pytest.mark.slow)])
 def test_cuda_graphs_give_the_losses_of_eager_training_and_free_their_memory(
     device: DeviceInfo, mode: str, tmp_path: Path, figure: Callable[[str], None]
 ) -> None:

@@ -62,8 +62,11 @@ SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"agrees": False, "reason": "x gave float32."}, "the observation does NOT agree (x gave float32)."),
-        ({"agrees": None, "observed": {}}, "observed: nothing; the precision was not compared."),
+        (
+            {"agrees": False, "reason": "x gave float32."},
+            "this is NOT the requested precision (x gave float32).",
+        ),
+        ({"agrees": None, "observed": {}}, "observed: nothing; the precision is unverified."),
         (
             {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
             "12 float8 layers, TF32 on, compiled",
@@ -107,7 +110,7 @@ def test_precision_facts(change: dict[str, Any], said: str) -> None:
                     "agrees": False,
                 }
             },
-            " base_precision: requested fp32, ran bf16; the observation does NOT agree (as bf16_true).",
+            " base_precision: requested fp32, ran bf16; this is NOT what was requested (as bf16_true).",
         ),
         (
             {
