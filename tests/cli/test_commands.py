@@ -255,8 +255,8 @@ def test_a_short_timeout_is_stated_before_and_after(tmp_path: Path, pruner: str,
     before = "--timeout is shorter than a whole trial, which takes about 50 min" in text
     assert before == (is_known and pruner == "promote"), "without pauses a trial that has begun ends"
     assert (
-        "The time limit has passed: 0 of 2 trials ended, none of them complete. To continue: hpo run tiny.yaml"
-        in text
+        "The time limit has passed: 0 of 2 trials ended, none of them complete. To continue: hpo run "
+        "tiny.yaml" in text
     )
 
 
