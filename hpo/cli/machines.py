@@ -101,7 +101,7 @@ def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
 
 @command(
     "storage",
-    study=argument(str | None, "[STUDY]", "This study alone; else all of the database."),
+    study=argument(str | None, "STUDY", "This study alone; else all of the database."),
     fix=flag("--fix", "Mend what can be mended."),
 )
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:

@@ -18,7 +18,7 @@ DEFAULT = "own_head"
 
 @command(
     folder=argument(
-        Path | None, "[FOLDER]", "Its name becomes that of the study. Left out: list the examples."
+        Path | None, "FOLDER", "Its name becomes that of the study. Left out: list the examples."
     ),
     example=optional(str, "EXAMPLE", "The example to copy.", DEFAULT, names=("--from",)),
 )
