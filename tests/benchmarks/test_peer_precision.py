@@ -72,7 +72,9 @@ def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(rows: Path) -
         pytest.param(
             "trainer-fp32", {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32"}, marks=pytest.mark.slow
         ),
-        ("trainer-bf16", {"fp32": "bf16", "bf16": "bf16", "fp16": "bf16"}),
+        pytest.param(
+            "trainer-bf16", {"fp32": "bf16", "bf16": "bf16", "fp16": "bf16"}, marks=pytest.mark.slow
+        ),
         ("lightning", {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}),
     ],
 )

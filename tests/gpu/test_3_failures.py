@@ -118,6 +118,7 @@ def asserts(kind, logits, target, options, class_weight, mask):
 """
 
 
+@pytest.mark.slow
 def test_a_device_assert_in_one_trial_leaves_the_others_right(
     device: DeviceInfo, tmp_path: Path, figure: Callable[[str], None]
 ) -> None:

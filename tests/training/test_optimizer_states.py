@@ -166,6 +166,7 @@ print(weight.double().sum().item())
 """
 
 
+@pytest.mark.slow
 def test_chances_are_the_same_in_another_process() -> None:
     """Whose strings have other hashes: a trial goes on in another one, and each rank is one."""
     said = {
