@@ -25,9 +25,9 @@ from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_reader
 from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
-from hpo.errors import DataError, InputError, did_you_mean, shorten
+from hpo.errors import DataError, InputError, did_you_mean
 from hpo.extensions import NO_DATA
-from hpo.tasks.kind import class_name
+from hpo.tasks.kind import class_name, not_classes
 from hpo.tasks.registry import KINDS, kind_of
 
 _logger = logging.getLogger("hpo.data")
@@ -236,9 +236,7 @@ def _classes_of_rows(
                 if isinstance(one, str) and one:
                     inferred[name].add(one)
                 elif one is not None:
-                    got = shorten(repr(one), 60)
-                    problem = f"labels.{name} must be one class, as text or a whole number, but got {got}"
-                    problems.append((row.where, problem))
+                    problems.append((row.where, f"labels.{name}{not_classes('one class', one)}"))
     if not num_rows:
         raise DataError(_empty_split(train, "train"))
     for name, classes in inferred.items():

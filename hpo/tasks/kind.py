@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.errors import shorten
 from hpo.section import Section
 from hpo.tasks.thresholds import DecodingThresholds
 
@@ -260,6 +261,11 @@ def class_name(value: Any) -> Any:
     if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
     return str(value) if isinstance(value, int) else value
+
+
+def not_classes(form: str, value: Any) -> ValueError:
+    """Return the error for a value that is not `form`, such as one class. Its text follows a label's place."""
+    return ValueError(f" must be {form}, as text or a whole number, but got {shorten(repr(value), 60)}")
 
 
 def indicators(task: Task, held: Sequence[Sequence[str]]) -> NDArray[np.bool_]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Kind, class_name, indicators
+from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Kind, class_name, indicators, not_classes
 from hpo.tasks.losses import Binary, Multiclass
 from hpo.tasks.sums import (
     counted,
@@ -71,7 +71,7 @@ class _Labels(Kind):
             classes = [self._known(item) for item in classes]
         if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
             form = "a list of classes" if self.is_list else "one class"
-            raise _wrong(form, value)
+            raise not_classes(form, value)
         unknown = [item for item in classes if item not in self._index]
         if unknown:
             raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
@@ -166,10 +166,6 @@ def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:
     return counts_NC, {"right": is_right_N.astype(np.float64)}
 
 
-def _wrong(form: str, value: Any) -> ValueError:
-    return ValueError(f" must be {form}, as text or a whole number, but got {shorten(repr(value), 60)}")
-
-
 class SingleLabel(_Labels, Multiclass):
     """One class of a row."""
 
@@ -181,7 +177,7 @@ class SingleLabel(_Labels, Multiclass):
     @classmethod
     def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
         if isinstance(cell, str) and _LIST.fullmatch(cell.strip()):
-            raise _wrong("one class", cell)
+            raise not_classes("one class", cell)
         return cell
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
