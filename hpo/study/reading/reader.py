@@ -157,6 +157,11 @@ class _Trials:
     study_id: int
     study: str
 
+    @property
+    def _is_own(self) -> sa.ColumnElement[bool]:
+        """The condition that a trial is one of the study, and not foreign."""
+        return sa.and_(optuna_tables.trials.c.study_id == self.study_id, ~is_foreign(self.study))
+
     def foreign(self) -> Counter[str]:
         """Return how many trials of the study are foreign, by their state."""
         trials = optuna_tables.trials
@@ -182,8 +187,7 @@ class _Trials:
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
         evaluations = {number: found for number, *found in self.connection.execute(evaluated)}
         trials = optuna_tables.trials
-        own = (trials.c.study_id == self.study_id, ~is_foreign(self.study))
-        query = sa.select(trials).where(*own).order_by(trials.c.number)
+        query = sa.select(trials).where(self._is_own).order_by(trials.c.number)
         found = {}
         for row in self.connection.execute(query):
             stored = attributes.get(row.trial_id, {})
@@ -273,8 +277,7 @@ class _Trials:
         where: sa.ColumnElement[bool] = _ALL,
     ) -> Iterable[sa.Row[Any]]:
         trials = optuna_tables.trials
-        own = (trials.c.study_id == self.study_id, ~is_foreign(self.study))
-        in_study = sa.select(trials.c.trial_id).where(*own)
+        in_study = sa.select(trials.c.trial_id).where(self._is_own)
         here: sa.ColumnElement[bool] = table.c.trial_id.in_(in_study)
         if trial_ids is not None and len(trial_ids) <= _MAX_IDS:
             here = here & table.c.trial_id.in_(list(trial_ids))
