@@ -18,7 +18,7 @@ from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, RunError
 from hpo.extensions import own_loop_of
-from hpo.report.formats import trials_done
+from hpo.report.formats import how_to_resume, trials_done
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.sampling.promotion import WHOLE_ATTR
@@ -78,8 +78,7 @@ class StateChange(StudyResult):
             again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
             return f"The study {self.study} {again}: {done}. To continue it: hpo worker {self.study}"
         ends = f", {self.ended} of them by this command" if self.ended else ""
-        again = f"To continue it: hpo resume {self.study}, then hpo worker {self.study}"
-        return f"The study {self.study} is {self.state}: {done}{ends}. {again}"
+        return f"The study {self.study} is {self.state}: {done}{ends}. {how_to_resume(self.study)}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import typer
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
-from hpo.report.formats import format_seconds, trials_done
+from hpo.report.formats import format_seconds, how_to_resume, trials_done
 from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
 from hpo.study.reading.reader import read_study
@@ -74,8 +74,7 @@ class WorkResult(RunSummary):
             return
         counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
         if self.ended == "closed":
-            again = f"To continue it: hpo resume {self.study}, then hpo worker {self.study}"
-            yield f"The study {self.study} is {self.stored.state}: {counts}. {again}"
+            yield f"The study {self.study} is {self.stored.state}: {counts}. {how_to_resume(self.study)}"
             return
         why = {
             "stopped": "Stopped; running trials have a checkpoint",

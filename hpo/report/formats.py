@@ -115,9 +115,7 @@ def precision_facts(trial: TrialRecord) -> str:
         True: "the observation agrees",
         False: "this is NOT the requested precision",
         None: "the precision is unverified",
-    }[precision.get("agrees")]
-    if not precision.get("observed"):
-        verdict = "the precision is unverified"
+    }[precision.get("agrees") if precision.get("observed") else None]
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
         f"requested {precision['requested']}, ran {precision_that_ran(trial) or 'nothing'} "
@@ -185,6 +183,11 @@ def score_explained(metrics: Sequence[str], definition: Mapping[str, Any]) -> st
     """Say what `score` is, if it is an objective of a study whose metrics are not those of its own code."""
     with own_loop_of(definition):
         return f"`score` is {SCORE}." if "score" in metrics and not has_own_loop() else ""
+
+
+def how_to_resume(study: str) -> str:
+    """Name the commands that continue a paused or cancelled study."""
+    return f"To continue it: hpo resume {study}, then hpo worker {study}"
 
 
 def trials_done(counts: Mapping[str, int], *, has_budget: bool = False) -> str:

@@ -14,6 +14,7 @@ from hpo.report.formats import (
     format_metric,
     format_number,
     format_seconds,
+    how_to_resume,
     objective_values,
     precision_facts,
     score_explained,
@@ -223,8 +224,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         counts += "" if numbers["budget"] else f", {total - done - len(in_hand) - paused} not started"
     yield Text.assemble((record.name, "bold"), f": {counts}")
     if record.state != "open":
-        again = f"hpo resume {record.name}, then hpo worker {record.name}"
-        yield f"The study is {record.state}. To continue it: {again}"
+        yield f"The study is {record.state}. {how_to_resume(record.name)}"
     yield "", [{"outcome": outcome, "trials": count} for outcome, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
     stranded = [trial for trial in record.trials if trial.outcome == "preempted" and trial.ended is None]
