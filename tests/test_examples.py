@@ -19,7 +19,8 @@ from readme import ROOT, STUDIES
 from slurm import SlurmCluster
 from tiny import ENCODER
 
-from hpo.config.study_config import INSTALLED, load_study
+from hpo.config.study_config import load_study
+from hpo.config.study_places import INSTALLED
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("studies/examples/*/study.yaml"))

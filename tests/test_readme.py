@@ -13,7 +13,8 @@ from readme import BEGIN, CHANGELOG, CLUSTER, END, PACKAGE, README, READMES, REF
 
 import hpo
 from hpo.config.definition import CHANGEABLE
-from hpo.config.study_config import load_study, study_files
+from hpo.config.study_config import load_study
+from hpo.config.study_places import study_files
 
 TEXT = README.read_text()
 ALL = "\n".join(file.read_text() for file in READMES)

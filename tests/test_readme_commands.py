@@ -17,7 +17,7 @@ from command_line import COMMANDS, hpo_command, ok
 from readme import PACKAGE, README, READMES, ROOT
 from tiny import ENCODER, write_study
 
-from hpo.config.study_config import study_files
+from hpo.config.study_places import study_files
 
 PROGRAMS = (
     *("hpo", "make", "python", "torchrun", "pip"),

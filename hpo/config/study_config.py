@@ -41,15 +41,13 @@ from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.study_name import study_name
+from hpo.config.study_places import find_study_file
 from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import InputError, NoStudyFileError, StorageError, StudyFileError, did_you_mean
+from hpo.errors import InputError, StorageError
 from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
-
-INSTALLED = (Path(__file__).parents[1] / "studies").resolve()
-"""The studies of the package. In a checkout `hpo/studies` is a link to `studies`."""
 
 
 class ModelConfig(Section):
@@ -362,7 +360,7 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     then among the studies of the package.
     Raises StudyFileError, which lists every problem of the file.
     """
-    path = _find(Path(name_or_path))
+    path = find_study_file(Path(name_or_path))
     file = read_study_file(path)
     # fields that no file gives
     no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
@@ -414,30 +412,3 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
 
 def _not_valid(name: str, why: str) -> str:
     return f"The database's definition of the study {show(name)} is not valid:\n{why}"
-
-
-def study_files(folder: Path) -> dict[str, Path]:
-    """Return the study files of a folder, and of its examples, by name."""
-    examples = {path.parent.name: path for path in sorted(folder.glob("examples/*/study.yaml"))}
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} | examples
-
-
-def _find(given: Path) -> Path:
-    if not given.parts:
-        raise StudyFileError(f"a study must be a name or a YAML file, but got {show(str(given))}.")
-    if given.suffix in (".yaml", ".yml"):
-        return given.expanduser()
-    here, in_folder = study_files(Path("studies")), given.expanduser() / "study.yaml"
-    if in_folder.is_file() and str(given) not in here:  # a copy of an example, before the example
-        return in_folder
-    if len(given.parts) != 1:
-        return given.expanduser()
-    known = study_files(INSTALLED) | here
-    if path := known.get(str(given)):
-        return path
-    hint = did_you_mean(str(given), sorted(known))
-    if Path(f"{given}.yaml").is_file():
-        hint = f" Did you mean `./{given}.yaml`?"
-    elif given.is_dir():
-        hint = f" {show(str(given))} is a folder: name the YAML file in it."
-    raise NoStudyFileError(f"there is no study {show(str(given))} in studies or {INSTALLED}.{hint}")

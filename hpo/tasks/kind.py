@@ -264,7 +264,7 @@ def class_name(value: Any) -> Any:
 
 
 def not_classes(form: str, value: Any) -> ValueError:
-    """Return the error for a value that is not `form`, such as one class. Its text follows a label's place."""
+    """Return the error for a value that is not `form`, such as one class. It follows the place of a label."""
     return ValueError(f" must be {form}, as text or a whole number, but got {shorten(repr(value), 60)}")
 
 
