@@ -52,7 +52,7 @@ report: install
 # Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
 # Many processes import the package, which would be compiled in each where no bytecode may be written.
 # CPU= runs the tests with another CPU described: the results must not depend on the instructions of this one.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(if $(CPU),$(BIN)/python tests/described_cpu.py $(CPU)) \
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(if $(CPU),$(BIN)/python tests/support/described_cpu.py $(CPU)) \
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 2)) \
 	--dist loadfile --no-loadscope-reorder
 
@@ -77,7 +77,7 @@ lint: $(VENV)/.installed-dev
 
 # The study file's reference in studies/REFERENCE.md is made from the models.
 reference: $(VENV)/.installed-dev
-	$(BIN)/python tests/readme.py
+	$(BIN)/python tests/support/readme.py
 
 clean:
 	rm -rf $(VENV)

@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 from urllib.request import Request, urlopen
 
-import alembic_scripts  # noqa: F401
 import fsspec
 import pytest
 from benchmarks.real_sets import REAL_SETS
-from browser import open_chromium
-from postgres import PostgresServer
-from slurm import SlurmCluster, why_not
+from support import alembic_scripts  # noqa: F401
+from support.browser import open_chromium
+from support.postgres import PostgresServer
+from support.slurm import SlurmCluster, why_not
 
 from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
@@ -147,7 +147,7 @@ def slurm() -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one model as an export of PyTorch (`torch`) and of ONNX (`onnx`)."""
-    from tiny_onnx import write_both
+    from support.tiny_onnx import write_both
 
     folder = tmp_path_factory.mktemp("tiny-exports")
     write_both(folder)
@@ -157,7 +157,7 @@ def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models that were exported to ONNX before are copied: PyTorch's exporter takes seconds."""
-    from tiny_onnx import export_or_copy
+    from support.tiny_onnx import export_or_copy
 
     with mock.patch("hpo.deploy.onnx_export.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
         yield

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import (
+from sklearn.metrics import recall_score
+from support.command_line import (
     finish,
     hpo_command,
     ok,
@@ -21,12 +22,11 @@ from command_line import (
     stored,
     wait_until,
 )
-from jsonl_sets import write_set
-from own_code_studies import EXAMPLE, NOTED, TASKS, TRAINING, write
-from readme import README
-from sklearn.metrics import recall_score
-from tiny import CPU, ENCODER, write_study
-from worker_process import study
+from support.jsonl_sets import write_set
+from support.own_code_studies import EXAMPLE, NOTED, TASKS, TRAINING, write
+from support.readme import README
+from support.tiny import CPU, ENCODER, write_study
+from support.worker_process import study
 
 import hpo
 from hpo.code import name_code, use_code

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from described_cpu import CPUS, describe_cpu
+from support.command_line import SUPPORT
+from support.described_cpu import CPUS, describe_cpu
 
 from hpo.device import probe_device
 
@@ -35,7 +36,7 @@ def test_instructions_of_each_cpu(tmp_path: Path, cpu: str) -> None:
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_a_command_and_its_processes_see_the_described_cpu(cpu: str) -> None:
-    program = Path(__file__).with_name("described_cpu.py")
+    program = SUPPORT / "described_cpu.py"
     shown = "cat /proc/cpuinfo; sh -c 'grep ^processor /proc/cpuinfo'"
     command = [sys.executable, str(program), cpu, "sh", "-c", shown]
     finished = subprocess.run(command, capture_output=True, text=True)

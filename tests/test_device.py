@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
+from support.fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
 
 from hpo.device import (
     DeviceInfo,

@@ -13,11 +13,11 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from command_line import PYTHON_PATH, finish, hpo_command, ok, refused, start_python, stored
 from nbclient import NotebookClient
-from readme import ROOT, STUDIES
-from slurm import SlurmCluster
-from tiny import ENCODER
+from support.command_line import PYTHON_PATH, finish, hpo_command, ok, refused, start_python, stored
+from support.readme import ROOT, STUDIES
+from support.slurm import SlurmCluster
+from support.tiny import ENCODER
 
 from hpo.config.study_config import load_study
 from hpo.config.study_places import INSTALLED

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import (
+from support.command_line import (
     hpo_command,
     ok,
 )
-from own_code_studies import EXAMPLE, TASKS, TRAINING, count_rows, write
-from tiny import CPU, TinyEncoder
+from support.own_code_studies import EXAMPLE, TASKS, TRAINING, count_rows, write
+from support.tiny import CPU, TinyEncoder
 
 import hpo
 from hpo.code import use_code

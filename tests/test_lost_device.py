@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_reads import META_GPU
-from tiny import CPU
+from support.device_reads import META_GPU
+from support.tiny import CPU
 
 from hpo import lost_device
 from hpo.errors import DeviceLostError

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from command_line import hpo_command, ok
-from own_code_studies import TASKS, count_rows, write
 from sklearn.metrics import cohen_kappa_score
-from tiny import CPU
+from support.command_line import hpo_command, ok
+from support.own_code_studies import TASKS, count_rows, write
+from support.tiny import CPU
 from torch import nn
 
 import hpo

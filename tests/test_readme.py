@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import COMMANDS
-from readme import BEGIN, CHANGELOG, CLUSTER, END, PACKAGE, README, READMES, REFERENCE, ROOT, with_reference
+from support.command_line import COMMANDS
+from support.readme import (
+    BEGIN,
+    CHANGELOG,
+    CLUSTER,
+    END,
+    PACKAGE,
+    README,
+    READMES,
+    REFERENCE,
+    ROOT,
+    with_reference,
+)
 
 import hpo
 from hpo.config.definition import CHANGEABLE

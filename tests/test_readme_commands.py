@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from command_line import COMMANDS, hpo_command, ok
-from readme import PACKAGE, README, READMES, ROOT
-from tiny import ENCODER, write_study
+from support.command_line import COMMANDS, hpo_command, ok
+from support.readme import PACKAGE, README, READMES, ROOT
+from support.tiny import ENCODER, write_study
 
 from hpo.config.study_places import study_files
 

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from readme import ROOT
+from support.readme import ROOT
 
 STUDIES = ROOT / "studies"
 

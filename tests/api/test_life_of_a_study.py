@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, stored
-from tiny import write_study
+from support.command_line import hpo_command, ok, stored
+from support.tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 import yaml
-from tiny import write_study
-from worker_process import begin, result, study, worker_on
+from support.tiny import write_study
+from support.worker_process import begin, result, study, worker_on
 
 import hpo
 from hpo.study.store import database, storage

@@ -7,7 +7,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from tiny import write_study
+from support.tiny import write_study
 
 CELLS = (
     'import hpo\nstudy = hpo.Study("tiny.yaml")\nstudy.run().ended',

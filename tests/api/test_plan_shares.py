@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_records import record_of
-from tiny import tiny_study
+from support.study_records import record_of
+from support.tiny import tiny_study
 
 from hpo.api import planning
 from hpo.api.planning import shares_of

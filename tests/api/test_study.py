@@ -9,11 +9,11 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-import own_code_studies
 import pytest
 import yaml
-from command_line import hpo_command, ok, saved_steps
-from tiny import write_study
+from support import own_code_studies
+from support.command_line import hpo_command, ok, saved_steps
+from support.tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError

@@ -37,7 +37,7 @@ import sqlalchemy as sa
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from postgres import PostgresServer
+from support.postgres import PostgresServer
 
 from hpo.cluster.postgres.programs import find_programs
 from hpo.config.search_space import suggest

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu
-import gpu_models
 import peers
 import pytest
 import run
 import torch
 import workload
 from step_profile import NUM_STEPS, describe_profile
-from tiny import CPU
+from support import gpu_models
+from support.tiny import CPU
 from transformers import AutoConfig, AutoModel
 
 from hpo.models.encoder import load_encoder, load_tokenizer

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok
-from tiny import write_study
+from support.command_line import hpo_command, ok
+from support.tiny import write_study
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import own_code_studies
 import pytest
-from command_line import finish, hpo_command, ok, refused, start_hpo, stored
-from tiny import write_study
+from support import own_code_studies
+from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
+from support.tiny import write_study
 
 from hpo.errors import StorageError
 from hpo.evaluation.detailed import DetailedEvaluation

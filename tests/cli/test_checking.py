@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, refused
-from tiny import write_study
+from support.command_line import hpo_command, ok, refused
+from support.tiny import write_study
 
 HOSTILE = "<img src=x onerror='window.hacked=1'>"
 CLASSES = ["freundlich", HOSTILE, *(f"Klasse {n}" for n in range(32))]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
-from tiny import write_study
+from support.command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
+from support.tiny import write_study
 
 import hpo
 from hpo.cli.commands import PANELS

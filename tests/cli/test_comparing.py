@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import planted_encoder
 import pytest
-from command_line import finish, hpo_command, ok, refused, start_hpo
-from planted_encoder import PlantedLayer, planted, write_planted_study
-from tiny import ENCODER, write_study
+from support import planted_encoder
+from support.command_line import finish, hpo_command, ok, refused, start_hpo
+from support.planted_encoder import PlantedLayer, planted, write_planted_study
+from support.tiny import ENCODER, write_study
 from torch import Tensor
 
 from hpo.compare.companion import open_comparison

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok, refused
-from jsonl_sets import write_set
-from tiny import write_study
+from support.command_line import hpo_command, ok, refused
+from support.jsonl_sets import write_set
+from support.tiny import write_study
 
 from hpo.api.study import Study
 from hpo.errors import InputError

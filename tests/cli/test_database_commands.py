@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok, refused
+from support.command_line import hpo_command, ok, refused
 
 
 def test_no_database(tmp_path: Path) -> None:

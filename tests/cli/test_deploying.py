@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, refused
-from planted_int8 import MAX_DROP, ruined_exports, write_mood_study
-from study_records import record_of, with_values
-from worker_process import wait_for
+from support.command_line import hpo_command, ok, refused
+from support.planted_int8 import MAX_DROP, ruined_exports, write_mood_study
+from support.study_records import record_of, with_values
+from support.worker_process import wait_for
 
 import hpo
 from hpo.api import deploying

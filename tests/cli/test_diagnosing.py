@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import Finished, hpo_command, ok, refused
 from optuna.distributions import CategoricalDistribution, distribution_to_json
-from tiny import write_study
-from whole_study import contents
+from support.command_line import Finished, hpo_command, ok, refused
+from support.tiny import write_study
+from support.whole_study import contents
 
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import open_storage

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from command_line import hpo_command, ok, stored
-from tiny import tiny_study
-from worker_process import result
+from support.command_line import hpo_command, ok, stored
+from support.tiny import tiny_study
+from support.worker_process import result
 
 from hpo.api import deploying
 from hpo.compare.companion import comparison_study

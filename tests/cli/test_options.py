@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import write_study
+from support.tiny import write_study
+from support.worker_process import study
 from typer.testing import CliRunner
-from worker_process import study
 
 import hpo
 from hpo.api import running

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok
-from planted_int8 import write_mood_study
-from postgres import PASSWORD
+from support.command_line import hpo_command, ok
+from support.planted_int8 import write_mood_study
+from support.postgres import PASSWORD
 
 
 @pytest.mark.postgres

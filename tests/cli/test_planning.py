@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok
-from own_code_studies import EXAMPLE
-from own_code_studies import write as write_code_study
-from tiny import tiny_study, write_study
+from support.command_line import hpo_command, ok
+from support.own_code_studies import EXAMPLE
+from support.own_code_studies import write as write_code_study
+from support.tiny import tiny_study, write_study
 
 from hpo.report.plan import TrialCost, make_plan
 

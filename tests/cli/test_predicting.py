@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
-from command_line import ROOT, Finished, hpo_command, ok, refused
-from readme import README
+from support.command_line import ROOT, Finished, hpo_command, ok, refused
+from support.readme import README
 
 import hpo
 from hpo.config.study_config import load_study

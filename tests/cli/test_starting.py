@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command_line import finish, hpo_command, ok, refused, start_hpo, stored
+from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
 
 import hpo
 from hpo.config import study_places

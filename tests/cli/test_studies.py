@@ -10,9 +10,9 @@ from typing import Any
 import fsspec
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
-from jsonl_sets import write_set
-from tiny import ENCODER, write_long_study, write_study
+from support.command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
+from support.jsonl_sets import write_set
+from support.tiny import ENCODER, write_long_study, write_study
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.sampling.promotion import WHOLE_ATTR

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import finish, hpo_command, ok, refused, start_hpo
-from worker_process import begin, result, study, worker_on
+from support.command_line import finish, hpo_command, ok, refused, start_hpo
+from support.worker_process import begin, result, study, worker_on
 
 from hpo.report import screens
 from hpo.study.store.lifecycle import set_state

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load_set, write_set
-from planted_comparison import HERE, begun, run, searched
-from worker_process import study
+from support.jsonl_sets import load_set, write_set
+from support.planted_comparison import HERE, begun, run, searched
+from support.worker_process import study
 
 from hpo.compare.companion import caught_up, comparison_name, grown, open_comparison, unlabelled_in_test
 from hpo.compare.planning import FIRST_SEED, Request

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted_comparison import NUM_ROWS, begun, compared, run, search_config, searched
 from scipy.stats import t
-from study_records import fake_record
+from support.planted_comparison import NUM_ROWS, begun, compared, run, search_config, searched
+from support.study_records import fake_record
 
 from hpo.compare.companion import comparison_name, open_comparison
 from hpo.compare.planning import FIRST_SEED, Request

@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
+from support.planted_comparison import SPEED, TWO_TASKS, begun, compared, run, search_config, searched, told
 
 from hpo.compare.planning import Request
 from hpo.errors import InputError, RunError

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_study
+from support.tiny import tiny_study
 
 from hpo.config.trial_config import build_trial_config
 from hpo.errors import InputError, StudyFileError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import write_study
+from support.tiny import write_study
 
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import StudyFileError

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_executor, tiny_study
+from support.tiny import tiny_executor, tiny_study
 
 from hpo.config.limits import Limit, broken_limits, violation, violations
 from hpo.config.study_config import stored_study

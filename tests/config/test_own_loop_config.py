@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from own_loops import LOOP, SPACE, write_own
-from tiny import write_study
+from support.own_loops import LOOP, SPACE, write_own
+from support.tiny import write_study
 
 from hpo.code import use_code
 from hpo.config.known import fixed_problems

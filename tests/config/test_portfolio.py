@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worker_process import study
+from support.worker_process import study
 
 from hpo.config.portfolio import COMMON, PORTFOLIO, portfolio
 from hpo.config.trial_settings import setting_value

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import COMMANDS, hpo_command
+from support.command_line import COMMANDS, hpo_command
 
 from hpo.config.removed import REMOVED, removed_command
 from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import CPU
-from worker_process import study
+from support.tiny import CPU
+from support.worker_process import study
 
 from hpo.config.resolved_study import resolve_study
 

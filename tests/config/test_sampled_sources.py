@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from several_sources import write_sources
-from tiny import tiny_study, write_study
+from support.several_sources import write_sources
+from support.tiny import tiny_study, write_study
 
 from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config

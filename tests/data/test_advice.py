@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import write_set
-from tiny_tokenizers import tiny_tokenizer
+from support.jsonl_sets import write_set
+from support.tiny_tokenizers import tiny_tokenizer
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.advice import data_advice

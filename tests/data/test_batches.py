@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate, evaluation_batches, num_batches, padded_length, training_batches
 from hpo.data.examples import Example

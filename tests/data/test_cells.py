@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from jsonl_sets import load
+from support.jsonl_sets import load
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError

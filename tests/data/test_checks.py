@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load_set, write_set
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support.jsonl_sets import load_set, write_set
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.config.data_config import DataConfig
 from hpo.data.checks import DataFacts, data_facts, length_facts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load_set
+from support.jsonl_sets import load_set
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jsonl_sets import load, load_set, write_set
+from support.jsonl_sets import load, load_set, write_set
 
 from hpo.data.dataset import DataSet
 from hpo.data.synthetic import SyntheticRows

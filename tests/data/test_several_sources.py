@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load, load_set, write_set
-from several_sources import SIZES, TASKS, write_sources
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support.jsonl_sets import load, load_set, write_set
+from support.several_sources import SIZES, TASKS, write_sources
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.checks import data_facts
 from hpo.data.tokenized_split import Windowing

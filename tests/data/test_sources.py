@@ -13,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jsonl_sets import load, load_set, write_set
 from pydantic import ValidationError
+from support.jsonl_sets import load, load_set, write_set
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet, load_data

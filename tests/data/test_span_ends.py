@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load_set, write_set
+from support.jsonl_sets import load_set, write_set
 
 from hpo.data.checks import data_facts
 from hpo.data.span_ends import OddSpans, SpanEnds

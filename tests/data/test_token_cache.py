@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import jsonl_sets
 import numpy as np
 import pytest
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support import jsonl_sets
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 import hpo.data.token_cache
 from hpo.data.dataset import DataSet

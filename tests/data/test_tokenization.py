@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
+from support.tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 from transformers import PreTrainedTokenizerBase
 
 from hpo.config.data_config import DataConfig

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tiny import CPU
+from support.tiny import CPU
 
 from hpo.deploy.artifacts import NAMES, artifacts_of, parse_names
 from hpo.device import DeviceInfo

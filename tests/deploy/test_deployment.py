@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted_int8 import MAX_DROP, ruin, write_mood_study
-from tiny import CPU, tiny_executor
+from support.planted_int8 import MAX_DROP, ruin, write_mood_study
+from support.tiny import CPU, tiny_executor
 
 import hpo
 from hpo.config.resolved_study import resolve_study

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tiny_encoders import KIND_TASKS
-from tiny_onnx import TEXTS, probabilities, random_batch, write_both
+from support.tiny_encoders import KIND_TASKS
+from support.tiny_onnx import TEXTS, probabilities, random_batch, write_both
 
 import hpo
 from hpo.deploy import onnx_export

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from tiny_onnx import TEXTS, probabilities, random_batch
+from support.tiny_onnx import TEXTS, probabilities, random_batch
 from torch import nn
 
 import hpo

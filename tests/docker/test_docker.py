@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import COMMANDS, ROOT
+from support.command_line import COMMANDS, ROOT
 
 from hpo.study.store.database import parse_url
 

@@ -10,7 +10,7 @@ import fsspec
 import kubernetes_validate
 import pytest
 import yaml
-from command_line import COMMANDS, ROOT
+from support.command_line import COMMANDS, ROOT
 
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.errors import InputError

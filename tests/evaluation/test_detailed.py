@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import every_kind
 import numpy as np
 import pytest
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support import every_kind
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import Example, RowChecker
 from hpo.data.tasks import parse_tasks

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from detailed_documents import every_kind
+from support.detailed_documents import every_kind
 
 from hpo.errors import DataError
 from hpo.evaluation.record import VERSION, read_document

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load, load_set, write_set
+from support.jsonl_sets import load, load_set, write_set
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_encoders import BERT, make_model, save_encoder
+from support.tiny_encoders import BERT, make_model, save_encoder
 from transformers import CanineTokenizer
 
 from hpo.errors import ModelError

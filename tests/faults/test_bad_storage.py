@@ -10,8 +10,8 @@ from pathlib import Path
 import psycopg
 import pytest
 import sqlalchemy as sa
-from postgres import PASSWORD, USER, PostgresServer
-from worker_process import study
+from support.postgres import PASSWORD, USER, PostgresServer
+from support.worker_process import study
 
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import COMMANDS, hpo_command, refused
-from tiny import write_study
-from worker_process import study
+from support.command_line import COMMANDS, hpo_command, refused
+from support.tiny import write_study
+from support.worker_process import study
 
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study

@@ -17,9 +17,9 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from command_line import ROOT, finish, ok, start_hpo, wait_until
-from forked_program import ForkedProgram
-from tiny import write_study
+from support.command_line import SUPPORT, finish, ok, start_hpo, wait_until
+from support.forked_program import ForkedProgram
+from support.tiny import write_study
 
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
@@ -77,7 +77,7 @@ def machine(folder: Path, location: str, every_seconds: float = 0.05, n_trials: 
 
 def start(folder: Path, *command: str) -> ForkedProgram:
     """Start `hpo run`, or another command, which waits where files in `folder` tell `held_hpo` to."""
-    held = str(ROOT / "tests" / "held_hpo.py")
+    held = str(SUPPORT / "held_hpo.py")
     url = f"sqlite:///{folder.parent}/hpo.db"
     return start_hpo(folder, *(command or ("run", "tiny.yaml")), program=[held], HPO_STORAGE=url)
 

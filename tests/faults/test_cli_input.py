@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok
-from jsonl_sets import write_set
-from tiny import write_study
+from support.command_line import Finished, hpo_command, ok
+from support.jsonl_sets import write_set
+from support.tiny import write_study
 
 TASKS: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 ROW: dict[str, Any] = {"id": "b", "text": "Ann works.", "labels": {"tone": "calm"}}

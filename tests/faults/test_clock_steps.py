@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from worker_process import check_done, notes, study, wait_for, work
+from support.worker_process import check_done, notes, study, wait_for, work
 
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import open_storage

@@ -9,8 +9,8 @@ from pathlib import Path
 import optuna
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from tiny import write_long_study, write_study
+from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.tiny import write_long_study, write_study
 
 from hpo.study.reading.reader import read_study
 from hpo.study.store import optuna_internals as optunas

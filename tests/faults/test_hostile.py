@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 import torch
-from command_line import hpo_command, ok
-from jsonl_sets import write_set
-from tiny import tiny_executor, write_study
-from tiny_encoders import save_encoder
+from support.command_line import hpo_command, ok
+from support.jsonl_sets import write_set
+from support.tiny import tiny_executor, write_study
+from support.tiny_encoders import save_encoder
 
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import ModelError

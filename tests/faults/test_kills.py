@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import (
+from support.worker_process import (
     PLACES,
     check_done,
     ended_log,

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, hpo_command
-from lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
-from tiny import tiny_executor, write_study
+from support.command_line import SUPPORT, hpo_command
+from support.lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
+from support.tiny import tiny_executor, write_study
 
 import hpo
 from hpo.errors import DeviceLostError
@@ -98,7 +98,7 @@ def test_a_context_lost_while_a_plan_is_measured_ends_the_command(
 def test_a_supervisor_starts_another_worker(
     study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = str(ROOT / "tests" / "lost_gpu.py")
+    program = str(SUPPORT / "lost_gpu.py")
     monkeypatch.setattr(
         supervisor, "worker_command", lambda study, *_: [sys.executable, program, "worker", study]
     )

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import finish as finish_command
-from command_line import hpo_command, ok, saved_steps, start_hpo, wait_until
-from postgres import PostgresServer
-from proxy import Proxy
-from tiny import write_long_study, write_study
-from worker_process import finish, note, notes, result, start_process, study, wait_for
+from support.command_line import finish as finish_command
+from support.command_line import hpo_command, ok, saved_steps, start_hpo, wait_until
+from support.postgres import PostgresServer
+from support.proxy import Proxy
+from support.tiny import write_long_study, write_study
+from support.worker_process import finish, note, notes, result, start_process, study, wait_for
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError

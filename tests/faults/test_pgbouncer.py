@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from one_connection import one_connection
-from pgbouncer import PROGRAM, server_settings, transaction_pool
-from postgres import PostgresServer
-from worker_process import check_done, finish, start_process, study, work
+from support.one_connection import one_connection
+from support.pgbouncer import PROGRAM, server_settings, transaction_pool
+from support.postgres import PostgresServer
+from support.worker_process import check_done, finish, start_process, study, work
 
 from hpo.config.study_config import StudyConfig
 from hpo.study.reading.reader import read_study

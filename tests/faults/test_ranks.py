@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Finished, finish, hpo_command, ok, start_python, stored, wait_until
-from tiny import write_study
+from support.command_line import (
+    SUPPORT,
+    Finished,
+    finish,
+    hpo_command,
+    ok,
+    start_python,
+    stored,
+    wait_until,
+)
+from support.tiny import write_study
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +46,13 @@ def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 def run_with_faults(folder: Path, faults: str, rank: int) -> subprocess.Popen[str]:
     return torchrun(
-        folder, str(ROOT / "tests" / "rank_faults.py"), faults, str(rank), "run", "tiny.yaml", "--json"
+        folder,
+        str(SUPPORT / "rank_faults.py"),
+        faults,
+        str(rank),
+        "run",
+        "tiny.yaml",
+        "--json",
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from command_line import Finished, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from tiny import write_long_study
+from support.command_line import Finished, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.tiny import write_long_study
 
 from hpo.study.claims.process import process_start
 from hpo.study.reading.study_record import StudyRecord, TrialRecord

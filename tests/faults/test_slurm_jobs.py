@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, hpo_command, ok, saved_steps
-from container import PYTHON, make_image, make_programs, path_with, why_no_container
-from own_code_studies import write
-from postgres import PostgresServer
-from slurm import SlurmCluster
-from tiny import write_long_study
+from support.command_line import ROOT, hpo_command, ok, saved_steps
+from support.container import PYTHON, make_image, make_programs, path_with, why_no_container
+from support.own_code_studies import write
+from support.postgres import PostgresServer
+from support.slurm import SlurmCluster
+from support.tiny import write_long_study
 
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.study.reading.reader import read_study

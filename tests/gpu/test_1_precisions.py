@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import hpo_command, ok
-from gpu_studies import largest_relative, relative, write_gpu_study
-from tiny_loop import config_of
+from support.command_line import hpo_command, ok
+from support.gpu_studies import largest_relative, relative, write_gpu_study
+from support.tiny_loop import config_of
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_studies import SGD, relative, write_gpu_study
-from tiny_loop import config_of
+from support.gpu_studies import SGD, relative, write_gpu_study
+from support.tiny_loop import config_of
 from torch import Tensor, nn
 
 from hpo.config.resolved_study import resolve_study

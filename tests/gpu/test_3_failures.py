@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import finish, start_hpo, stored
-from gpu_studies import SGD, relative, write_gpu_study
+from support.command_line import finish, start_hpo, stored
+from support.gpu_studies import SGD, relative, write_gpu_study
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study

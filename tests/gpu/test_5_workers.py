@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import finish, ok, start_hpo, start_python, stored
-from gpu_studies import write_gpu_study
+from support.command_line import finish, ok, start_hpo, start_python, stored
+from support.gpu_studies import write_gpu_study
 
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, EnergyCounter, synchronize
 from hpo.precision.amp import backend_flags

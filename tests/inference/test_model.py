@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_kind import write_every_kind
-from readme import README
-from tiny import CPU
+from support.every_kind import write_every_kind
+from support.readme import README
+from support.tiny import CPU
 from torch import Tensor
 
 import hpo

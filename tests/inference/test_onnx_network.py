@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_onnx import TEXTS, random_batch
+from support.tiny_onnx import TEXTS, random_batch
 
 import hpo
 from hpo.deploy.onnx_export import export_onnx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_encoders import KIND_TASKS, make_batch, make_model
+from support.tiny_encoders import KIND_TASKS, make_batch, make_model
 from torch import nn
 
 from hpo.inference.packed_linear import PackedLinears

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_encoders import KIND_TASKS, make_model
+from support.tiny_encoders import KIND_TASKS, make_model
 
 from hpo.data.examples import Example, RowChecker
 from hpo.data.tokenized_split import Windowing

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from planted_encoder import PlantedEncoder, write_planted_study
+from support.planted_encoder import PlantedEncoder, write_planted_study
 from torch import Tensor, nn
 
 import hpo

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import ENCODER, tiny_executor
+from support.tiny import ENCODER, tiny_executor
 
 from hpo.device import DeviceInfo
 from hpo.errors import RunError

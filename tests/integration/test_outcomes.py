@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from resumed_trials import check_resume_is_exact
 from safetensors.torch import load_file, save_file
-from tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
-from tiny_encoders import save_encoder
+from support.resumed_trials import check_resume_is_exact
+from support.tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
+from support.tiny_encoders import save_encoder
 
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches

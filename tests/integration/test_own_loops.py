@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
 from safetensors.torch import load_file
+from support.command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
 
 from hpo.code import use_code
 from hpo.study.reading.study_record import StudyRecord

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import CPU_PRECISIONS, tiny_executor
+from support.tiny import CPU_PRECISIONS, tiny_executor
 
 
 @pytest.mark.slow

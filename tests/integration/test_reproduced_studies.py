@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import hpo_command, ok, stored
-from tiny import write_study
+from support.command_line import hpo_command, ok, stored
+from support.tiny import write_study
 
 from hpo.study.reading.study_record import best_trials
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, stored
 from safetensors.torch import load_file
-from tiny import write_study
+from support.command_line import hpo_command, ok, stored
+from support.tiny import write_study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study

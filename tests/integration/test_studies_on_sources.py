@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from resumed_trials import check_resume_is_exact, weights_of
-from several_sources import write_sources
-from tiny import tiny_executor, write_study
+from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.resumed_trials import check_resume_is_exact, weights_of
+from support.several_sources import write_sources
+from support.tiny import tiny_executor, write_study
 
 from hpo.training import loop
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-import worker_process
-from worker_process import study
+from support import tiny, worker_process
+from support.worker_process import study
 
 from hpo.config.resolved_study import resolve_study
 from hpo.study.reading.reader import read_study

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import ROOT, finish, ok, saved_steps, start_hpo, stored, wait_until
+from support.command_line import ROOT, finish, ok, saved_steps, start_hpo, stored, wait_until
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from typing import Any
 import optuna
 import pandas as pd
 import pytest
-from browser import page_that_fits
-from command_line import hpo_command, ok
-from every_kind import TASKS, write_every_kind
 from sklearn.metrics import f1_score, mean_absolute_error
+from support.browser import page_that_fits
+from support.command_line import hpo_command, ok
+from support.every_kind import TASKS, write_every_kind
 
 from hpo.report.dashboard import dashboard_server
 

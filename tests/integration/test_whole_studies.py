@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, stored
-from tiny import write_study
+from support.command_line import hpo_command, ok, stored
+from support.tiny import write_study
 
 from hpo.report.tables import StudyTables
 from hpo.study.running import stopping

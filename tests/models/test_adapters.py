@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import finish, hpo_command, ok, start_python
-from every_kind import TASKS, WINDOWS, write_every_kind
 from peft import PeftModel
-from resumed_trials import check_resume_is_exact, run_trial, weights_of
 from safetensors.torch import load_file, save_file
-from tiny import CPU, tiny_executor
-from tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
+from support.command_line import finish, hpo_command, ok, start_python
+from support.every_kind import TASKS, WINDOWS, write_every_kind
+from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
+from support.tiny import CPU, tiny_executor
+from support.tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
 from transformers import AutoModel
 
 import hpo

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_executor
-from tiny_encoders import FAMILIES, family_model, make_batch, make_model
+from support.tiny import tiny_executor
+from support.tiny_encoders import FAMILIES, family_model, make_batch, make_model
 from torch import Tensor
 
 import hpo.models.attention

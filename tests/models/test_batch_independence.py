@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, SIZES, SPANS, make_model
+from support.tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, SIZES, SPANS, make_model
 from torch import Tensor, nn
 
 from hpo.errors import ModelError

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import family_model
+from support.tiny_encoders import family_model
 from torch import Tensor, nn
 
 from hpo.data.tasks import Task

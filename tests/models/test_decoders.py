@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import hpo_command, ok
-from command_line import stored as stored_study
-from every_kind import TASKS, WINDOWS, write_every_kind
-from jsonl_sets import write_set
-from resumed_trials import check_resume_is_exact
 from safetensors.torch import load_file
-from tiny import CPU, TinyEncoder, write_study
-from tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
+from support.command_line import hpo_command, ok
+from support.command_line import stored as stored_study
+from support.every_kind import TASKS, WINDOWS, write_every_kind
+from support.jsonl_sets import write_set
+from support.resumed_trials import check_resume_is_exact
+from support.tiny import CPU, TinyEncoder, write_study
+from support.tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import BERT, DECODERS, FAMILIES, family_encoder, make_batch, save_encoder
+from support.tiny_encoders import BERT, DECODERS, FAMILIES, family_encoder, make_batch, save_encoder
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 

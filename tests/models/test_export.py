@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
+from support.tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
 from transformers import AutoModel, AutoTokenizer
 
 from hpo.data.tokenized_split import Windowing

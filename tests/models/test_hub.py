@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import close_session
-from tiny_encoders import save_encoder
+from support.tiny_encoders import save_encoder
 
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer

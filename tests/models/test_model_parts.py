@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import TASKS, TinyEncoder, tiny_model
-from tiny_encoders import FAMILIES
+from support.tiny import TASKS, TinyEncoder, tiny_model
+from support.tiny_encoders import FAMILIES
 from torch import nn
 
 from hpo.errors import ModelError

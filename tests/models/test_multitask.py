@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_encoders import (
+from support.tiny_encoders import (
     FAMILIES,
     KIND_TASKS,
     dropout_rates,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import CPU, CPU_PRECISIONS, EMULATED
+from support.tiny import CPU, CPU_PRECISIONS, EMULATED
 from torch import nn
 
 from hpo.errors import Nonfinite

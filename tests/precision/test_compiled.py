@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
 from test_effective import (
     Compute,
     Library,
@@ -25,7 +26,6 @@ from test_effective import (
     wide_in_evaluation,
     wide_in_training,
 )
-from tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED, TinyEncoder, tiny_batch, tiny_model
-from tiny_encoders import BERT, FAMILIES, TASKS, make_batch
+from support.tiny import CPU, EMULATED, TinyEncoder, tiny_batch, tiny_model
+from support.tiny_encoders import BERT, FAMILIES, TASKS, make_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command
-from tiny import tiny_executor, write_study
+from support.command_line import hpo_command
+from support.tiny import tiny_executor, write_study
 
 from hpo.errors import InputError
 from hpo.precision.environment import environment_overrides, refuse_overrides

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED
+from support.tiny import CPU, EMULATED
 from torch import Tensor, nn
 
 from hpo.precision.amp import MixedPrecision, prepare_model

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from study_records import DEVICE, GPU, fake_trial, tables_of, two_device_record
+from support.study_records import DEVICE, GPU, fake_trial, tables_of, two_device_record
 
 from hpo.report.charts import all_charts, metric_throughput, precision_metric
 from hpo.report.dashboard import study_note

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
+from support.study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.report.caveats import Notice, caveats
 from hpo.report.limits import no_better_than_constant

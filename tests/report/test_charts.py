@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
+from support.study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import optuna
 import pytest
-from detailed_documents import every_kind
 from optuna_dashboard import get_note, save_note
-from study_records import DISTRIBUTIONS, fake_record, fake_tables, fake_trial, record_of, tables_of
+from support.detailed_documents import every_kind
+from support.study_records import DISTRIBUTIONS, fake_record, fake_tables, fake_trial, record_of, tables_of
 
 from hpo.errors import InputError
 from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note

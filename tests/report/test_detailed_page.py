@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import page_that_fits, without_plotly
-from detailed_documents import (
+from support.browser import page_that_fits, without_plotly
+from support.detailed_documents import (
     class_row,
     document,
     error,
@@ -16,7 +16,7 @@ from detailed_documents import (
     single_label,
     task_document,
 )
-from study_records import fake_trial, record_of
+from support.study_records import fake_trial, record_of
 
 from hpo.report.detailed_page import HEADING
 from hpo.report.report import write_report

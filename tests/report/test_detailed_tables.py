@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from detailed_documents import class_row, document, every_kind, task_document
-from study_records import tables_of, with_values
+from support.detailed_documents import class_row, document, every_kind, task_document
+from support.study_records import tables_of, with_values
 
 from hpo.report.detailed import Detailed, headline
 from hpo.report.detailed_tables import (

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from study_records import fake_tables
+from support.study_records import fake_tables
 
 from hpo.report.charts import history
 from hpo.report.figures import Chart, Series, plotly_figure

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from study_records import fake_trial
+from support.study_records import fake_trial
 
 from hpo.report.formats import (
     format_bytes,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonl_sets import load_set, write_set
-from planted_comparison import plan_of, record_of, search_config
-from worker_process import study
+from support.jsonl_sets import load_set, write_set
+from support.planted_comparison import plan_of, record_of, search_config
+from support.worker_process import study
 
 from hpo.data.dataset import DataSet
 from hpo.report.in_advance import limit_in_advance, trials_in_advance

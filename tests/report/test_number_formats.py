@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import without_plotly
-from study_records import DEFINITION, fake_trial, record_of
+from support.browser import without_plotly
+from support.study_records import DEFINITION, fake_trial, record_of
 
 from hpo.report import screens
 from hpo.report.caveats import caveats

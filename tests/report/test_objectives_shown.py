@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import without_plotly
-from detailed_documents import every_kind
-from study_records import DEFINITION, fake_trial, record_of
-from tiny import tiny_study
+from support.browser import without_plotly
+from support.detailed_documents import every_kind
+from support.study_records import DEFINITION, fake_trial, record_of
+from support.tiny import tiny_study
 
 from hpo.report import progress, screens
 from hpo.report.dashboard import study_note

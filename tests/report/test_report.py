@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from browser import without_plotly
-from command_line import hpo_command, ok
-from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
-from tiny import write_study
+from support.browser import without_plotly
+from support.command_line import hpo_command, ok
+from support.study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
+from support.tiny import write_study
 
 from hpo.errors import RunError
 from hpo.report.report import write_report

@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from detailed_documents import document, every_kind, nothing_known, task_document
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
-from study_records import fake_record, fake_trial, record_of
-from tiny import tiny_study
+from support.detailed_documents import document, every_kind, nothing_known, task_document
+from support.study_records import fake_record, fake_trial, record_of
+from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
 from hpo.precision.table import Support

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from study_records import DEFINITION, fake_trial, record_of
+from support.study_records import DEFINITION, fake_trial, record_of
 
 from hpo.report import screens
 from hpo.report.limits import limits_told

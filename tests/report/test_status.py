@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from study_records import fake_trial, record_of
+from support.study_records import fake_trial, record_of
 
 from hpo.report.caveats import caveats
 from hpo.report.dashboard import study_note

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from command_line import hpo_command, ok
-from study_records import (
+from support.command_line import hpo_command, ok
+from support.study_records import (
     ENDINGS,
     fake_record,
     fake_tables,
@@ -18,7 +18,7 @@ from study_records import (
     tables_of,
     with_values,
 )
-from tiny import write_study
+from support.tiny import write_study
 
 from hpo.device import probe_device
 from hpo.outcome import Outcome

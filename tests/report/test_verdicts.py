@@ -3,8 +3,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from planted_comparison import search_config, told
-from study_records import fake_record
+from support.planted_comparison import search_config, told
+from support.study_records import fake_record
 
 from hpo.compare.planning import Request
 from hpo.json_safe import json_safe

@@ -12,9 +12,9 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from scripted_study import ScriptedStudy
-from tiny import CPU
-from worker_process import make_and_run, result, run_trials, study
+from support.scripted_study import ScriptedStudy
+from support.tiny import CPU
+from support.worker_process import make_and_run, result, run_trials, study
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.special import xlogy
 from sklearn.metrics import d2_tweedie_score, mean_poisson_deviance
-from tiny import tiny_executor, tiny_study
+from support.tiny import tiny_executor, tiny_study
 from torch.nn.functional import poisson_nll_loss
 
 import hpo

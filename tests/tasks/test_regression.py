@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jsonl_sets import write_set
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
-from tiny import tiny_executor
-from tiny_tokenizers import tiny_tokenizer, tokenize_split
+from support.jsonl_sets import write_set
+from support.tiny import tiny_executor
+from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate
 from hpo.data.examples import Example

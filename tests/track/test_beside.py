@@ -9,9 +9,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
+from support.command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
+from support.tiny import write_study
 from test_mlflow import runs
-from tiny import write_study
 
 from hpo.track import beside
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from study_records import DEFINITION
+from support.study_records import DEFINITION
 from tracked_study import TELEMETRY, TrackedStudy
 
 from hpo.study.reading.study_record import StudyRecord, WorkerRecord

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, start_hpo, wait_until
 from mlflow_server import MlflowServer
+from support.command_line import finish, hpo_command, start_hpo, wait_until
+from support.worker_process import start_process
 from tracked_study import TrackedStudy
-from worker_process import start_process
 
 from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema

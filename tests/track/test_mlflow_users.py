@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from mlflow_server import ADMIN, FULL_PYTHON, MlflowServer
+from support.command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
+from support.tiny import write_study
 from test_mlflow import all_runs, client, experiment_of, runs
-from tiny import write_study
 from tracked_study import TrackedStudy
 
 pytestmark = pytest.mark.skipif(

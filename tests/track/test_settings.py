@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from study_records import fake_record
-from worker_process import study
+from support.study_records import fake_record
+from support.worker_process import study
 
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord

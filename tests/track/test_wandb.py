@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import wandb
-from command_line import finish, start_hpo
+from support.command_line import finish, start_hpo
 from tracked_study import TrackedStudy
 
 from hpo.track.follow import Follower

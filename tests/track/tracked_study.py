@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from command_line import Finished, hpo_command, ok
-from worker_process import begin, change_worker, evaluate, result, study
+from support.command_line import Finished, hpo_command, ok
+from support.worker_process import begin, change_worker, evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_executor
+from support.tiny import tiny_executor
 
 from hpo.trial.executor import Executor
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TASKS, tiny_batch, tiny_model, tiny_objective
-from tiny_encoders import make_batch, make_model
+from support.tiny import TASKS, tiny_batch, tiny_model, tiny_objective
+from support.tiny_encoders import make_batch, make_model
 
 from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
 from hpo.training.progress import CompileClock

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from command_line import ROOT
-from rank_checks import STEPS
-from tiny import tiny_batch, tiny_model
+from support.command_line import ROOT, SUPPORT
+from support.rank_checks import STEPS
+from support.tiny import tiny_batch, tiny_model
 from torch.distributed import TCPStore
 
 from hpo.training import distributed
@@ -43,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     }
     together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     together |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    command = [sys.executable, str(ROOT / "tests" / "rank_checks.py"), str(folder)]
+    command = [sys.executable, str(SUPPORT / "rank_checks.py"), str(folder)]
     environments = [environment | together | {"RANK": str(rank)} for rank in range(2)]
     processes = [
         subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import FakeNvml, NVMLError_GpuIsLost
-from tiny import GPU
+from support.fake_nvml import FakeNvml, NVMLError_GpuIsLost
+from support.tiny import GPU
 
 from hpo.device import EnergyCounter
 from hpo.training.energy import MIN_STRETCH_SECONDS

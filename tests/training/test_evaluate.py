@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, EMULATED
-from tiny_loop import config_of, loop_parts
+from support.tiny import CPU, EMULATED
+from support.tiny_loop import config_of, loop_parts
 
 from hpo.data.batches import collate, evaluation_batches
 from hpo.models.multitask import MultitaskModel

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_trials import run_trial
-from tiny import altered_executor
+from support.resumed_trials import run_trial
+from support.tiny import altered_executor
 from torch import Tensor, nn
 
 from hpo.models.encoder import encoder_layers

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, EMULATED, tiny_batch
+from support.tiny import CPU, EMULATED, tiny_batch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch

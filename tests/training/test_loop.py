@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
+from support.tiny import (
     CPU,
     CPU_PRECISIONS,
     EMULATED,
@@ -25,7 +25,7 @@ from tiny import (
     tiny_model,
     tiny_study,
 )
-from tiny_loop import accumulate, amp_of, config_of, train_for
+from support.tiny_loop import accumulate, amp_of, config_of, train_for
 from torch import Tensor, nn
 from transformers import AutoModel
 

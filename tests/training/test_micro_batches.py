@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, TASKS, tiny_model, tiny_objective
-from tiny_loop import accumulate, amp_of
+from support.tiny import CPU, TASKS, tiny_model, tiny_objective
+from support.tiny_loop import accumulate, amp_of
 from torch import Tensor, nn
 
 from hpo.training.loop import apply_gradients

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED
-from tiny_encoders import BERT, make_model
+from support.tiny import CPU, EMULATED
+from support.tiny_encoders import BERT, make_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CPU
-from tiny_encoders import BERT, make_model, scalar_loss
+from support.tiny import CPU
+from support.tiny_encoders import BERT, make_model, scalar_loss
 
 from hpo.device import probe_device
 from hpo.models.adapters import AdapterSettings, add_adapter

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, TASKS, tiny_batch, tiny_model, tiny_objective
-from tiny_loop import amp_of
+from support.tiny import CPU, TASKS, tiny_batch, tiny_model, tiny_objective
+from support.tiny_loop import amp_of
 from torch import Tensor, nn
 
 import hpo.training.step_graphs

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tiny import tiny_executor
+from support.tiny import tiny_executor
 
 from hpo.errors import OutOfMemory
 from hpo.models.encoder import MINILM_HUB_ID

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED, overflow_in_reduced_precision, tiny_executor
+from support.tiny import CPU, EMULATED, overflow_in_reduced_precision, tiny_executor
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

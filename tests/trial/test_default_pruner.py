@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import hpo_command, ok
-from tiny import CPU, tiny_executor, write_study
+from support.command_line import hpo_command, ok
+from support.tiny import CPU, tiny_executor, write_study
 
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import Paused

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_trials import run_trial
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import CPU, EMULATED, altered_executor
+from support.resumed_trials import run_trial
+from support.tiny import CPU, EMULATED, altered_executor
 from torch import nn
 
 from hpo.errors import InputError

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, stored
-from resumed_trials import check_resume_is_exact
-from tiny import tiny_executor, write_study
+from support.command_line import hpo_command, ok, stored
+from support.resumed_trials import check_resume_is_exact
+from support.tiny import tiny_executor, write_study
 
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import load_study

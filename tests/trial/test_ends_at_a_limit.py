@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok, stored
-from tiny import tiny_executor, write_study
+from support.command_line import hpo_command, ok, stored
+from support.tiny import tiny_executor, write_study
 
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult

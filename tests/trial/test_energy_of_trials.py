@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command
-from tiny import tiny_executor, write_study
+from support.command_line import hpo_command
+from support.tiny import tiny_executor, write_study
 
 import hpo.training.loop as loop_module
 import hpo.trial.executor as executor_module

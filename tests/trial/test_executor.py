@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from every_kind import TASKS, write_every_kind
-from tiny import CPU, ENCODER, altered_executor, tiny_executor
-from tiny_encoders import save_encoder
+from support.every_kind import TASKS, write_every_kind
+from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.tiny_encoders import save_encoder
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_measurement, tiny_objective
-from tiny_encoders import BERT, FAMILIES, LABEL, make_batch
+from support.tiny import tiny_measurement, tiny_objective
+from support.tiny_encoders import BERT, FAMILIES, LABEL, make_batch
 from torch import nn
 from transformers import (
     DebertaV2Config,

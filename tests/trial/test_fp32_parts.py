@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_executor, tiny_study
+from support.tiny import tiny_executor, tiny_study
 from torch import Tensor, nn
 
 from hpo.config.trial_config import build_trial_config, parse_params

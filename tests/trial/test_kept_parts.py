@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_trials import weights_of
-from tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.resumed_trials import weights_of
+from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.worker_process import run_until_killed
 from trial.test_part_search import SECOND, enlarge
-from worker_process import run_until_killed
 
 import hpo
 from hpo.inference import model as inference

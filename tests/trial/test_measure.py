@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measurement, tiny_model, tiny_objective
+from support.tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measurement, tiny_model, tiny_objective
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

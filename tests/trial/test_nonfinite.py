@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import make_batch, make_model, scalar_loss
+from support.tiny_encoders import make_batch, make_model, scalar_loss
 from torch import Tensor, nn
 
 from hpo.models.multitask import MultitaskModel

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jsonl_sets import write_set
-from tiny import tiny_executor, tiny_study
+from support.jsonl_sets import write_set
+from support.tiny import tiny_executor, tiny_study
 
 from hpo.data.tasks import Task
 from hpo.errors import InputError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed_trials import check_resume_is_exact
-from tiny import ENCODER, tiny_executor
+from support.resumed_trials import check_resume_is_exact
+from support.tiny import ENCODER, tiny_executor
 
 from hpo.trial.executor import Executor
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import HEAD, LOOP, own_executor
-from resumed_trials import check_resume_is_exact, run_trial, weights_of
+from support.own_loops import HEAD, LOOP, own_executor
+from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
 from torch import nn
 
 from hpo.errors import InputError, Paused, Pruned

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ENCODER, altered_executor
+from support.tiny import ENCODER, altered_executor
 from torch import Tensor, nn
 
 from hpo.models.multitask import MultitaskModel

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_trials import weights_of
-from tiny import tiny_executor
+from support.resumed_trials import weights_of
+from support.tiny import tiny_executor
 
 from hpo.errors import Preempted
 from hpo.training import loop

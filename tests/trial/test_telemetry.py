@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import CPU
-from tiny_encoders import make_model
+from support.tiny import CPU
+from support.tiny_encoders import make_model
 
 from hpo.device import DeviceInfo, Utilization
 from hpo.models.multitask import MultitaskModel

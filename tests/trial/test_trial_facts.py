@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import CPU, altered_executor
+from support.tiny import CPU, altered_executor
 from torch import Tensor, nn
 from torch.nn import functional as F
 

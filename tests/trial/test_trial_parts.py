@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from every_kind import WINDOWS, write_every_kind
-from jsonl_sets import write_set
-from tiny import CPU
-from tiny_encoders import BERT
-from tiny_loop import config_of
+from support.every_kind import WINDOWS, write_every_kind
+from support.jsonl_sets import write_set
+from support.tiny import CPU
+from support.tiny_encoders import BERT
+from support.tiny_loop import config_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

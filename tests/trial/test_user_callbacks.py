@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import finish, hpo_command, ok, saved_steps, start_hpo, start_python, stored, wait_until
-from own_code_studies import write
-from resumed_trials import check_resume_is_exact, weights_of
-from tiny import CPU
-from tiny_loop import config_of
+from support.command_line import (
+    finish,
+    hpo_command,
+    ok,
+    saved_steps,
+    start_hpo,
+    start_python,
+    stored,
+    wait_until,
+)
+from support.own_code_studies import write
+from support.resumed_trials import check_resume_is_exact, weights_of
+from support.tiny import CPU
+from support.tiny_loop import config_of
 
 from hpo.code import use_code
 from hpo.config.resolved_study import resolve_study

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import altered_executor
+from support.tiny import altered_executor
 from torch import nn
 
 from hpo.device import DeviceInfo

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
 from trial.test_part_search import SECOND, enlarge
 
 from hpo.report.part_screens import parts_verification

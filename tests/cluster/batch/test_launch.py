@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok
-from container import make_image, make_programs, path_with, why_no_container
-from tiny import write_study
+from support.command_line import hpo_command, ok
+from support.container import make_image, make_programs, path_with, why_no_container
+from support.tiny import write_study
 
 needs_root = pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 

@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from command_line import ROOT, hpo_command, ok, refused
-from postgres import PASSWORD, PostgresServer
-from readme import CLUSTER
-from slurm import SlurmCluster
-from tiny import write_study
+from support.command_line import ROOT, hpo_command, ok, refused
+from support.postgres import PASSWORD, PostgresServer
+from support.readme import CLUSTER
+from support.slurm import SlurmCluster
+from support.tiny import write_study
 
 from hpo.cluster.batch.slurm import WorkerArray, requeue_this_job, seconds_of
 from hpo.errors import InputError

@@ -11,7 +11,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
-from worker_process import begin, result, study
+from support.worker_process import begin, result, study
 
 from hpo.cluster.doctor.doctor import Finding, examine
 from hpo.errors import StorageError

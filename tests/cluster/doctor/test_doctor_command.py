@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import Finished, hpo_command, ok, refused
 from optuna.trial import TrialState, create_trial
-from tiny import tiny_study, write_study
-from worker_process import study
+from support.command_line import Finished, hpo_command, ok, refused
+from support.tiny import tiny_study, write_study
+from support.worker_process import study
 
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from worker_process import start_process, study
+from support.worker_process import start_process, study
 
 from hpo.cluster.postgres import programs as postgres_programs
 from hpo.cluster.postgres.postgres_server import PostgresServer

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import Finished, finish, start_hpo, wait_until
-from worker_process import study
+from support.command_line import Finished, finish, start_hpo, wait_until
+from support.worker_process import study
 
 from hpo.cluster.postgres import postgres_server
 from hpo.cluster.postgres.postgres_server import PostgresServer

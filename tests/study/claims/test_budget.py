@@ -12,7 +12,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from worker_process import (
+from support.worker_process import (
     begin,
     die_at,
     evaluate,

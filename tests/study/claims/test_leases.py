@@ -10,7 +10,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from worker_process import (
+from support.worker_process import (
     begin,
     change_worker,
     evaluate,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_process import wait_for
+from support.worker_process import wait_for
 
 from hpo.study.claims.process import is_running, process_start, this_machine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import optuna
 import pytest
-from worker_process import (
+from support.worker_process import (
     PLACES,
     begin,
     change_worker,

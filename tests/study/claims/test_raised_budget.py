@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, evaluate, result, study, worker_on
+from support.worker_process import begin, evaluate, result, study, worker_on
 
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, change_worker, evaluate, make_and_run, result, study, worker_on
+from support.worker_process import begin, change_worker, evaluate, make_and_run, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, StorageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from worker_process import begin, study, worker_on
+from support.worker_process import begin, study, worker_on
 
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage

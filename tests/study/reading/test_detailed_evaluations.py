@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from detailed_documents import document, error, task_document
-from worker_process import run_trials, study
+from support.detailed_documents import document, error, task_document
+from support.worker_process import run_trials, study
 
 from hpo.errors import RunError
 from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation

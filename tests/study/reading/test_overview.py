@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import change_worker, run_trials, study
+from support.worker_process import change_worker, run_trials, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged

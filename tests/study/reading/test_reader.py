@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from whole_study import filled
-from worker_process import begin, result, run_trials, study, worker_on
+from support.whole_study import filled
+from support.worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.errors import StorageError
 from hpo.report.status import study_status

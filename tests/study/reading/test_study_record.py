@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from study_records import fake_trial, record_of
+from support.study_records import fake_trial, record_of
 
 from hpo.study.reading.study_record import unverified_precisions
 

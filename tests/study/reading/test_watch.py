@@ -8,8 +8,8 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
-import worker_process
-from worker_process import begin, evaluate, result, run_trials, study, wait_for
+from support import worker_process
+from support.worker_process import begin, evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.lease import Lease

@@ -13,8 +13,8 @@ from typing import Any
 
 import optuna
 import pytest
-from detailed_documents import document, task_document
-from worker_process import result, run_trials, study
+from support.detailed_documents import document, task_document
+from support.worker_process import result, run_trials, study
 
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, DeviceLostError, RunError

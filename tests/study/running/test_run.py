@@ -13,8 +13,8 @@ import fsspec
 import optuna
 import pytest
 import sqlalchemy as sa
-from tiny import CPU, GPU, write_study
-from worker_process import begin, evaluate, run_trials, study, worker_on
+from support.tiny import CPU, GPU, write_study
+from support.worker_process import begin, evaluate, run_trials, study, worker_on
 
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.study_config import load_study

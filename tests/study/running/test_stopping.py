@@ -10,7 +10,7 @@ import time
 from datetime import datetime, timedelta
 
 import pytest
-from worker_process import wait_for
+from support.worker_process import wait_for
 
 from hpo.errors import InputError
 from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, parse_time, stop_on_signals

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeNvml
-from postgres import PostgresServer
-from tiny import CPU, GPU
-from worker_process import study, wait_for
+from support.fake_nvml import FakeNvml
+from support.postgres import PostgresServer
+from support.tiny import CPU, GPU
+from support.worker_process import study, wait_for
 
 from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig

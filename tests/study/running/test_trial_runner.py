@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import hpo_command, ok
-from tiny import CPU, tiny_executor, write_study
-from worker_process import result, study
+from support.command_line import hpo_command, ok
+from support.tiny import CPU, tiny_executor, write_study
+from support.worker_process import result, study
 
 from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig

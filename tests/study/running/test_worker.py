@@ -9,8 +9,8 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, distribution_to_json
-from tiny import CPU
-from worker_process import make_and_run, result, study
+from support.tiny import CPU
+from support.worker_process import make_and_run, result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import DataError

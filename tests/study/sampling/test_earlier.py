@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from optuna.trial import TrialState
-from worker_process import finish, result, run_trials, run_until_killed, start_process, study
+from support.worker_process import finish, result, run_trials, run_until_killed, start_process, study
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StudyChangedError, StudyFileError

@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
-from worker_process import evaluate, result, study
+from support.worker_process import evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig

@@ -6,7 +6,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from worker_process import study
+from support.worker_process import study
 
 from hpo.config.search_space import suggest
 from hpo.study.sampling.fronts import order, pareto_front

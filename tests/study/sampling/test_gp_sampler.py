@@ -7,8 +7,8 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
-from scripted_study import ScriptedStudy
-from worker_process import study
+from support.scripted_study import ScriptedStudy
+from support.worker_process import study
 
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 

@@ -8,8 +8,8 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
-from scripted_study import ScriptedStudy
-from worker_process import study
+from support.scripted_study import ScriptedStudy
+from support.worker_process import study
 
 from hpo.outcome import Outcome
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Failures

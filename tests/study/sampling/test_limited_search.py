@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
-from scripted_study import Params, ScriptedStudy
-from worker_process import study
+from support.scripted_study import Params, ScriptedStudy
+from support.worker_process import study
 
 from hpo.config.limits import violation, violations
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import command_line
 import pytest
 import sqlalchemy as sa
-from command_line import finish, hpo_command, ok, start_hpo, stored
-from own_code_studies import write
-from scripted_study import ScriptedStudy
-from tiny import write_study
-from worker_process import SPACE, study
+from support import command_line
+from support.command_line import finish, hpo_command, ok, start_hpo, stored
+from support.own_code_studies import write
+from support.scripted_study import ScriptedStudy
+from support.tiny import write_study
+from support.worker_process import SPACE, study
 
 from hpo import code
 from hpo.config.study_config import StudyConfig, load_study

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from planted_comparison import plan_of
-from worker_process import begin, result, run_trials, study, worker_on
+from support.planted_comparison import plan_of
+from support.worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.compare.companion import comparison_study
 from hpo.config.search_space import suggest

@@ -6,8 +6,8 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
-from scripted_study import Params, ScriptedStudy, best_at_1e_4
-from worker_process import SPACE, study
+from support.scripted_study import Params, ScriptedStudy, best_at_1e_4
+from support.worker_process import SPACE, study
 
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest

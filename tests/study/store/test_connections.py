@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from one_connection import one_connection
-from worker_process import study, work, worker_on
+from support.one_connection import one_connection
+from support.worker_process import study, work, worker_on
 
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study

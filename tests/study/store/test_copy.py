@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 from optuna.samplers import NSGAIISampler
 from optuna.trial import TrialState, create_trial
-from whole_study import contents, filled, num_rows
-from worker_process import change_worker, run_until_killed, study
+from support.whole_study import contents, filled, num_rows
+from support.worker_process import change_worker, run_until_killed, study
 
 from hpo.errors import InputError, StorageError
 from hpo.study.claims.leases import WorkerLease

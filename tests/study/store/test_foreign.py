@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
-from worker_process import begin, evaluate, result, run_trials, study, worker_on
+from support.worker_process import begin, evaluate, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError

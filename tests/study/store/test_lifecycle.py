@@ -8,8 +8,8 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from whole_study import num_rows
-from worker_process import (
+from support.whole_study import num_rows
+from support.worker_process import (
     begin,
     change_worker,
     evaluate,

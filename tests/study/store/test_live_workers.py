@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from worker_process import wait_for
+from support.worker_process import wait_for
 
 from hpo.study.claims.process import process_start, this_machine
 from hpo.study.store.schema import workers

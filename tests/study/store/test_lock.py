@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from worker_process import finish, start_process, study, wait_for
+from support.worker_process import finish, start_process, study, wait_for
 
 from hpo.errors import HpoError, RunError, StoppedError
 from hpo.study.store import connection as bounds

@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from worker_process import run_until_killed, study
+from support.worker_process import run_until_killed, study
 
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.study.store import schema

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from worker_process import study, worker_on
+from support.worker_process import study, worker_on
 
 from hpo.errors import StorageError
 from hpo.study.claims.process import this_machine

@@ -8,7 +8,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
-from worker_process import begin, change_worker, evaluate, result, study, worker_on
+from support.worker_process import begin, change_worker, evaluate, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig, stored_study

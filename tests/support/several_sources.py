@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jsonl_sets import write_set
+from support.jsonl_sets import write_set
 
 TONE = {"kind": "single_label", "classes": ["bad", "good"]}
 TASKS: dict[str, dict[str, Any]] = {

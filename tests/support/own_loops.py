@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tiny import CPU
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.trial.own_executor import OwnLoopExecutor, build_executor
+from support.tiny import CPU
 
 HEAD = """
 import torch

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from study_reference import study_reference
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
 
-ROOT = Path(__file__).parent.parent
+from support.study_reference import study_reference
+
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 STUDIES, PACKAGE, CLUSTER, BENCHMARKS = (
     ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks")

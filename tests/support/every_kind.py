@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jsonl_sets import write_set
-from tiny import write_study
+from support.jsonl_sets import write_set
+from support.tiny import write_study
 
 TASKS: dict[str, Any] = {
     "topic": {"kind": "single_label", "classes": ["delivery", "price", "other"]},

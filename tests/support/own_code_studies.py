@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from command_line import ROOT
-from jsonl_sets import write_set
-from tiny import write_study
+from support.command_line import ROOT
+from support.jsonl_sets import write_set
+from support.tiny import write_study
 
 EXAMPLE = (ROOT / "studies/examples/own_kind/own_kind.py").read_text()
 NOTED = "\nwith open(__file__ + '.ran', 'a') as note:\n    note.write('x')  # each time it is run\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-TOKENIZER = Path(__file__).parent / "gpu" / "tokenizer"
+TOKENIZER = Path(__file__).parents[1] / "gpu" / "tokenizer"
 
 # (hidden size, layers, heads, intermediate size); `base` and `large` as published (arXiv 1810.04805)
 SIZES = {

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from command_line import ROOT
+from support.command_line import ROOT
 
 PYTHON = "/opt/base/bin/python3"
 """The interpreter of the image."""

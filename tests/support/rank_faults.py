@@ -1,6 +1,6 @@
 """`hpo` with a fault in one of several processes that train together, as a program.
 
-    torchrun ... tests/rank_faults.py FAULT,FAULT RANK COMMAND ...
+    torchrun ... tests/support/rank_faults.py FAULT,FAULT RANK COMMAND ...
 
 The n-th fault is at work in the n-th trial of that rank, from a step on, and leaves a file `fault` in the
 working folder.

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
-from postgres import PASSWORD, USER, PostgresServer
 
 from hpo.cluster.postgres.postgres_server import free_port
+from support.postgres import PASSWORD, USER, PostgresServer
 
 PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from tiny import CPU, EMULATED, tiny_batch, tiny_objective
 from torch import Tensor
 
 from hpo.config.evaluation_config import EvaluationConfig
@@ -22,6 +21,7 @@ from hpo.training.progress import Budget, ThroughputMeter, TrainingClock, TrainS
 from hpo.training.training_data import TrainingData
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
+from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 
 class LoopParts(NamedTuple):

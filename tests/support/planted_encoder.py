@@ -1,7 +1,7 @@
 """An encoder for which it is known what bf16 costs it, and the texts and the study to train it with.
 
 As a program, `hpo` with that encoder, killed at the AT-th time that a PLACE (`step` of training, `judged`
-look) is reached: tests/planted_encoder.py FLAW PLACE AT COMMAND ...
+look) is reached: tests/support/planted_encoder.py FLAW PLACE AT COMMAND ...
 
 What a text says is decided in one number d, 1 or -1, whose sign the rest of the model learns in a few steps:
 
@@ -25,15 +25,15 @@ from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
+sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
+
 import torch
 import torch.nn.functional as F
-from jsonl_sets import write_set
-from tiny import ENCODER, write_study
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
-
 from hpo.models.encoder import load_tokenizer
+from support.jsonl_sets import write_set
+from support.tiny import ENCODER, write_study
 
 Flaw = Literal["sound", "lossy", "noisy"]
 

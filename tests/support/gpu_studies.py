@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_models import fresh_encoder
-from jsonl_sets import write_set
-from tiny import write_study
-
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.device import DeviceInfo
+from support.gpu_models import fresh_encoder
+from support.jsonl_sets import write_set
+from support.tiny import write_study
 
 # Adam and clipping hide a wrong scale of the gradients. Here it changes the losses.
 SGD = {"optimizer": "sgd", "learning_rate": 0.005, "max_grad_norm": 1000.0}

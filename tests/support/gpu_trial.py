@@ -1,6 +1,7 @@
 """A trial that is killed with -9 in the middle, and what it would have done: for the checks of `tests/gpu`.
 
-As a program it runs the trial of STUDY and kills itself after a step: tests/gpu_trial.py STUDY FOLDER STEP
+As a program it runs the trial of STUDY and kills itself after a step:
+tests/support/gpu_trial.py STUDY FOLDER STEP
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
+sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study

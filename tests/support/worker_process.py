@@ -32,7 +32,7 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
-CONTEXT.set_forkserver_preload(["preloaded"])
+CONTEXT.set_forkserver_preload(["support.preloaded"])
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
@@ -207,7 +207,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Start a process that is forked from one which has `preloaded`."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=path):
         ensure_running()
     process = CONTEXT.Process(target=target, args=args, kwargs=kwargs, daemon=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from worker_process import result, study
 
 from hpo.compare.companion import comparison_study, open_comparison
 from hpo.compare.looks import run_looks
@@ -33,6 +32,7 @@ from hpo.study.sampling.points import grid_points
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.training.metrics import RowStatistics
+from support.worker_process import result, study
 
 TASKS = (Task("topic", "regression"),)
 TWO_TASKS = (*TASKS, Task("tone", "regression"))

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worker_process import CONTEXT, start_process
+
+from support.worker_process import CONTEXT, start_process
 
 
 class ForkedProgram:

@@ -9,10 +9,8 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
-from detailed_documents import document, interval
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
-from worker_process import begin, evaluate, result, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
@@ -22,6 +20,8 @@ from hpo.study.store.copy import OURS
 from hpo.study.store.optuna_internals import trials
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
+from support.detailed_documents import document, interval
+from support.worker_process import begin, evaluate, result, study
 
 
 def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:

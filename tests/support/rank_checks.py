@@ -1,6 +1,6 @@
 """What `tests/training/test_distributed.py` looks at: computed by two processes together, and by one.
 
-    tests/rank_checks.py FOLDER     with the variables that torchrun sets, or without them
+    tests/support/rank_checks.py FOLDER     with the variables that torchrun sets, or without them
 
 Each writes what it saw to FOLDER/rank-<rank>.json, one that trains alone to FOLDER/alone.json.
 """
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
+
 import torch
-from tiny import CPU, EMULATED, tiny_executor
-from tiny_loop import amp_of, config_of, loop_parts, train_for
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, evaluation_batches
@@ -31,6 +31,8 @@ from hpo.training.losses import MultitaskLoss
 from hpo.training.progress import Budget
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor, follow
+from support.tiny import CPU, EMULATED, tiny_executor
+from support.tiny_loop import amp_of, config_of, loop_parts, train_for
 
 NO_DROPOUT = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
 collate, compute = loop.collate, MultitaskLoss.__call__

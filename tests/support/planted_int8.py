@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from jsonl_sets import write_set
 from safetensors.torch import load_file, save_file
-from tiny import ENCODER, write_study
 
 from hpo.trial import best_model
+from support.jsonl_sets import write_set
+from support.tiny import ENCODER, write_study
 
 OUTPUT = "encoder.encoder.layer.0.attention.output.dense"
 VALUE = "encoder.encoder.layer.0.attention.self.value"

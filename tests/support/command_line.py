@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from forked_program import ForkedProgram, start_program
 from typer.main import get_command
 
 import hpo
@@ -23,10 +22,14 @@ from hpo.cli.commands import app, main
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
+from support.forked_program import ForkedProgram, start_program
 
 ROOT = Path(hpo.__file__).parents[1]
-PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-"""PYTHONPATH of started processes: this checkout, and what was there before."""
+SUPPORT = ROOT / "tests" / "support"
+PYTHON_PATH = os.pathsep.join(
+    filter(None, [str(ROOT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+)
+"""PYTHONPATH of started processes: this checkout, its tests, and what was there before."""
 COMMANDS: dict[str, Any] = {
     " ".join([name, *inner]): found
     for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_encoders import FAMILIES, KIND_TASKS, family_model
 from torch import Tensor
 
 import hpo
@@ -20,6 +19,7 @@ from hpo.inference.model import TrainedModel
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model
 from hpo.tasks.thresholds import DecodingThresholds
+from support.tiny_encoders import FAMILIES, KIND_TASKS, family_model
 
 TEXTS = (
     "Late again!",

@@ -1,7 +1,7 @@
 """A GPU that loses the context of its process, for the tests on a CPU.
 
 As a program, `hpo` whose process loses its context in the third step, but only the first time: it leaves a
-file `lost` in the working folder. Use: tests/lost_gpu.py COMMAND ...
+file `lost` in the working folder. Use: tests/support/lost_gpu.py COMMAND ...
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where this file is the program
+sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
 
 from hpo import lost_device
 from hpo.precision.amp import MixedPrecision

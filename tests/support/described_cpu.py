@@ -1,4 +1,6 @@
-"""Run a command with another CPU described in /proc/cpuinfo: `python tests/described_cpu.py CPU COMMAND ...`.
+"""Run a command with another CPU described in /proc/cpuinfo.
+
+Use: `python tests/support/described_cpu.py CPU COMMAND ...`.
 
 `hpo` reads the instructions of a CPU there. The command and all the processes that it starts see the changed
 file, because they run in a mount namespace of their own. PyTorch asks the CPU itself, and computes as before.

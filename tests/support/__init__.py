@@ -1,0 +1,1 @@
+"""Data, models, servers and programs for the tests."""
