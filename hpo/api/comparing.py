@@ -1,56 +1,51 @@
-"""A comparison on this machine: what `hpo.Study.compare` plans and runs."""
+"""Plan and run the comparison of `hpo.Study.compare` on this machine."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
 from hpo.compare.companion import open_comparison, unlabelled_in_test
 from hpo.compare.looks import run_looks
+from hpo.compare.planning import Request
 from hpo.config.questions import CONFIGURATIONS, Question
-from hpo.data.dataset import load_data
+from hpo.config.study_config import StudyConfig
+from hpo.data.dataset import DataSet, load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.report.in_advance import limit_in_advance, trials_in_advance
+from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.run import check_trust
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import check_data
-
-if TYPE_CHECKING:
-    from hpo.compare.planning import Request
-    from hpo.config.study_config import StudyConfig
-    from hpo.data.dataset import DataSet
-    from hpo.study.reading.study_record import StudyRecord
-    from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
 
 class ComparisonStopped(RunError):
-    """A comparison ended before it was decided; what has been trained is kept."""
+    """A comparison ended before its verdict; its trained trials are kept."""
 
     def __init__(self, result: RunResult) -> None:
-        super().__init__(f"The comparison `{result.record.name}` was {result.ended}; call it again to go on.")
+        super().__init__(f"The comparison `{result.record.name}` was {result.ended}. Call it again.")
         self.result = result
 
 
 def planned_comparison(
     database: Storage, search: StudyRecord, config: StudyConfig, request: Request
 ) -> tuple[StudyConfig, DataSet, list[str]]:
-    """Return the study of a comparison, a new or a stored one, its data and its statements in advance.
+    """Return the comparison study, new or stored, its data and its statements in advance. Stores nothing.
 
-    Nothing is stored yet.
-
-    Raises InputError where the study, its data or this device do not allow it.
+    Raises InputError if the study, its data or this device do not allow it.
     """
     if config.has_own_loop:
         raise InputError(
-            "hpo compare judges the predictions of trials row by row, but a training loop of the study's own "
-            "(`@hpo.trial`) returns none. Let it write them into a file, and give those of two trials to "
+            "hpo compare judges the predictions of trials row by row, but a study with its own training loop "
+            "(`@hpo.trial`) returns none. Let the loop write them to a file, and give two such files to "
             "hpo.compare_predictions."
         )
     device, data = probe_device(config.device), load_data(config.data)
@@ -58,17 +53,17 @@ def planned_comparison(
     unlabelled = unlabelled_in_test(config, data)
     if unlabelled:
         tasks = " and ".join(f"`{name}`" for name in unlabelled)
-        _logger.warning("Scores are of the validation split: the test split has no labels of %s.", tasks)
+        _logger.warning("The validation split is scored: the test split has no labels of %s.", tasks)
     has_test = "test" in data.splits and not unlabelled
-    companion = open_comparison(database, search, config, request, device=device, has_test=has_test)
-    check_trust(companion, config, trust_remote_code=False)  # what the database has of it
-    plan = companion.comparison
+    comparison_study = open_comparison(database, search, config, request, device=device, has_test=has_test)
+    check_trust(comparison_study, config, trust_remote_code=False)  # it may come from the database
+    plan = comparison_study.comparison
     assert plan is not None
     margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
     in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
     for sentence in in_advance:
         _logger.info("%s", sentence)
-    return companion, data, in_advance
+    return comparison_study, data, in_advance
 
 
 def run_comparison(
@@ -78,17 +73,14 @@ def run_comparison(
     request: Request,
     run: Callable[[StudyConfig], RunResult],
 ) -> Mapping[str, Any]:
-    """Plan a comparison, `run` its trials look by look and judge them, see `hpo.Study.compare`.
-
-    Raises ComparisonStopped.
-    """
+    """Plan a comparison, `run` its trials step by step and judge them, see `hpo.Study.compare`."""
     if request.question not in get_args(Question):
         raise InputError(
             f"`question` must be one of {', '.join(get_args(Question))}, but got {request.question}."
         )
     check_positive(top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin)
-    companion, data, in_advance = planned_comparison(database, search, config, request)
-    make_runs_folder(companion.name)
+    comparison_study, data, in_advance = planned_comparison(database, search, config, request)
+    make_runs_folder(comparison_study.name)
 
     def run_look(look: StudyConfig) -> StudyRecord:
         result = run(look)
@@ -96,6 +88,6 @@ def run_comparison(
             raise ComparisonStopped(result)
         return result.record
 
-    result = run_looks(database, companion, search, data.tasks, run_look, in_advance)
+    result = run_looks(database, comparison_study, search, data.tasks, run_look, in_advance)
     content: Mapping[str, Any] = json_safe(result.content)
     return content

@@ -8,10 +8,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -21,7 +21,10 @@ from hpo.redaction import redact
 from hpo.report.formats import format_seconds, how_to_resume, trials_done
 from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
+from hpo.report.screens import summary as summary_of
+from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import StudyRecord
 from hpo.study.reading.watch import StudyWatch, watching
 from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
@@ -31,44 +34,39 @@ from hpo.study.store.database import place, storage_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.beside import tracked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from hpo.report.terminal import Part
-    from hpo.study.reading.study_record import StudyRecord
+from hpo.training.distributed import connected_ranks, rank
+from hpo.trial.executor import follow
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkResult(RunSummary):
-    """The work of one process, or of those that it started, in a study."""
+    """Result of `hpo worker`: the work of this process and its workers."""
 
     study: str
     left_out: Mapping[str, str]
-    """Precisions of the study that no trial drew here, with the reason."""
+    """Precisions of the study that did not run here, with the reason."""
     stored: StoredStudy | None = field(repr=False)
-    """The study after it; None if it was deleted."""
+    """The study afterwards; None if it was deleted."""
     has_complete: bool
-    """Whether a trial of the study is complete."""
+    """True if the study has a complete trial."""
 
     @property
     def error(self) -> str:
-        """The reason for an exit code of 1; empty: there is none."""
+        """Reason for exit code 1; empty otherwise."""
         if self.exit_code != 1:
             return ""
         ended = sum(self.outcomes.values())
-        why = f"`hpo report {self.study}` shows why."
-        return f"{self.num_failed} of the {ended} trials that ended here failed. {why}"
+        return f"{self.num_failed} of {ended} trials failed here. `hpo report {self.study}` shows why."
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
-        return {**told, "outcomes": dict(self.outcomes)}
+        content = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
+        return {**content, "outcomes": dict(self.outcomes)}
 
-    def text(self) -> Iterable[Part]:
-        return self.how_to_go_on() if self.ended in ("elsewhere", "closed", "timeout") else ()
+    def text(self) -> Iterable[Any]:
+        return self.how_to_continue() if self.ended in ("elsewhere", "closed", "timeout") else ()
 
-    def how_to_go_on(self) -> Iterator[str]:
-        """The reason why it ended before the study, and the command that continues the study."""
+    def how_to_continue(self) -> Iterator[str]:
+        """State why it ended before the study, and the command to continue."""
         if self.stored is None:
             yield f"The study {self.study} was deleted."
             return
@@ -79,7 +77,7 @@ class WorkResult(RunSummary):
         why = {
             "stopped": "Stopped; running trials have a checkpoint",
             "timeout": "The time limit has passed",
-            "elsewhere": f"The trials that are left need a device with {' or '.join(self.elsewhere)}",
+            "elsewhere": f"The remaining trials need a device with {' or '.join(self.elsewhere)}",
         }[self.ended]
         none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"
         where = " there" if self.ended == "elsewhere" else ""
@@ -89,7 +87,7 @@ class WorkResult(RunSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(WorkResult):
-    """A run on this machine, and the study after it."""
+    """Result of `hpo run`, with the study afterwards."""
 
     record: StudyRecord = field(repr=False)
 
@@ -105,41 +103,34 @@ class RunResult(WorkResult):
         )
 
     def as_json(self) -> dict[str, Any]:
-        from hpo.report.status import study_status
-
         return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
 
-    def text(self) -> Iterator[Part]:
-        from hpo.report.screens import summary  # not before the first trial
-
-        yield from summary(self.record)
+    def text(self) -> Iterator[Any]:
+        yield from summary_of(self.record)
         if self.ended != "finished":
-            yield from self.how_to_go_on()
+            yield from self.how_to_continue()
 
 
 def worker_processes(
     config: StudyConfig, storage: str | None, workers: int | None = None, per_device: int | None = None
 ) -> WorkerProcesses:
-    """The processes that run a study's trials, see `share_devices`. Raises InputError for contradictions."""
+    """Return the processes for a study's trials, see `share_devices`."""
     check_workers(workers, per_device)
     return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
 
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[None]:
-    """Connect the processes of torchrun, which train each trial together, if it started this one.
+    """Connect the processes of torchrun, if it started this one. They train each trial together.
 
-    The first of them runs the block. The others follow it until it leaves, and exit then.
+    Rank 0 runs the block. The others follow it to its end and exit.
     """
     if TORCHRUN not in os.environ:
         yield
         return
-    from hpo.training.distributed import connected_ranks, rank
-    from hpo.trial.executor import follow
-
     with connected_ranks():
         if rank():
-            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # rank 0 reports
             follow(RUNS)
             raise SystemExit
         yield
@@ -148,10 +139,7 @@ def ranks_of_torchrun() -> Iterator[None]:
 def run_here(
     config: StudyConfig, processes: WorkerProcesses, stop: Stop, storage: str | None, *, quiet: bool
 ) -> RunResult:
-    """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
-
-    Without `processes.shares` they run in this process. `quiet` shows no progress.
-    """
+    """Make or resume the study of a file and run its trials on this machine, see `run_study`."""
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
@@ -162,13 +150,13 @@ def run_here(
 
 
 def work_here(
-    config: StudyConfig, processes: WorkerProcesses, how: OpenOptions, storage: str | None, *, quiet: bool
+    config: StudyConfig, processes: WorkerProcesses, options: OpenOptions, storage: str | None, *, quiet: bool
 ) -> WorkResult:
     """Be one or more workers of a study, and keep its number of trials."""
-    here, stop = not processes.shares, how.stop or Stop()
-    how = replace(how, resize=False, trials_run="in this process" if here else "in workers")
+    here, stop = not processes.shares, options.stop or Stop()
+    options = replace(options, resize=False, trials_run="in this process" if here else "in workers")
     with (
-        open_study(config, storage_url(storage), RUNS, how) as opened,
+        open_study(config, storage_url(storage), RUNS, options) as opened,
         _shown(opened, quiet=quiet, stop=stop, own=here),
     ):
         summary = run_study(opened, processes, stop=stop)
@@ -178,7 +166,7 @@ def work_here(
 
 
 def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
-    """The fields of a `WorkResult`."""
+    """Return the fields of a `WorkResult`."""
     storage, name = opened.storage, opened.config.name
     complete = storage.read(lambda connection: has_complete(connection, name))
     facts = {"study": name, "left_out": opened.left_out, "has_complete": complete}
@@ -187,10 +175,9 @@ def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
 
 @contextmanager
 def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
-    """Say which study is run and what of it is not, and show its progress during the block.
+    """Print the study and its left-out precisions, and show its progress during the block.
 
-    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
-    workers.
+    With `own`, show only the trials of this process, and less often: there may be a hundred such workers.
     """
     if quiet:
         yield
@@ -216,7 +203,7 @@ def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> 
 
 
 def _short_time(opened: OpenStudy, seconds: float) -> str:
-    """A line if trials pause, and so few seconds are left to begin that none of them may reach its end."""
+    """Return a warning line if trials pause and the `seconds` of the timeout are less than a whole trial."""
     config = opened.config
     is_finished = opened.stored.counts["done"] == config.n_trials
     if math.isinf(seconds) or is_finished or not config.pruner.rungs:

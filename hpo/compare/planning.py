@@ -31,7 +31,7 @@ from hpo.config.trial_settings import setting_of
 from hpo.errors import InputError
 from hpo.evaluation.contributions import unit_of
 from hpo.precision.table import BASE_PRECISION, PRECISION, PRECISIONS
-from hpo.study.reading.study_record import choosable_trials, nearest_told
+from hpo.study.reading.study_record import choosable_trials, nearest_message
 from hpo.study.sampling.fronts import loss_signs
 from hpo.trial.objectives import quality_objective
 
@@ -87,7 +87,7 @@ def plan_comparison(
         none_yet = (
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
         )
-        raise InputError(nearest_told(record) or none_yet)
+        raise InputError(nearest_message(record) or none_yet)
     given = {option: getattr(request, option) for option in DEFAULTS}
     decides = quality_objective(config.objective).metric
     if not has_own and request.margin is None and unit_of(decides) != "points":

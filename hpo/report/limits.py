@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpo.config.limits import Limit, violation
-from hpo.study.reading.study_record import best_trials, limit_counts, nearest_told
+from hpo.study.reading.study_record import best_trials, limit_counts, nearest_message
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
@@ -28,7 +28,7 @@ def limits_told(record: StudyRecord) -> list[str]:
     for metric, count in counts["broken"].items():
         limit = Limit.model_validate(record.definition["constraints"][metric])
         said += [f"`{metric} {limit}` is broken by {_trials(count)}."] if count else []
-    return [" ".join(said), *filter(None, [nearest_told(record)])]
+    return [" ".join(said), *filter(None, [nearest_message(record)])]
 
 
 def _trials(count: int, kind: str = "") -> str:

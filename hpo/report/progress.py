@@ -15,7 +15,7 @@ from rich.text import Text
 from hpo.outcome import Outcome
 from hpo.report.formats import describe_params, format_metric
 from hpo.report.terminal import OUTCOME_STYLES
-from hpo.study.reading.watch import Look, outcome_of
+from hpo.study.reading.watch import StudyProgress, outcome_of
 from hpo.study.sampling.promotion import rungs_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class StudyDisplay:
         self._total = "" if config.budget else f"/{config.num_trials}"
         self._printed_at = time.monotonic()
 
-    def show(self, look: Look) -> None:
+    def show(self, look: StudyProgress) -> None:
         """Print the lines that are due. `look` is the study as it is now."""
         for trial in look.ended:
             outcome = outcome_of(trial)

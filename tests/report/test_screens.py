@@ -24,7 +24,7 @@ from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
 from hpo.report.terminal import print_parts, text_table
 from hpo.study.reading.study_record import WorkerRecord
-from hpo.study.reading.watch import Look
+from hpo.study.reading.watch import StudyProgress
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs
 from hpo.trial.measure import Measurement
@@ -72,8 +72,8 @@ def watched(number: int, outcome: str = "", reason: str = "", *values: float) ->
     return trial
 
 
-def running(*values: float, progress: Any = None, number: int = 0) -> Look:
-    return Look([(watched(number, "", "", *values), progress or {})])
+def running(*values: float, progress: Any = None, number: int = 0) -> StudyProgress:
+    return StudyProgress([(watched(number, "", "", *values), progress or {})])
 
 
 def test_params_are_short_or_exact() -> None:
@@ -101,7 +101,7 @@ def test_a_line_now_and_then_and_one_for_each_end(
     clock[0] = 92.0
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
     ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
-    shown.show(Look([], ended, best=(0.625, 7), num_done=2))
+    shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
     assert screen.lines == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
@@ -114,7 +114,7 @@ def test_a_line_now_and_then_and_one_for_each_end(
 def test_a_study_with_a_budget_has_no_fixed_number_of_trials(tmp_path: Path) -> None:
     screen = Screen(250)
     config = tiny_study(tmp_path, budget={"hours": 2})
-    StudyDisplay(config, console=screen.console).show(Look([], [watched(7, "pruned")], num_done=3))
+    StudyDisplay(config, console=screen.console).show(StudyProgress([], [watched(7, "pruned")], num_done=3))
     assert screen.lines == [f"trial   7  pruned        {describe_params(PARAMS)}  3 trials"]
 
 

@@ -230,7 +230,7 @@ def run_workers(
 
     supervisor = _Supervisor(processes, storage, stop, deadline, config.name)
     supervisor.run(runs_dir / config.name, is_over)
-    outcomes = Counter(map(outcome_of, watch.look().ended))
+    outcomes = Counter(map(outcome_of, watch.read().ended))
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     if storage.is_finished(config.name):

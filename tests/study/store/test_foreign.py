@@ -135,7 +135,7 @@ def test_trials_run_beside_foreign_ones(
     assert record.counts == {"open": 0, "running": 0, "done": 3}
     assert best_trials(record)[0].values == (0.1,)
     assert study_status(record)["foreign_trials"] == 2 * num_foreign
-    assert StudyWatch(storage, config).look().best == (0.1, num_foreign)
+    assert StudyWatch(storage, config).read().best == (0.1, num_foreign)
     assert storage.load_study("tiny").best_value == 0.1
 
 
