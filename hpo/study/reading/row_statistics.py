@@ -16,11 +16,11 @@ import numpy as np
 import sqlalchemy as sa
 from scipy.sparse import csr_array
 
-from hpo.data.tasks import Task
 from hpo.errors import RunError
 from hpo.study.claims.lease import Lease
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage
+from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics
 
 _SPARSE = ("data", "indices", "indptr", "shape")
