@@ -35,37 +35,6 @@ class ComparisonStopped(RunError):
         self.result = result
 
 
-def planned_comparison(
-    database: Storage, search: StudyRecord, config: StudyConfig, request: Request
-) -> tuple[StudyConfig, DataSet, list[str]]:
-    """Return the comparison study, new or stored, its data and its statements in advance. Stores nothing.
-
-    Raises InputError if the study, its data or this device do not allow it.
-    """
-    if config.has_own_loop:
-        raise InputError(
-            "hpo compare judges the predictions of trials row by row, but a study with its own training loop "
-            "(`@hpo.trial`) returns none. Let the loop write them to a file, and give two such files to "
-            "hpo.compare_predictions."
-        )
-    device, data = probe_device(config.device), load_data(config.data)
-    check_data(database, search.name, data.fingerprint)
-    unlabelled = unlabelled_in_test(config, data)
-    if unlabelled:
-        tasks = " and ".join(f"`{name}`" for name in unlabelled)
-        _logger.warning("The validation split is scored: the test split has no labels of %s.", tasks)
-    has_test = "test" in data.splits and not unlabelled
-    comparison_study = open_comparison(database, search, config, request, device=device, has_test=has_test)
-    check_trust(comparison_study, config, trust_remote_code=False)  # it may come from the database
-    plan = comparison_study.comparison
-    assert plan is not None
-    margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
-    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
-    for sentence in in_advance:
-        _logger.info("%s", sentence)
-    return comparison_study, data, in_advance
-
-
 def run_comparison(
     database: Storage,
     search: StudyRecord,
@@ -79,15 +48,42 @@ def run_comparison(
             f"`question` must be one of {', '.join(get_args(Question))}, but got {request.question}."
         )
     check_positive(top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin)
-    comparison_study, data, in_advance = planned_comparison(database, search, config, request)
+    if config.has_own_loop:
+        raise InputError(
+            "hpo compare judges the predictions of trials row by row, but a study with its own training loop "
+            "(`@hpo.trial`) returns none. Let the loop write them to a file, and give two such files to "
+            "hpo.compare_predictions."
+        )
+    device, data = probe_device(config.device), load_data(config.data)
+    check_data(database, search.name, data.fingerprint)
+    if unlabelled := unlabelled_in_test(config, data):
+        tasks = " and ".join(f"`{name}`" for name in unlabelled)
+        _logger.warning("The validation split is scored: the test split has no labels of %s.", tasks)
+    has_test = "test" in data.splits and not unlabelled
+    comparison_study = open_comparison(database, search, config, request, device=device, has_test=has_test)
+    check_trust(comparison_study, config, trust_remote_code=False)  # it may come from the database
+    in_advance = _in_advance(search, config, data, comparison_study)
     make_runs_folder(comparison_study.name)
 
-    def run_look(look: StudyConfig) -> StudyRecord:
-        result = run(look)
+    def run_step(study: StudyConfig) -> StudyRecord:
+        result = run(study)
         if result.ended != "finished":
             raise ComparisonStopped(result)
         return result.record
 
-    result = run_looks(database, comparison_study, search, data.tasks, run_look, in_advance)
+    result = run_looks(database, comparison_study, search, data.tasks, run_step, in_advance)
     content: Mapping[str, Any] = json_safe(result.content)
     return content
+
+
+def _in_advance(
+    search: StudyRecord, config: StudyConfig, data: DataSet, comparison_study: StudyConfig
+) -> list[str]:
+    """Log and return the statements before the first trial: the limit of the data, the number of trials."""
+    plan = comparison_study.comparison
+    assert plan is not None
+    margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
+    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
+    for sentence in in_advance:
+        _logger.info("%s", sentence)
+    return in_advance

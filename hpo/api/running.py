@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,8 +16,7 @@ import typer
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
-from hpo.report.formats import format_seconds, how_to_resume, trials_done
-from hpo.report.plan import costs_of
+from hpo.report.formats import how_to_resume, trials_done
 from hpo.report.progress import StudyDisplay
 from hpo.report.screens import summary as summary_of
 from hpo.report.status import study_status
@@ -143,7 +140,7 @@ def run_here(
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
-        with tracked(config.name, config.tracker, url, RUNS), _shown(opened, quiet=quiet, stop=stop):
+        with tracked(config.name, config.tracker, url, RUNS), _shown(opened, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
         record = read_study(opened.storage, config.name)
         return RunResult(**_facts(opened, summary), record=record)
@@ -157,7 +154,7 @@ def work_here(
     options = replace(options, resize=False, trials_run="in this process" if here else "in workers")
     with (
         open_study(config, storage_url(storage), RUNS, options) as opened,
-        _shown(opened, quiet=quiet, stop=stop, own=here),
+        _shown(opened, quiet=quiet, own=here),
     ):
         summary = run_study(opened, processes, stop=stop)
         if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
@@ -174,7 +171,7 @@ def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
 
 
 @contextmanager
-def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
+def _shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Print the study and its left-out precisions, and show its progress during the block.
 
     With `own`, show only the trials of this process, and less often: there may be a hundred such workers.
@@ -196,23 +193,6 @@ def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> 
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    typer.echo(_short_time(opened, stop.deadline - time.monotonic()), nl=False)
     seconds = 2.0 if own else 0.5
     with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
         yield
-
-
-def _short_time(opened: OpenStudy, seconds: float) -> str:
-    """Return a warning line if trials pause and the `seconds` of the timeout are less than a whole trial."""
-    config = opened.config
-    is_finished = opened.stored.counts["done"] == config.n_trials
-    if math.isinf(seconds) or is_finished or not config.pruner.rungs:
-        return ""
-    costs = costs_of(read_study(opened.storage, config.name)).values()
-    whole = min((cost.seconds for cost in costs), default=config.training.max_seconds)
-    if whole is None or whole <= seconds:
-        return ""
-    return (
-        f"--timeout is shorter than a whole trial, which takes about {format_seconds(whole)}. Trials that "
-        "pause may not reach their end in this run.\n"
-    )

@@ -1,4 +1,4 @@
-"""A study as a page, a dashboard, a table, or the runs of a tracker."""
+"""Show a study as a page, in optuna-dashboard, or in a tracker."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from hpo.api.opening import RUNS, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
 from hpo.config.trackers import TrackerName
 from hpo.errors import InputError
 from hpo.report.dashboard import Dashboard, open_dashboard
 from hpo.report.report import write_report
-from hpo.report.tables import StudyTables
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import end_of_job, stop_at_end_of_input, stop_on_signals
 from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
-
-
-def trials_dataframe(study: StoredStudy) -> pd.DataFrame:
-    return StudyTables(study.record).trials.copy()
 
 
 def report(study: StoredStudy, folder: str | Path | None = None) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
 from hpo.report.dashboard import Dashboard
 from hpo.report.data_check import DataCheck, check_data
 from hpo.report.plan import Plan
+from hpo.report.tables import StudyTables
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.run import OpenOptions, check_trust, open_study
@@ -201,7 +202,7 @@ class Study(StoredStudy):
     def trials_dataframe(self) -> pd.DataFrame:
         """Return a row for each trial: outcome, requested and effective precision, speed, memory, values as
         `objective.NAME`, parameters as `param.NAME`; in seconds and bytes."""
-        return showing.trials_dataframe(self)
+        return StudyTables(self.record).trials.copy()
 
     def evaluate(self, split: str = "validation") -> dict[str, Any]:
         """Evaluate the best trial's checkpoint on a split in detail; store the result.
@@ -230,7 +231,7 @@ class Study(StoredStudy):
         if merge and folder is None:
             raise InputError("--merge is an option of --export: give --export DIR, too.")
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
-            return models.use_best(database, record, self.config_of, split, folder, merge)
+            return models.use_best(database, record, self.config_of(record), split, folder, merge)
 
     def reproduce(self, folder: str | Path | None = None) -> Reproduction:
         """Train the best trial again from its record, and compare all metrics and the best weights.
@@ -241,13 +242,13 @@ class Study(StoredStudy):
         models.check_new_folder(folder)
         with progress_shown(quiet=self.quiet):
             with self.opened() as (database, record):
-                executor, trial = models.trial_to_reproduce(database, record, self.config_of)
+                executor, trial = models.trial_to_reproduce(database, record, self.config_of(record))
             return models.reproduce_in(folder, executor, trial)
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial`, and the remedy. Changes nothing in the study."""
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
-            return models.diagnose_checkpoint(database, record, self.config_of, trial)
+            return models.diagnose_checkpoint(database, record, self.config_of(record), trial)
 
     def compare(
         self,
@@ -289,17 +290,15 @@ class Study(StoredStudy):
         chosen = deploying.DeploymentOptions(**options)
         with self._stopping(timeout=chosen.timeout) as stop, self.opened() as (database, record):
             to = Path(folder or RUNS / record.name / "deploy")
-            stored = deploying.deploy_best(database, record, self.config_of, chosen, stop, to)
+            stored = deploying.deploy_best((self.config_of(record), database), record, chosen, stop, to)
             return stored | {"folder": str(to), "was_stopped": stop.is_set()}
 
-    @contextmanager
-    def dashboard(self, port: int = 8080, host: str = "127.0.0.1") -> Iterator[Dashboard]:
+    def dashboard(self, port: int = 8080, host: str = "127.0.0.1") -> AbstractContextManager[Dashboard]:
         """Let optuna-dashboard listen during the block, with our notes and plots in the study.
 
         Port 0 takes a free one. `Dashboard.serve_forever` answers requests until it is interrupted.
         """
-        with showing.dashboard(self, port, host) as served:
-            yield served
+        return showing.dashboard(self, port, host)
 
     def track(self, to: TrackerName, *, follow: bool = False, folder: Path | None = None) -> showing.Tracked:
         """Show each trial as a run of a tracker. A later call adds new trials and changes.

@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from support import own_code_studies
@@ -15,7 +14,6 @@ from support.command_line import finish, hpo_command, ok, refused, start_hpo, st
 from support.tiny import write_study
 from transformers import AutoModel
 
-from hpo.errors import StorageError
 from hpo.training import checkpoint
 
 
@@ -58,14 +56,6 @@ def test_best_stores_its_evaluation(folder: Path) -> None:
     assert "as the search measured it" not in text
 
 
-def test_an_evaluation_without_write_access_is_shown(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Mock(side_effect=StorageError("it must be writable."))
-    monkeypatch.setattr("hpo.api.models.store_detailed_evaluation", store)
-    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
-    assert "The evaluation is not stored: it must be writable." in finished.err
-    assert re.search(r"Trial \d on validation", finished.out)
-
-
 def test_best_does_not_evaluate_by_a_changed_file(folder: Path) -> None:
     write_study(folder, data={"source": "synthetic", "synthetic": {"num_train": 9, "num_validation": 9}})
     assert hpo_command(folder, "best", "tiny.yaml").exit_code == 0
@@ -86,14 +76,6 @@ def test_export_replaces_only_a_model_of_the_same_study(folder: Path) -> None:
     provenance = json.loads((folder / "model" / "hpo.json").read_text())["provenance"]
     scores = {"validation": best["metrics"], "test": metrics_of(best["detailed"]["test"])}
     assert (provenance["study"], provenance["scores"]) == ("tiny", scores)
-
-
-def test_best_explains_a_missing_checkpoint(folder: Path) -> None:
-    for path in (folder / "runs" / "tiny").glob("checkpoints-*"):
-        shutil.rmtree(path)
-    finished = hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test")
-    assert finished.exit_code == 1
-    assert "checkpoint.top_k says how many trials keep theirs" in finished.err
 
 
 def full_disk_from(call: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,16 +53,6 @@ def test_a_form_with_a_large_loss_is_refused(mood: Path, tmp_path: Path) -> None
     assert [one["mood"].label for one in predictions] == ["good", "bad"]
 
 
-def test_deploy_prints_json(folder: Path) -> None:
-    options = ("--artifacts", "fp32", "--max-drop", "90", "--threads", "1", "--batch", "32", "--json")
-    finished = ok(hpo_command(folder, "deploy", "tiny", *options))
-    result = finished.json
-    assert finished.err == ""
-    assert (result["num_threads"], result["batch_size"]) == (1, 32)
-    assert result["folder"] == "runs/tiny/deploy"
-    assert result["artifacts"][result["chosen"]]["judged"]["verdict"] == "as_good"
-
-
 def test_the_first_objective_about_the_model_ranks() -> None:
     fast = with_values(0, (1.0, 0.5), learning_rate=1e-5)
     good = with_values(1, (9.0, 0.9), learning_rate=1e-4)

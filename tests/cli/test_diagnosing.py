@@ -57,31 +57,6 @@ def test_diagnose_shows_the_operator_and_the_remedies(broken: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "exit_code", "last"),
-    [
-        (
-            {"learning_rate": 10.0, "optimizer": "sgd", "max_grad_norm": None},
-            1,
-            "The trial broke later, in an evaluation, or only when compiled or on several ranks.",
-        ),
-        (
-            {"loss_weight.criteria": 1e39},
-            0,
-            "The precision is not the cause. Lower `learning_rate` or `max_grad_norm`.",
-        ),
-    ],
-)
-def test_a_trial_in_fp32_has_no_remedy(
-    tmp_path: Path, settings: dict[str, Any], exit_code: int, last: str
-) -> None:
-    training = OVERFLOWING["training"] | settings | {"fp_precision": "fp32"}
-    write_study(tmp_path, **OVERFLOWING | {"training": training, "search_space": {}})
-    hpo_command(tmp_path, "run", "tiny.yaml")
-    finished = hpo_command(tmp_path, *DIAGNOSE, width=200)
-    assert (finished.exit_code, finished.out.splitlines()[-1]) == (exit_code, last)
-
-
 def test_parameters_outside_the_study_are_refused(broken: Path, tmp_path: Path) -> None:
     """Otherwise a stranger with access to the database could choose a folder to load as a model."""
     folder = Path(shutil.copytree(broken, tmp_path / "copy"))

@@ -17,9 +17,6 @@ from support.readme import README
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
 
-NEEDED = ("config.json", "heads.safetensors", "hpo.json", "model.safetensors", "tokenizer.json")
-NEEDED += ("tokenizer_config.json",)
-
 
 @pytest.fixture(scope="session")
 def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -82,20 +79,6 @@ def test_wrong_arguments_are_refused(exported: Path, tmp_path: Path) -> None:
         options = options if "--output" in options else [*options, "--output", out]
         refused(hpo_command(exported, "predict", model, file, *options), message)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_damaged_export_names_the_file(exported: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported / "model", tmp_path / "model"))
-    assert {file.name for file in folder.iterdir()} == {*NEEDED}
-    for lost in NEEDED:
-        (folder / lost).rename(tmp_path / "lost")
-        finished = hpo_command(exported, "predict", str(folder), "test.jsonl")
-        refused(finished, lost, "written by `hpo best --export`")
-        (tmp_path / "lost").rename(folder / lost)
-    older = '{"format": 1}'
-    for content, message in (("{", "must be a whole folder"), (older, "but it has 1 (torch)")):
-        (folder / "hpo.json").write_text(content)
-        refused(hpo_command(exported, "predict", str(folder), "test.jsonl"), message)
 
 
 def test_an_export_is_read_without_a_network(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from support.scripted_study import ScriptedStudy
 from support.tiny import CPU
-from support.worker_process import make_and_run, result, run_trials, study
+from support.worker_process import make_and_run, result, study
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
@@ -29,7 +29,6 @@ from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.versions import install_hint
 
 CHOICES = ("fp32", "bf16", "fp16")
 PRECISION = {"fp_precision": {"type": "categorical", "choices": list(CHOICES)}}
@@ -213,25 +212,6 @@ def test_a_point_of_a_killed_worker_is_run_once(sqlite_url: str, monkeypatch: py
     assert (sorted(other.drawn), again.drawn) == (["fp16", "fp32"], ["bf16"])
 
 
-@pytest.mark.parametrize("suggested", [0, 1])
-def test_an_early_failure_is_retried_at_its_point(sqlite_url: str, suggested: int) -> None:
-    points = []
-
-    def fail_once(trial: optuna.trial.Trial) -> None:
-        points.append(point_of(trial))
-        if len(points) == 1:
-            for name in list(config.search_space)[:suggested]:
-                config.search_space[name].suggest(name, trial)
-            raise RuntimeError
-
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
-    worker = Worker(config, AMX)
-    worker.before = fail_once
-    assert worker.run(sqlite_url).outcomes == {"failed": 1, "complete": 8}
-    assert points[0] == points[1]
-    assert len({str(point) for point in points}) == 8
-
-
 def test_enqueued_grid_points_are_run_first(sqlite_url: str) -> None:
     """Also repeated ones. An open precision becomes one of the device."""
     config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
@@ -253,27 +233,6 @@ def test_enqueued_grid_points_are_run_first(sqlite_url: str) -> None:
     assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
 
 
-def test_the_point_of_an_abandoned_trial_is_tried_again(sqlite_url: str) -> None:
-    """A lower `n_trials` ends a trial without a worker."""
-
-    def config(n_trials: int) -> Any:
-        sampler, amp = {"name": "grid", "seed": 1}, {"on_unsupported": "prune"}
-        return study(n_trials, sampler=sampler, search_space=PRECISION, amp=amp)
-
-    with open_storage(sqlite_url) as storage:
-        create_or_resume_study(storage, config(3))
-        run = Worker(config(3), AMX, lambda number, _: "preempted" if number == 3 else "complete")
-        assert run.run(sqlite_url).ended == "stopped"
-        for n_trials in (2, 3):
-            create_or_resume_study(storage, config(n_trials))
-        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-        storage.stop.clear()
-        again = Worker(config(3), AMX)
-        assert again.run(sqlite_url).outcomes == {"complete": 1}
-        assert again.drawn == [run.drawn[2]]
-        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 3}
-
-
 @pytest.mark.parametrize("name", ["tpe", "grid"])
 def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: str) -> None:
     space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
@@ -286,14 +245,6 @@ def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: 
         assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
         assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 0}
         assert not read_study(storage, "tiny").trials
-
-
-def test_the_mode_prune_draws_every_precision(sqlite_url: str) -> None:
-    amp = {"on_unsupported": "prune"}
-    config = study(12, sampler={"name": "grid"}, search_space=SPACES["grid"], amp=amp)
-    worker = Worker(config, VOLTA)
-    assert worker.run(sqlite_url).ended == "finished"
-    assert set(worker.drawn) == set(CHOICES)
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp"])
@@ -354,18 +305,6 @@ BASE_SPACE: dict[str, Any] = {
 }
 
 
-def test_a_missing_package_is_the_reason() -> None:
-    config = study(4, search_space=BASE_SPACE)
-    assert check_precisions(resolve_study(config, CPU)) == {}
-    assert check_precisions(resolve_study(config, WITHOUT)) == {
-        "base_precision=nf4": "`base_precision: nf4` needs the package bitsandbytes. "
-        f"{install_hint('adapters')}"
-    }
-    fixed = study(4, training={"adapter": "lora", "base_precision": "nf4"}, search_space=RATES)
-    with pytest.raises(InputError, match="nf4` needs the package bitsandbytes"):
-        check_precisions(resolve_study(fixed, WITHOUT))
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp", "qmc"])
 def test_a_missing_base_precision_is_not_drawn(name: str) -> None:
     config = study(30, sampler={"name": name, "seed": 1}, search_space=BASE_SPACE | RATES)
@@ -412,18 +351,3 @@ def test_the_unsupported_choice_is_blamed(lacks: str) -> None:
     assert avoided[lacks] not in {params[lacks] for params in drawn}
     (other,) = avoided.keys() - {lacks}
     assert avoided[other] in {params[other] for params in drawn}
-
-
-def test_grid_points_of_a_missing_base_precision_are_left(storage: Storage) -> None:
-    space = {"base_precision": BASE_SPACE["base_precision"] | {"when": {}}, **STEPS}
-    config = study(8, sampler={"name": "grid"}, training={"adapter": "lora"}, search_space=space)
-    create_or_resume_study(storage, config)
-    for info, ended, base in ((WITHOUT, "elsewhere", "int8"), (CPU, "finished", "nf4")):
-        drawn: list[Any] = []
-
-        def during(trial: optuna.trial.Trial, drawn: list[Any] = drawn) -> None:
-            drawn.append(trial.params["base_precision"])
-
-        device = WorkerDevice("cpu", left_out=check_precisions(resolve_study(config, info)))
-        assert run_trials(storage, config, during, device=device).ended == ended
-        assert drawn == [base] * 4

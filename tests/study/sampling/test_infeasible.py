@@ -72,11 +72,24 @@ def test_only_a_complete_trial_clears_a_precision(outcome: str) -> None:
         assert blamed(*failed, again, trial("complete")) == set()
 
 
-def test_a_failure_in_fp32_too_does_not_blame_the_precision() -> None:
-    breaks = {"finite_in_fp32": False, "precision": {"effective": "fp16"}}
-    assert blamed(*[trial("nonfinite", telemetry=breaks, batch_size=32) for _ in range(5)]) == {
-        ("batch_size", 32)
-    }
+@pytest.mark.parametrize(
+    ("outcome", "telemetry", "is_blamed"),
+    [
+        ("nonfinite", {"precision": {"effective": "fp16"}}, True),
+        ("nonfinite", {"precision": {"effective": "fp32"}}, False),
+        ("nonfinite", {"precision": {"effective": "fp16"}, "finite_in_fp32": False}, False),
+        ("incompatible", {"compatibility": {"verdict": "incompatible"}}, True),
+        ("incompatible", {"precision": {"effective": "fp16"}}, False),  # a model that cannot be built
+        ("failed", {}, False),
+    ],
+)
+def test_a_precision_is_blamed_only_if_it_may_be_the_cause(
+    outcome: str, telemetry: dict[str, Any], is_blamed: bool
+) -> None:
+    """Otherwise the batch size of all these trials is."""
+    failed = [trial(outcome, telemetry=telemetry, batch_size=32) for _ in range(5)]
+    other = [("batch_size", 32)] if outcome != "failed" else []
+    assert blamed(*failed) == ({FP16} if is_blamed else {*other})
 
 
 def test_one_failure_before_the_progress_of_other_trials_does_not_suffice() -> None:

@@ -11,12 +11,11 @@ from optuna.trial import FrozenTrial
 from support.scripted_study import Params, ScriptedStudy
 from support.worker_process import study
 
-from hpo.config.limits import violation, violations
+from hpo.config.limits import violation
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
-from hpo.study.sampling.promotion import Promotion, Standings
 from hpo.study.sampling.samplers import build_sampler
 
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
@@ -97,30 +96,6 @@ def test_the_gp_view_has_all_limits_of_every_trial() -> None:
     assert violated == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]
 
 
-def test_a_paused_trial_outside_a_limit_is_promoted_last() -> None:
-    current = ScriptedStudy(study(4, sampler={"name": "random"}, constraints=LIMITS), measured=measured)
-    for rate, value in [(1e-3, 0.9), (1e-5, 0.2), (2e-5, 0.4)]:
-        current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
-        trial, params = current.ask()
-        at_rung = {"values": [value], "constraints": violations(current.limits, measured(params))}
-        trial.set_user_attr("rungs", {"0.2": at_rung})
-        trial.set_user_attr("paused_at", 0.2)
-    for keep, expected in [(2, [2, 1]), (3, [2, 1, 0])]:
-        standings = Standings(Promotion((0.2,), 9, keep, ("maximize",), num_trials=9))
-        rungs = standings.rungs(current.trials, lambda _: True)
-        assert standings.promoted(rungs, more_begin=False) == expected
-
-
-def test_the_gp_view_of_a_paused_trial_outside_a_limit() -> None:
-    current = ScriptedStudy(study(4, sampler={"name": "gp"}, constraints=LIMITS), measured=measured)
-    current.run(fp_precision="fp32", learning_rate=1e-5, batch_size=8)
-    paused, _ = current.ask()
-    broken = {"peak_memory_bytes": 0.25, "evaluation_examples_per_second": -0.5}
-    paused.set_user_attr("rungs", {"0.04": {"values": [0.4], "constraints": broken}})
-    shown = shown_to_gp(current)[-1]
-    assert (shown.values, shown.constraints) == ([0.4], broken)
-
-
 def shown_to_gp(current: ScriptedStudy) -> list[FrozenTrial]:
     """The trials in the view of the Gaussian process."""
     config = study(4, sampler={"name": "gp"})
@@ -129,10 +104,7 @@ def shown_to_gp(current: ScriptedStudy) -> list[FrozenTrial]:
 
 
 def test_checkpoints_within_the_limits_are_kept_first() -> None:
-    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
-    current = ScriptedStudy(config, position, measured=measured)
-    for rate in (1e-3, 1e-5, 5e-4, 3e-5):  # 10 GB and more at the first and the third
-        current.run(fp_precision="bf16", learning_rate=rate, batch_size=8)
-    ended = [Ended(one.number, one.values, one.constraints, "complete", "") for one in current.trials]
-    kept = [{0, 1, 2, 3} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
+    values = {0: (0.9, 0.5), 1: (0.2, -0.5), 2: (0.8, 0.2), 3: (0.4, -0.1)}
+    ended = [Ended(n, (value,), {"m": limit}, "complete", "") for n, (value, limit) in values.items()]
+    kept = [{*values} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
     assert kept == [set(), {3}, {1, 3}, {1, 2, 3}]

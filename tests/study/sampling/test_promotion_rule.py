@@ -128,12 +128,6 @@ def test_the_remaining_training(trials: Any, num_starts: int, left: float) -> No
     assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
 
 
-def test_promotion_for_a_minimum() -> None:
-    promotion = Promotion((0.1,), reduction_factor=3, keep=1, directions=("minimize",), num_trials=9)
-    standings, rungs = standings_of(promotion, *STARTS)
-    assert standings.promoted(rungs, more_begin=True) == [0]
-
-
 @pytest.mark.parametrize(
     ("used", "resumed_at", "rung"),
     [

@@ -12,7 +12,6 @@ from support.worker_process import SPACE, study
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
 from hpo.study.sampling.samplers import build_pruner
 
@@ -155,47 +154,6 @@ def test_samplers_see_all_brackets_of_hyperband() -> None:
         pruner=optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3),
     )
     assert Counter(params["fp_precision"] for params in current.run(24))["fp16"] <= 4
-
-
-def avoided(current: ScriptedStudy) -> set[tuple[str, Any]]:
-    """Choices that a new trial of the study avoids."""
-    sampler = InfeasibleFilterSampler(optuna.samplers.RandomSampler(seed=0), 0)
-    sampler.before_trial(current.study, current.trials[0])
-    choices = {item for params in current.params for item in params.items()}
-    return {choice for choice in choices if sampler.avoids(*choice)}
-
-
-def test_only_the_cause_is_avoided() -> None:
-    """Every trial with `mlp` was infeasible so far, but only because they all had fp16."""
-    space = {**SPACE, "head_type": {"type": "categorical", "choices": ["linear", "mlp"]}}
-    for outcome, expected in (("nonfinite", {("fp_precision", "fp16")}), ("failed", set())):
-        current = ScriptedStudy(
-            config_of("tpe", space),
-            lambda params: outcome if params["fp_precision"] == "fp16" else 0.5,  # noqa: B023
-        )
-        for precision, head in [("fp16", "mlp")] * 3 + [("fp16", "linear"), ("fp32", "linear")]:
-            current.run(fp_precision=precision, head_type=head, batch_size=8)
-        assert avoided(current) == expected
-
-
-@pytest.mark.parametrize(
-    ("precision", "outcome", "telemetry", "is_blamed"),
-    [
-        ("fp16", "nonfinite", {"precision": {"effective": "fp16"}}, True),
-        ("fp32", "nonfinite", {"precision": {"effective": "fp32"}}, False),
-        ("fp16", "incompatible", {"compatibility": {"verdict": "incompatible"}}, True),
-        ("fp16", "incompatible", {"precision": {"effective": "fp16"}}, False),
-    ],
-    ids=["nonfinite in fp16", "nonfinite in fp32", "found by the check", "a model that cannot be built"],
-)
-def test_a_precision_is_avoided_only_if_it_may_be_the_cause(
-    precision: str, outcome: str, telemetry: dict[str, Any], is_blamed: bool
-) -> None:
-    current = ScriptedStudy(config_of("tpe"))
-    for batch_size in (8, 16, 32, 8):
-        current.study.enqueue_trial({"fp_precision": precision, "batch_size": batch_size})
-        current.end(current.ask()[0], outcome, telemetry=telemetry)
-    assert (("fp_precision", precision) in avoided(current)) == is_blamed
 
 
 @pytest.mark.parametrize("name", LEARNING)
