@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @study_command(
     needs_torch=False,
-    watch=flag("--watch", "Update the screen until the end of the study, or Ctrl-C (exit code 130)."),
-    interval=optional(int, "SECONDS", "Seconds between two updates of --watch.", "5", min=1, max=86400),
+    watch=flag(
+        "--watch", "Update the screen every 5 s until the end of the study, or Ctrl-C (exit code 130)."
+    ),
 )
-def status(study: StoredStudy, *, watch: bool, as_json: bool, interval: int = 0) -> Answer | None:
+def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.report import screens
     from hpo.report.status import study_status
@@ -33,23 +34,21 @@ def status(study: StoredStudy, *, watch: bool, as_json: bool, interval: int = 0)
     if watch and as_json:
         raise InputError("--watch shows a screen, so --json must be left out.")
     if watch:
-        _watch(study, interval or 5)
+        _watch(study)
         return None
-    if interval:
-        raise InputError("--interval needs --watch: it is the number of seconds between two updates.")
     record = study.outline
     numbers = study_status(record)
     return Answer(numbers, screens.status(record, numbers))
 
 
-def _watch(study: StoredStudy, seconds: int) -> None:
+def _watch(study: StoredStudy) -> None:
     from hpo.report.screens import watched
     from hpo.report.terminal import print_live
     from hpo.study.reading.reader import read_study
 
     with study.opened(brief=True) as (database, first):
         try:
-            print_live(watched(lambda: read_study(database, first.name, brief=True), seconds))
+            print_live(watched(lambda: read_study(database, first.name, brief=True), 5.0))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

@@ -166,7 +166,6 @@ def test_a_run_states_its_timeout(tmp_path: Path) -> None:
         (("run", "tiny.yaml", "--workers", "1", "--workers-per-device", "2"), "Error: --workers 1 counts"),
         (("best", "tiny.yaml", "--evaluate", "tset"), "'tset' is not one of 'train', 'validation', 'test'"),
         (("best", "tiny.yaml", "--into", "there"), "give --reproduce, too"),
-        (("status", "tiny.yaml", "--interval", "2"), "needs --watch"),
         (("status", "tiny.yaml", "--watch", "--json"), "--json must be left out"),
         (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `lora_rank` or `learning_rate`?"),
     ],

@@ -53,10 +53,10 @@ def test_a_pipe_shows_only_changes(
     tmp_path: Path, storage: Storage, waits: Callable[..., list[float]]
 ) -> None:
     seconds = waits(lambda: run_one(storage), lambda: None, lambda: run_one(storage))
-    watched = ok(hpo_command(tmp_path, *WATCH, "--interval", "7"))
+    watched = ok(hpo_command(tmp_path, *WATCH))
     headlines = [line for line in watched.out.splitlines() if line.startswith("tiny: ")]
     assert [line.split()[1] for line in headlines] == ["0", "1", "2"]
-    assert seconds == [7, 7, 7]
+    assert seconds == [5, 5, 5]
     assert "\x1b" not in watched.out + watched.err
     assert watched.out.endswith(ok(hpo_command(tmp_path, "status", "tiny")).out)
 
@@ -83,7 +83,7 @@ def test_a_terminal_shows_only_the_last_screen(
 
 @pytest.mark.usefixtures("storage")
 def test_an_interrupt_ends_the_watch(tmp_path: Path) -> None:
-    process = start_hpo(tmp_path, *WATCH, "--interval", "600")
+    process = start_hpo(tmp_path, *WATCH)
     assert process.stdout.readline().startswith("tiny: 0 of 2 trials ended")
     process.send_signal(signal.SIGINT)
     ended = finish(process)
