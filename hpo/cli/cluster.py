@@ -67,7 +67,7 @@ def submit(
     from hpo.study.store.database import storage_url
 
     if not options["slurm"]:
-        raise InputError("Name the batch system: give --slurm. For Kubernetes, see docker/README.md.")
+        raise InputError("The batch system must be named: give --slurm. For Kubernetes: docker/README.md.")
     config = load_file(study)  # None: STUDY can only be a name in the database
     name = config.name if config else study
     check_study_name(name)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @study_command(
     needs_torch=False,
     watch=flag(
-        "--watch", "Update the screen every 5 s until the end of the study, or Ctrl-C (exit code 130)."
+        "--watch", "Update every 5 s until the end of the study, or Ctrl-C (exit code 130)."
     ),
 )
 def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:

@@ -191,13 +191,3 @@ def test_a_study_uses_its_own_code_after_another_study_was_loaded(folder: Path) 
     own = hpo.Study(own_code_studies.write(folder / "own"), quiet=True)
     assert hpo.Study(write_study(folder), quiet=True).check().study == "tiny"
     assert "times" in [task.name for task in own.check().facts.tasks]
-
-
-def test_code_of_a_stored_study_runs_only_if_it_is_trusted(folder: Path) -> None:
-    hpo.Study(own_code_studies.write(folder), quiet=True).init()
-    (folder / "tiny.yaml").unlink()
-    python = "import hpo, sys\nprint(hpo.Study('tiny', trust_code=sys.argv[1:], quiet=True).check().study)"
-    for given, expected in (([], "trust_code="), (["own_kind.py"], "tiny")):
-        done = run_python(folder, python, *given)
-        assert expected in done.stdout + done.stderr
-        assert (done.returncode == 0) == bool(given)

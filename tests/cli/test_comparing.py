@@ -98,19 +98,6 @@ def test_stored_precisions_of_weights_and_moments_are_compared(tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--over", "base_precision"), "no complete trial of `tiny` can have another. "),
-        (("--over", "optimizer_state", "--precisions", "bf17"), "optimizer_state must be one of fp32, bf16"),
-        (("--configurations", "--margin", "1"), "--configurations takes no --margin"),
-        (("--configurations", "--over", "fp_precision"), "--configurations takes no --over"),
-    ],
-)
-def test_an_impossible_comparison_is_refused(ran: Path, options: tuple[str, ...], message: str) -> None:
-    refused(hpo_command(ran, "compare", "tiny", *options), message)
-
-
 @pytest.fixture(scope="module")
 def planted_search(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
@@ -201,9 +188,13 @@ def test_a_comparison_continues_after_the_end_of_its_job(planted_folder: Path) -
     check_verdict(result["verdicts"][0], 0, "as_good", planted_folder)
 
 
-def test_a_precision_without_support_on_this_device_is_refused(folder: Path) -> None:
-    """Nothing is stored, so a comparison without it can begin; one from elsewhere is kept."""
-    refused(hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf23"), "Did you mean `tf32`?")
+def test_an_impossible_comparison_is_refused(folder: Path) -> None:
+    """Nothing is stored, so another comparison can begin; a comparison from another device is kept."""
+    for options, message in (
+        (("--over", "base_precision"), "no complete trial of `tiny` can have another. "),
+        (("--configurations", "--margin", "1"), "--configurations takes no --margin"),
+    ):
+        refused(hpo_command(folder, "compare", "tiny.yaml", *options), message)
     unsupported = hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf32", "--json")
     refused(unsupported, "needs tf32, but this is ", "Leave tf32 out of --precisions, or compare on a device")
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:

@@ -43,15 +43,6 @@ def planned(tmp_path: Path, *seconds: float, num_workers: int = 1, **changes: An
     return make_plan(tiny_study(tmp_path, **changes), costs, None, num_workers)
 
 
-def test_plan_of_a_number_of_trials(tmp_path: Path) -> None:
-    """Of 30 starts ten continue to 0.3, and three to the end: 3 + 2 + 2.1 whole trials."""
-    plan = planned(tmp_path, 60, 20, num_workers=2, n_trials=30, pruner=PROMOTE)
-    assert [(stage.end, stage.num_trials) for stage in plan.stages] == [(0.1, 30), (0.3, 10), (1.0, 3)]
-    assert plan.whole_trials == pytest.approx(7.1)
-    assert plan.hours == pytest.approx(7.1 * 40 / 3600)
-    assert plan.hours_to_the_end == pytest.approx(plan.hours / 2)
-
-
 @pytest.mark.parametrize(("pruner", "num_trials"), [({"name": "none"}, 7), (PROMOTE, 28)])
 def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: int) -> None:
     """Of 28 starts nine and three continue, which is 6.7 whole trials; of 30 it would be 7.1."""

@@ -147,7 +147,7 @@ def test_a_run_fails_if_more_than_half_of_its_trials_failed(
         monkeypatch.setattr(stopping, "stop_at_end_of_input", lambda *_: None)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.exit_code == exit_code
-    said = "Error: 2 of the 3 trials that ended here failed. `hpo report tiny` shows why.\n"
+    said = "Error: 2 of 3 trials failed here. `hpo report tiny` shows why.\n"
     assert finished.err.endswith(said) == bool(exit_code)
 
 
@@ -177,7 +177,7 @@ def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(f"hpo.{module}.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
-        assert "The trials that are left need a device with fp16 or tf32: 0 of 2 trials ended." in text
+        assert "The remaining trials need a device with fp16 or tf32: 0 of 2 trials ended." in text
         assert f"To continue there: hpo {command} tiny.yaml\n" in text
 
 

@@ -58,7 +58,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             trials = counts[row.name]
             unfinished = sum(trials.values()) - trials["done"]
             try:
-                json.loads(row.definition)  # raises where the row is damaged
+                json.loads(row.definition)  # raises if the row is damaged
                 overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,

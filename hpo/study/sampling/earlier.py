@@ -31,13 +31,13 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
     if config.comparison is not None:
         return []
     if isinstance(config.first, EarlierResults):
-        found = list(_best_fitting(storage, config, config.first))
+        first = list(_best_fitting(storage, config, config.first))
     else:
         fits = [fitting(config.search_space, params) for params in config.first]
-        found = [(params, f"first.{index}") for index, params in enumerate(fits)]
-    if (surplus := len(found) - config.num_trials) > 0:
+        first = [(params, f"first.{index}") for index, params in enumerate(fits)]
+    if (surplus := len(first) - config.num_trials) > 0:
         _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
-    return [(params, {SOURCE_ATTR: source}) for params, source in found[: config.num_trials]]
+    return [(params, {SOURCE_ATTR: source}) for params, source in first[: config.num_trials]]
 
 
 def _best_fitting(storage: Storage, config: StudyConfig, earlier: EarlierResults) -> Iterator[Configuration]:

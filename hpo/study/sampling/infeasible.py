@@ -74,11 +74,11 @@ class Failures:
         for trial in unfinished:
             _note_rung(reached, trial, choices_of(trial))
         counts = [(self._weights(one, reached), number) for one, number in self._failures.items()]
-        found: set[Choice] = set()
+        all_blamed: set[Choice] = set()
         while blame := _blame(counts):
-            found.add(blame)
+            all_blamed.add(blame)
             counts = [(weights, number) for weights, number in counts if blame not in weights]
-        return found
+        return all_blamed
 
     def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
         """Return the weight of a failure against each uncleared choice."""

@@ -138,9 +138,9 @@ def _build(config: SamplerConfig | PrunerConfig, base: type[Any], seed: int | No
         if own is not None:
             made = own.make(options_in(own, config.given_options), *([] if seed is None else [seed]))
         else:
-            found = load_class(config.name, base, config.WHAT)
-            takes_seed = seed is not None and "seed" in inspect.signature(found).parameters
-            made = found(**config.given_options, **({"seed": seed} if takes_seed else {}))
+            named = load_class(config.name, base, config.WHAT)
+            takes_seed = seed is not None and "seed" in inspect.signature(named).parameters
+            made = named(**config.given_options, **({"seed": seed} if takes_seed else {}))
     if not isinstance(made, base):
         raise InputError(
             f"The {name} must be an instance of optuna's {base.__name__}, but got {shorten(repr(made), 60)}."
@@ -151,19 +151,19 @@ def _build(config: SamplerConfig | PrunerConfig, base: type[Any], seed: int | No
 def load_class(name: str, base: type[Any], what: str) -> type[Any]:
     """Import a class by its name. Raises InputError unless it is a subclass of `base`."""
     if name.startswith(HUB):
-        found = _class_of_hub(name, base, what)
+        named = _class_of_hub(name, base, what)
     else:
         module, _, attribute = name.rpartition(".")
         with _errors_of(f"{what} `{name}`", "cannot be imported", InputError):
-            found = getattr(import_module(module), attribute, None)
-        if found is None:
+            named = getattr(import_module(module), attribute, None)
+        if named is None:
             raise InputError(f"The {what} `{name}`: the module `{module}` has no `{attribute}`.")
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(named, type) and issubclass(named, base)):
         raise InputError(
             f"The {what} `{name}` must be a subclass of optuna's {base.__name__}, but it is "
-            f"{shorten(repr(found), 80)}."
+            f"{shorten(repr(named), 80)}."
         )
-    return found
+    return named
 
 
 def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
@@ -179,9 +179,9 @@ def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
     # Without `__all__` a module also shows the classes that it imports from Optuna.
     own = [value for value in classes if exported or value.__module__.startswith(module.__name__)]
     if len(own) != 1:
-        named = ", ".join(value.__name__ for value in own) or "none"
+        names = ", ".join(value.__name__ for value in own) or "none"
         raise InputError(
-            f"The {what} `{name}` must name a package with one {what}, but it has {named}. Name its class: "
+            f"The {what} `{name}` must name a package with one {what}, but it has {names}. Name its class: "
             f"`{name}:CLASS`."
         )
     return own[0]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +83,6 @@ def test_the_progress_of_a_trial_arrives_within_seconds(storage: Storage) -> Non
         return result("complete")
 
     run_worker(config, storage, execute)
-
-
-def test_a_preempted_trial_runs_again_only_with_a_worker(storage: Storage) -> None:
-    config, stop = study(1), threading.Event()
-    create_or_resume_study(storage, config)
-    watch = StudyWatch(storage, config)
-    run_trials(storage, config, lambda _: stop.set() or result("preempted"), stop=stop)
-    assert numbers(watch.read()) == ([], [])
-    seen = []
-    run_trials(storage, config, lambda _: seen.append(numbers(watch.read())))
-    assert seen == [([(0, [])], [])]
-    assert numbers(watch.read()) == ([], [0])
 
 
 def test_a_worker_watches_its_own_trials(storage: Storage, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.worker import run_worker
-from hpo.study.sampling.forecast import Cost, Stage, forecast, stages_left
+from hpo.study.sampling.forecast import Cost, Stage, forecast
 from hpo.study.sampling.promotion import RESUMED_ATTR, Rung, promotion_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -116,15 +116,6 @@ def test_the_portfolio_gets_a_tenth_of_the_planned_starts(
     assert {trial.state for trial in record.trials} == {"COMPLETE"}
 
 
-def test_starts_are_mostly_setup() -> None:
-    """25 starts to 4 % take much longer than a whole trial."""
-    promotion = promotion_of(study(pruner=PRUNERS["promote"]).pruner, ("maximize",), 1000)
-    assert promotion is not None
-    stages = stages_left(promotion, [Rung() for _ in promotion.rungs], 25)
-    assert [stage.num_trials for stage in stages] == [25, 18, 6, 2]
-    assert COST.of(stages[:1]) == pytest.approx(25 * 2.0 + 20.0)
-
-
 @pytest.mark.parametrize("pruner", ["none", "promote"])
 def test_plan_status_and_run_agree_on_the_rest(storage: Storage, clock: FakeTime, pruner: str) -> None:
     config = config_of(pruner, 75.0)
@@ -145,8 +136,3 @@ def test_a_small_budget_is_enough_for_one_start(storage: Storage, clock: FakeTim
     assert [stage.num_trials for stage in plan.stages] == [1]
     assert "not be enough for one whole trial" in plan.text()
     assert len(run(storage, config, clock).trials) == 1
-
-
-def test_status_explains_an_unspent_budget(storage: Storage, clock: FakeTime) -> None:
-    unspent = study_status(run(storage, config_of("none", 75.0, 2), clock))["budget"]["unspent"]
-    assert "because all of the study's 2 trials have ended. Raise `n_trials`." in unspent

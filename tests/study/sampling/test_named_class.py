@@ -131,18 +131,6 @@ def test_an_unusable_class_is_refused_before_the_study_is_made(
         check_own(load_study(write_study(tmp_path, sampler=sampler)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampler": {"name": "bayes"}}, r"sampler\.name: must be one of tpe, gp, .*, but got `bayes`"),
-        ({"sampler": {"name": "optunahub:samplers/../../x"}}, r"sampler\.name: must be one of tpe"),
-    ],
-)
-def test_an_impossible_name_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(StudyFileError, match=message):
-        load_study(write_study(tmp_path, **changes))
-
-
 @pytest.mark.parametrize(("section", "name"), [("sampler", "Lowest"), ("pruner", "Third")])
 def test_a_class_from_the_database_runs_only_if_it_is_trusted(
     tmp_path: Path, package: Path, section: str, name: str

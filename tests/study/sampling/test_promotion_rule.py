@@ -104,12 +104,6 @@ def test_only_the_best_paused_trials_wait(monkeypatch: pytest.MonkeyPatch) -> No
     assert standings.fallen_behind(rungs) == [7, 6, 5, 4, 3, 2, 1], "four wait, and 0 has continued"
 
 
-def test_enough_trials_wait_for_the_last_promotions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpo.study.sampling.promotion.MOST_PAUSED", 1)
-    standings, rungs = standings_of(PROMOTION, *STARTS, (0.1,))
-    assert standings.fallen_behind(rungs) == [3], "three of the first rung continue in the end"
-
-
 @pytest.mark.parametrize(
     ("trials", "num_starts", "left"),
     [

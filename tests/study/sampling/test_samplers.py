@@ -54,14 +54,6 @@ def test_workers_of_qmc_share_one_sequence() -> None:
     assert workers[0].params[1:] == ScriptedStudy(config_of("qmc")).run(12)[1:]
 
 
-def test_open_settings_of_an_enqueued_grid_point_are_drawn() -> None:
-    space = {name: SPACE[name] for name in ("fp_precision", "batch_size")}
-    current = ScriptedStudy(config_of("grid", space), lambda _: 0.5, skipped={"bf16"})
-    drawn = current.run(8, batch_size=16)
-    assert {params["batch_size"] for params in drawn} == {16}
-    assert {params["fp_precision"] for params in drawn} == {"fp32", "fp16"}
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_half_of_the_configurations_are_random_in_a_study_with_rungs(name: str) -> None:
     space = {"learning_rate": SPACE["learning_rate"], "dropout": {"type": "float", "low": 0.0, "high": 0.5}}
@@ -144,16 +136,6 @@ def test_an_infeasible_precision_is_drawn_at_most(
     current = ScriptedStudy(config, lambda params: values if params["fp_precision"] in works else outcome)
     tried = Counter(params["fp_precision"] for params in current.run(n_trials))
     assert 0 < max(tried[broken] for broken in tried.keys() - works) <= most
-
-
-def test_samplers_see_all_brackets_of_hyperband() -> None:
-    """Optuna's view has only one bracket: a broken precision would be tried in each."""
-    current = ScriptedStudy(
-        config_of("tpe", n_startup_trials=2),
-        lambda params: "unsupported" if params["fp_precision"] == "fp16" else params["learning_rate"],
-        pruner=optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3),
-    )
-    assert Counter(params["fp_precision"] for params in current.run(24))["fp16"] <= 4
 
 
 @pytest.mark.parametrize("name", LEARNING)
