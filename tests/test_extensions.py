@@ -28,8 +28,8 @@ from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.training.losses import LossOptions, loss_sum
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import Callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -185,7 +185,7 @@ def test_an_optimizer_and_a_schedule_with_options(tmp_path: Path, precision: str
 
     def loss_of(**params: Any) -> Any:
         losses: list[Any] = []
-        seen = Callbacks(lambda scored: losses.append(scored.evaluation.train_loss))
+        seen = Callbacks(lambda scored: losses.append(scored.train_loss))
         given = {"fp_precision": precision, "learning_rate": 0.05} | params
         result = executor.run(given, None, "", seen)
         assert result.outcome == "complete", result.traceback

@@ -31,7 +31,7 @@ from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.study.store.storage import open_storage
-from hpo.trial.callbacks import Callbacks
+from hpo.trial.telemetry import Callbacks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,10 +47,11 @@ if TYPE_CHECKING:
     from hpo.report.plan import Plan
     from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.lifecycle import StudyState
+    from hpo.training.evaluate import Evaluation
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.executor import Executor
     from hpo.trial.reproduction import Reproduction
-    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+    from hpo.trial.telemetry import TrialResult
     from hpo.trial.verify import PrecisionCheck
     from hpo.trial.verify_parts import PartsCheck
 
@@ -189,7 +190,7 @@ class Study(NamedStudy):
             return read_study(opened.storage, config.name)
 
     def train(
-        self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
+        self, params: Mapping[str, Any], show: Callable[[Evaluation], None] = lambda _: None
     ) -> TrialResult:
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""

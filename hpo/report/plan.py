@@ -205,9 +205,9 @@ def measure_cost(
         RunError: that does not work, or was stopped.
     """
     from hpo.memory import release_free_memory
-    from hpo.trial.callbacks import Callbacks
     from hpo.trial.executor import Executor
-    from hpo.trial.trial_parts import training_args
+    from hpo.trial.parts import training_args
+    from hpo.trial.telemetry import Callbacks
 
     config = resolved.config
     searched = {name: one for name, one in config.search_space.items() if name not in BUDGETS}

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from hpo.report.terminal import Part
     from hpo.study.reading.overview import StudyOverview
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
+    from hpo.training.evaluate import Evaluation
     from hpo.trial.compat import Compatibility
-    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+    from hpo.trial.telemetry import TrialResult
     from hpo.trial.verify import PrecisionCheck
 
 
@@ -174,10 +175,9 @@ def trial(record: Mapping[str, Any]) -> Iterator[Part]:
         yield f"{key}: {value if isinstance(value, str) else format_metric(key, value)}"
 
 
-def evaluation(metrics: Sequence[str], scored: ScoredEvaluation) -> str:
+def evaluation(metrics: Sequence[str], found: Evaluation) -> str:
     """A line for an evaluation during the trial of `hpo train`."""
-    found = scored.evaluation
-    pairs = zip(metrics, scored.values, strict=True)
+    pairs = zip(metrics, found.values, strict=True)
     values = "  ".join(f"{name} {value:.4g}" for name, value in pairs)
     used = f"{found.budget_used:4.0%}  {found.seconds:.1f} s"
     loss = "" if math.isnan(found.train_loss) else f"  loss {found.train_loss:.4g}"

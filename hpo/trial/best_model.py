@@ -28,7 +28,7 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import TrialResult
 from hpo.versions import installed_versions
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]
@@ -164,7 +164,7 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
     set_float32_parts(model, config.fp32_parts)
     prepare_model(model, precision)
     load_trained(model, best.weights)
-    evaluation = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
+    evaluation = Evaluation.from_state_dict(best.state["best"])
     return model, config, precision, evaluation, digest
 
 

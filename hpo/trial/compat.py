@@ -33,7 +33,7 @@ from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
 from hpo.trial.costs import Costs
 from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 from hpo.versions import installed_versions
 
 NOT_OF_PRECISION = "The fault is in the model, its settings or the data, not in the precision."

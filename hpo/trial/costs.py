@@ -24,7 +24,7 @@ from hpo.training.compilation import drop_compiled
 from hpo.training.micro_batches import within_memory
 from hpo.training.progress import TrainState
 from hpo.trial.measure import Side, Work, work_of
-from hpo.trial.trial_parts import TrialParts, training_args
+from hpo.trial.parts import TrialParts, training_args
 
 _MEANINGFUL_BYTES = 2**20
 _T = TypeVar("_T")

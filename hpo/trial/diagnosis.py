@@ -29,8 +29,8 @@ from hpo.training.step_seed import step_seed
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Side, Work
 from hpo.trial.nonfinite import is_finite
-from hpo.trial.trial_parts import TrialParts, build_trial, training_args
-from hpo.trial.trial_run import checkpoint_key
+from hpo.trial.parts import TrialParts, build_trial, training_args
+from hpo.trial.run import checkpoint_key
 
 MIN_SCALE = "amp.min_scale"
 LOWEST_SCALE = 2.0**-16

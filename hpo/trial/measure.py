@@ -32,7 +32,7 @@ from hpo.precision.effective import Agreement, Observation, left_as_it_was, obse
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 
 MEASUREMENT_VERSION = 12
 """To be raised when the measuring changes: what is cached of another version is measured again."""

@@ -39,8 +39,7 @@ from hpo.training.optim import gradient_norm
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, measure_work
-from hpo.trial.own_parts import Params
-from hpo.trial.own_trial import OwnTrial
+from hpo.trial.own_trial import OwnTrial, Params
 
 
 class Amp:
@@ -76,7 +75,7 @@ class Amp:
         self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: int
     ) -> Tensor:
         trial, model, amp = self._trial, self._model, self._mixed_precision
-        trial.setup_ends()
+        trial.end_setup()
         amp.start_step()
         model.zero_grad(set_to_none=True)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
@@ -212,7 +211,7 @@ class Run:
         `invalid` if the products are not those of `run.precision`.
         """
         trial, seen_modes = self._trial, set[bool]()
-        trial.checks_end()
+        trial.end_check()
 
         def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module.training in seen_modes or torch.compiler.is_compiling():
@@ -274,7 +273,7 @@ class Run:
     def count_step(self, num_examples: int) -> None:
         """Count an optimiser step of a loop without `amp.step`. The trial may stop here if it is told to."""
         with self._trial.ending():
-            self._trial.setup_ends()
+            self._trial.end_setup()
             self._trial.count_step(None, num_examples)
             self._trial.heartbeat()
 

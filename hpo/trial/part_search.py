@@ -29,7 +29,7 @@ from hpo.config.trial_settings import AUTO
 from hpo.errors import Incompatible
 from hpo.models.model_parts import inner_parts, smallest_named_parts
 from hpo.trial.compat import Compatibility, CompatibilityCache, cache_key, check_compatibility
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 
 MAX_CHECKS = 150
 _logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS
 from hpo.outcome import Outcome
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import Callbacks
 
 _logger = logging.getLogger(__name__)
 
@@ -115,9 +115,9 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
     params, cautions = _params(executor, trial)
     evaluations: list[StepMetrics] = []
 
-    def note(scored: ScoredEvaluation) -> None:
-        evaluations.append((scored.evaluation.step, scored.evaluation.metrics))
-        _logger.info("trial %d, trained again: step %d", trial.number, scored.evaluation.step)
+    def note(scored: Evaluation) -> None:
+        evaluations.append((scored.step, scored.metrics))
+        _logger.info("trial %d, trained again: step %d", trial.number, scored.step)
 
     with _threads(trial.telemetry.get("device", {}).get("num_threads")):
         result = executor.run(params, folder, "reproduction", Callbacks(note))

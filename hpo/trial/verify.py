@@ -19,7 +19,7 @@ from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.costs import costs_of_trial
 from hpo.trial.executor import Executor
 from hpo.trial.part_search import find_parts
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs, costs_of_parts
 from hpo.trial.executor import Executor
 from hpo.trial.part_search import Check, CheckedSets, FoundParts, PartError, check_of, own_errors, search
-from hpo.trial.trial_parts import TrialParts, build_trial
+from hpo.trial.parts import TrialParts, build_trial
 
 _logger = logging.getLogger(__name__)
 

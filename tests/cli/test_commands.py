@@ -200,7 +200,7 @@ def test_train_for_people(tmp_path: Path) -> None:
 
 def test_train_shows_the_traceback_of_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.trial_parts.build_optimizer", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hpo.trial.parts.build_optimizer", lambda *_, **__: 1 / 0)
     finished = hpo_command(tmp_path, "train", "tiny.yaml")
     assert finished.exit_code == 1
     assert "failed: ZeroDivisionError: division by zero" in finished.out
@@ -324,7 +324,7 @@ def test_slow_steps_are_logged_on_stderr(
         raise DataError("and then it ends")
 
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.trial_parts.load_data", slow)
+    monkeypatch.setattr("hpo.trial.parts.load_data", slow)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
     assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"

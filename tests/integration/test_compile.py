@@ -22,8 +22,8 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.progress import CompileClock, TrainState
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import TrialParts
-from hpo.trial.trial_run import TrialRun
+from hpo.trial.parts import TrialParts
+from hpo.trial.run import TrialRun
 
 TOO_STRICT = {"degraded_gradient_cosine": 1.0, "incompatible_gradient_cosine": 1.0}
 COMPILED = {"max_steps": 2, "batch_size": 4, "max_length": 16, "dropout": 0.0, "compile": "default"}
@@ -229,7 +229,7 @@ def test_too_little_memory_to_observe_compiled_training_leaves_it_unverified(
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("hpo.trial.trial_run.observe_compiled", run_out)
+    monkeypatch.setattr("hpo.trial.run.observe_compiled", run_out)
     executor = tiny_executor(tmp_path, training=COMPILED)
     executor.loader.apply_compile = compile_layers_alone
     result = executor.run({"fp_precision": "fp32"}, None, "")

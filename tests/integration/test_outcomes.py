@@ -27,10 +27,10 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training import loop
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
+from hpo.training.evaluate import Evaluation
 from hpo.trial import trial_run
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = {"encoder": ENCODER | {"initializer_range": 300.0}}
@@ -174,8 +174,8 @@ def out_of_memory_unless(fits: Callable[[MultitaskModel, int], bool]) -> Callabl
 def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_path: Path) -> None:
     curves: dict[str, list[Any]] = {"small": [], "halved": []}
 
-    def record(name: str) -> Callable[[ScoredEvaluation], None]:
-        return lambda scored: curves[name].append((scored.evaluation.train_loss, scored.values))
+    def record(name: str) -> Callable[[Evaluation], None]:
+        return lambda scored: curves[name].append((scored.train_loss, scored.values))
 
     params = {"fp_precision": "fp32", "dropout": 0.1}
     executor.run(params | {"micro_batch_size": 2}, tmp_path / "small", "s", Callbacks(record("small")))
@@ -263,7 +263,7 @@ def test_progress_is_told_after_each_step_but_the_last(executor: Executor) -> No
 
 
 def test_pruned(executor: Executor) -> None:
-    def prune(_: ScoredEvaluation) -> None:
+    def prune(_: Evaluation) -> None:
         raise Pruned("worse than the median")
 
     result = executor.run({}, None, "test", Callbacks(prune))

@@ -103,7 +103,7 @@ def test_every_kind_of_task_trains_and_resumes_bit_for_bit(tmp_path: Path, name:
 def test_one_is_searched_exported_and_loaded(tmp_path: Path) -> None:
     path = write_every_kind(tmp_path, model={"encoder": DECODERS["qwen3"]}, search_space={})
     told = ok(hpo_command(tmp_path, "run", path.name))
-    assert "In this Qwen3Model a token sees only those before it: what it tells of reason, places" in told.err
+    assert "In this Qwen3Model a token sees only the text before it, but reason, places" in told.err
     (scored,) = ok(hpo_command(tmp_path, "best", path.name, "--export", "model", "--json")).json["trials"]
     texts = ["late again the parcel came to Rome", "broken !"]
     predictions = hpo.load(tmp_path / "model").predict(texts)

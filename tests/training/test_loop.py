@@ -45,7 +45,7 @@ from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import assemble, training_args
+from hpo.trial.parts import assemble, training_args
 
 
 @pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])

@@ -26,7 +26,7 @@ from hpo.training.loop import Learner, forward_backward
 from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
-from hpo.trial.trial_parts import TrialParts, build_trial
+from hpo.trial.parts import TrialParts, build_trial
 
 BOUNDS = CompatConfig()
 

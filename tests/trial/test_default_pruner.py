@@ -15,8 +15,8 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import Paused
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import open_storage
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.trial_parts import fit_pruner
+from hpo.trial.parts import fit_pruner
+from hpo.trial.telemetry import Callbacks
 
 TRAINING = {"batch_size": 8, "max_length": 64, "dropout": 0.0}
 

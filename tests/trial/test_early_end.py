@@ -14,9 +14,9 @@ from support.tiny import tiny_executor, write_study
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import load_study
 from hpo.errors import StudyFileError
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.patience import evaluations_without_improvement
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.training.evaluate import Evaluation
+from hpo.trial.objectives import evaluations_without_improvement
+from hpo.trial.telemetry import Callbacks
 
 STEPS = {"max_steps": 40, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 UNCHANGED = {"learning_rate": 1e-30}
@@ -46,7 +46,7 @@ def test_evaluations_since_the_last_improvement_are_counted(
 
 
 def test_a_trial_without_improvement_ends_complete(tmp_path: Path) -> None:
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     study = {"training": STEPS, "evaluation": {"per_trial": 8, "patience": 2}}
     result = tiny_executor(tmp_path, **study).run(UNCHANGED, tmp_path / "trial", "", Callbacks(made.append))
     assert (str(result.outcome), len(made)) == ("complete", 3)

@@ -9,17 +9,17 @@ import pytest
 from support.command_line import hpo_command, ok, stored
 from support.tiny import tiny_executor, write_study
 
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.training.evaluate import Evaluation
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 STEPS = {"max_steps": 40, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARAMS = {"learning_rate": 1e-3}
 
 
-def run(folder: Path, limits: dict[str, Any], **changes: Any) -> tuple[TrialResult, list[ScoredEvaluation]]:
+def run(folder: Path, limits: dict[str, Any], **changes: Any) -> tuple[TrialResult, list[Evaluation]]:
     """One trial of 40 steps with four evaluations, and those that it made."""
     content = {"training": STEPS, "evaluation": {"per_trial": 4}, "constraints": limits, **changes}
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     result = tiny_executor(folder, **content).run(PARAMS, None, "", Callbacks(made.append))
     return result, made
 

@@ -17,9 +17,9 @@ import hpo.trial.executor as executor_module
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.training.checkpoint import CheckpointStore
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import NO_CALLBACKS
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
 ENERGY = "train_joules_per_example"
 OBJECTIVE = {"metric": ENERGY, "direction": "minimize"}
@@ -70,13 +70,13 @@ def test_an_objective_of_energy_is_of_the_training_steps(
     tmp_path: Path, gpu: PlayedGpu, has_checkpoints: bool
 ) -> None:
     """Neither evaluations nor copies for checkpoints count."""
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     folder, checkpoint = (tmp_path / "trial", {"every_seconds": 1e-6}) if has_checkpoints else (None, {})
     result = run(tmp_path, Callbacks(made.append), folder, objective=OBJECTIVE, checkpoint=checkpoint)
     assert (str(result.outcome), result.values) == ("complete", (gpu.per_step / 8,)), result.reason
     assert result.headline[ENERGY] == result.telemetry["throughput"][ENERGY] == 5 / 8
     assert result.telemetry["energy_missing"] == ""
-    assert [one.evaluation.rates[ENERGY] for one in made] == [5 / 8] * 4
+    assert [one.rates[ENERGY] for one in made] == [5 / 8] * 4
 
 
 def test_a_copy_for_a_checkpoint_is_not_counted(tmp_path: Path, gpu: PlayedGpu) -> None:

@@ -18,8 +18,8 @@ from hpo.errors import ModelError
 from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import build_trial
-from hpo.trial.trial_run import checkpoint_key
+from hpo.trial.parts import build_trial
+from hpo.trial.run import checkpoint_key
 
 ENCODERS = {"type": "categorical", "choices": [ENCODER, "/no/such/folder"]}
 
@@ -59,7 +59,7 @@ def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> N
         model.encoder.embeddings.LayerNorm.weight.fill_(1e38)
 
     executor = altered_executor(tmp_path, break_encoder)
-    message = r"in the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
+    message = r"the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
     with pytest.raises(ModelError, match=message):
         executor.check_study()
     for precision in ("fp32", "bf16"):

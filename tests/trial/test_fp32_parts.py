@@ -17,9 +17,9 @@ from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
+from hpo.trial.parts import TrialParts, build_trial
+from hpo.trial.run import checkpoint_key
 from hpo.trial.telemetry import TrialResult
-from hpo.trial.trial_parts import TrialParts, build_trial
-from hpo.trial.trial_run import checkpoint_key
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARTS = {"type": "categorical", "choices": [[], ["heads"], ["layers.0", "heads"]]}

@@ -20,9 +20,8 @@ from hpo.inference import model as inference
 from hpo.precision.parts import float32_modules
 from hpo.study.store.storage import open_storage
 from hpo.trial.best_model import TrialSource, export_checkpoint, with_scores
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Progress, TrialResult
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
 STUDY: dict[str, Any] = {
     "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},

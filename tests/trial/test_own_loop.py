@@ -15,8 +15,8 @@ from torch import nn
 
 from hpo.errors import InputError, Paused, Pruned
 from hpo.random_numbers import seed_all
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.training.evaluate import Evaluation
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 RATE = {"learning_rate": 0.01}
 
@@ -215,8 +215,8 @@ def test_a_trial_pauses_after_its_round_and_is_pruned_at_once(tmp_path: Path) ->
     executor = own_executor(tmp_path, LOOP.rstrip() + note)
 
     def at(end: type[Exception], index: int) -> Callbacks:
-        def end_there(scored: ScoredEvaluation) -> None:
-            if scored.evaluation.index == index:
+        def end_there(scored: Evaluation) -> None:
+            if scored.index == index:
                 raise end("told so")
 
         return Callbacks(end_there)
@@ -232,8 +232,8 @@ def test_a_trial_pauses_after_its_round_and_is_pruned_at_once(tmp_path: Path) ->
 def test_evaluations_have_steps_shares_and_indices(tmp_path: Path) -> None:
     seen: list[tuple[int, int, float]] = []
 
-    def note(scored: ScoredEvaluation) -> None:
-        evaluation = scored.evaluation
+    def note(scored: Evaluation) -> None:
+        evaluation = scored
         seen.append((evaluation.index, evaluation.step, round(evaluation.budget_used, 3)))
 
     twice = changed("        run.report(", "        run.report({'loss': 1.0})\n        run.report(")

@@ -19,13 +19,13 @@ from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import Resolution
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility
 from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import CheckedSets, FoundParts, check_of, find_parts, search
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
+from hpo.trial.telemetry import Callbacks
 from hpo.trial.verify import check_precision
 
 LETTERS = "abcdefgh"

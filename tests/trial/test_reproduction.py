@@ -15,10 +15,10 @@ from support.tiny import tiny_executor
 from hpo.errors import Preempted
 from hpo.training import loop
 from hpo.training.checkpoint import bits_digest
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
 from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import Callbacks
 
 PARAMS = {"learning_rate": 5e-4, "fp_precision": "fp32"}
 
@@ -36,9 +36,9 @@ def recorded(
     """Run a trial and return its record. With `stop_after` it is stopped and resumed after a few steps."""
     evaluations: dict[int, Mapping[str, Any]] = {}
 
-    def note(scored: ScoredEvaluation) -> None:
-        metrics = scored.evaluation.metrics
-        evaluations[scored.evaluation.step] = {"score": scored.values[0], **metrics}
+    def note(scored: Evaluation) -> None:
+        metrics = scored.metrics
+        evaluations[scored.step] = {"score": scored.values[0], **metrics}
 
     def stop(progress: Any) -> None:
         if progress.step == stop_after:

@@ -23,7 +23,7 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import TrialLoader
+from hpo.trial.parts import TrialLoader
 
 STORED = ["bf16", "int8", "nf4"]
 LARGE = {**BERT, "hidden_size": 512, "num_hidden_layers": 7, "intermediate_size": 2048}

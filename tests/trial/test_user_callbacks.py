@@ -35,10 +35,10 @@ from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.extensions import CALLBACKS
 from hpo.models.multitask import MultitaskModel
+from hpo.training.evaluate import Evaluation
 from hpo.training.progress import TrainState
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 from hpo.trial.user_callbacks import UserCallbacks, make_callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -177,14 +177,14 @@ def test_without_callbacks_nothing_is_recorded(tmp_path: Path) -> None:
 def test_a_text_of_on_step_ends_the_trial_with_an_evaluation(
     tmp_path: Path, end_at: int, steps: int, evaluated: list[int]
 ) -> None:
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     executor = executor_of(tmp_path, NOTES)
     result = executor.run(
         PARAMS | {"notes.end_at": end_at}, tmp_path / "trial", "trial", Callbacks(made.append)
     )
     assert str(result.outcome) == "complete"
-    assert [one.evaluation.step for one in made] == evaluated
-    assert [one.evaluation.index for one in made] == [*range(1, len(made) + 1)]
+    assert [one.step for one in made] == evaluated
+    assert [one.index for one in made] == [*range(1, len(made) + 1)]
     assert result.telemetry["num_steps"] == steps
     assert result.reason == (
         f"Training ended early at step {steps}, at {steps / 16:.0%} of its budget: enough (callback notes)."

@@ -13,7 +13,7 @@ from hpo.report.part_screens import parts_verification
 from hpo.report.terminal import print_parts
 from hpo.trial.costs import costs_of_parts
 from hpo.trial.part_search import check_of
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
 from hpo.trial.verify_parts import PartsCheck, verify_parts
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}

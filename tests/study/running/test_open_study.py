@@ -27,7 +27,7 @@ from hpo.study.running.worker import run_study
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.trial_parts import fit_pruner
+from hpo.trial.parts import fit_pruner
 
 
 class FakeExecutor:

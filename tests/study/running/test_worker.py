@@ -36,8 +36,9 @@ from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
+from hpo.training.evaluate import Evaluation
 from hpo.trial.compat import checked_on
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import TrialResult
 
 
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -158,9 +159,20 @@ def executor_of(config: StudyConfig, folder: Path, run: Callable[..., Any] = com
 
 
 def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
-    facts = {"budget_used": budget_used, "seconds": 1.0, "epoch": 1.0, "metrics": {}, "rates": {}}
-    evaluation: Any = SimpleNamespace(step=index, index=index, **facts)
-    return ScoredEvaluation(evaluation, values, broken)  # type: ignore[arg-type]
+    return Evaluation(
+        step=index,
+        epoch=1.0,
+        budget_used=budget_used,
+        seconds=1.0,
+        metrics={},
+        decisions={},
+        examples_per_second=None,
+        train_loss=0.5,
+        index=index,
+        rates={},
+        values=values,  # type: ignore[arg-type]
+        ends_trial=broken,
+    )
 
 
 @pytest.mark.parametrize(("start", "end"), [(False, False), (True, True), (False, True), (True, False)])
