@@ -76,14 +76,14 @@ IMPORTS_LATE = set(
     study/checkpoints/checkpoint_folders.py study/checkpoints/keep_best.py study/checkpoints/remote_store.py
     study/claims/lease.py study/claims/leases.py study/claims/workers.py
     study/reading/detailed_evaluations.py study/reading/row_statistics.py study/reading/study_record.py
-    study/reading/watch.py study/running/final_evaluation.py study/running/run.py
-    study/running/trial_runner.py study/running/worker.py study/sampling/earlier.py
+    study/reading/watch.py
+    study/sampling/earlier.py
     study/sampling/promotion.py study/sampling/samplers.py study/store/database.py study/store/lifecycle.py
     study/store/opening.py study/store/optuna_internals.py study/store/sqlite_place.py
     study/store/storage.py study/store/studies.py
     track/follow.py
     training/progress.py
-    trial/callbacks.py
+
     """.split()  # noqa: SIM905
 )
 """Files with imports in functions or for types alone. The list may only shrink."""

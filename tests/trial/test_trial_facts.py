@@ -1,4 +1,4 @@
-"""What a trial stores of the precision that it really had, and where it is untrue."""
+"""The observed precision in a trial's record."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(folder: Path, layer: type[nn.Linear]) -> dict[str, Any]:
     return dict(result.telemetry)
 
 
-def test_a_trial_says_where_it_was_not_what_was_asked_for(tmp_path: Path) -> None:
+def test_trial_records_a_layer_in_another_precision(tmp_path: Path) -> None:
     telemetry = run(tmp_path, WideInTraining)
     found = telemetry["precision"]
     assert (found["agrees"], found["effective"]) == (False, "bf16")
@@ -77,7 +77,7 @@ def test_a_trial_says_where_it_was_not_what_was_asked_for(tmp_path: Path) -> Non
     assert isinstance(telemetry["environment"], dict)
 
 
-def test_a_product_that_could_not_be_measured_is_unverified(tmp_path: Path) -> None:
+def test_unmeasured_product_is_unverified(tmp_path: Path) -> None:
     telemetry = run(tmp_path, Unmeasurable)
     found = telemetry["precision"]
     assert (found["agrees"], found["observed"]["linear_products"]["unmeasured"]) == (None, 1)

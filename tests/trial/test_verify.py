@@ -1,4 +1,4 @@
-"""Which precisions a machine is told to search; machines are described, not needed."""
+"""Checks and recommendations for described machines."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) 
     assert recommendation(checked(device, **found)).startswith(advice)
 
 
-def test_an_unusable_precision_has_a_reason() -> None:
+def test_unusable_precision_has_a_reason() -> None:
     does_not_fit = OutOfMemory("one example of 512 tokens does not fit into memory.")
     checks = {check.name: check for check in checked(T4, fp32=does_not_fit, fp16="incompatible")}
     for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):
@@ -100,7 +100,7 @@ def test_an_unusable_precision_has_a_reason() -> None:
 # Costs
 
 
-def test_passes_of_the_trials_micro_batch_are_timed(tmp_path: Path) -> None:
+def test_costs_are_those_of_a_micro_batch(tmp_path: Path) -> None:
     """Each side runs it to warm up, for its memory, and twice for its time."""
     num_rows: list[int] = []
 
@@ -119,7 +119,7 @@ def test_passes_of_the_trials_micro_batch_are_timed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compile_mode", ["none", "default"])
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])
-def test_the_ratio_of_speeds_knows_no_compiler(
+def test_both_sides_of_a_speed_ratio_are_compiled(
     name: str, compile_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock of its own, a compiled pass takes one second and another pass four, in each precision."""
