@@ -14,7 +14,7 @@ from hpo.study.running.worker import run_study
 STUDIES = Path(__file__).parents[2] / "studies"
 
 
-def test_the_study_of_several_sources(tmp_path: Path) -> None:
+def test_study_of_several_sources(tmp_path: Path) -> None:
     study = load_study(STUDIES / "examples" / "several_sources" / "study.yaml")
     with open_study(study, f"sqlite:///{tmp_path / 'hpo.db'}", tmp_path) as opened:
         assert run_study(opened).ended == "finished"

@@ -11,7 +11,7 @@ from support.tiny import CPU_PRECISIONS, tiny_executor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["snips", "nlupp", "sgd", "goemotions", "squad2"])
-def test_a_real_set_trains_in_every_precision(
+def test_real_set_trains_in_every_precision(
     name: str, real_set: Callable[[str], Path], tmp_path: Path
 ) -> None:
     data = {

@@ -1,4 +1,4 @@
-"""Studies whose trials pause after a short start, with real training: what goes on, and what is kept."""
+"""Trials that pause at rungs, with real training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
     return {trial.params["learning_rate"]: trial for trial in trials}
 
 
-def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(paused: Path, tmp_path: Path) -> None:
+def test_resumed_trial_ends_as_without_a_pause(paused: Path, tmp_path: Path) -> None:
     whole, short = run(tmp_path / "whole"), stored(paused)
     undisturbed = by_rate(whole.trials)
     for trial in short.trials:
@@ -85,7 +85,7 @@ def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(paused: Path, tmp_p
     assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
 
 
-def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
+def test_paused_trial_of_a_dead_worker_repeats_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint was written, its end was not stored."""
@@ -108,7 +108,7 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
     assert first.telemetry["resumed_from_step"] == 4
 
 
-def test_on_two_machines_that_share_a_bucket(
+def test_two_machines_share_a_bucket(
     paused: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one dies when two trials have paused and the better one has gone on to its next rung."""
