@@ -70,7 +70,7 @@ IMPORTS_LATE = set(
     models/batch_independence.py models/encoder.py
     report/dashboard.py report/data_check.py report/deployed.py report/detailed.py report/detailed_tables.py
     report/figures.py report/formats.py report/in_advance.py report/limits.py report/marked.py
-    report/number_formats.py report/outlook.py report/page.py report/part_screens.py report/plan.py
+    report/number_formats.py report/outlook.py report/page.py report/plan.py
     report/progress.py report/report.py report/screens.py report/tables.py report/terminal.py
     report/verdicts.py
     study/checkpoints/checkpoint_folders.py study/checkpoints/keep_best.py study/checkpoints/remote_store.py

@@ -234,15 +234,6 @@ def test_verify(tmp_path: Path) -> None:
     assert bf16["compatibility"]["costs"]["speed_ratio"] > 0
 
 
-def test_verify_parts(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ended = ok(hpo_command(tmp_path, "verify", "tiny.yaml", "--parts", "--repeats", "1", "--json"))
-    found = {row["precision"]: row for row in ended.json["precisions"]}
-    assert [*found] == ["bf16", "fp16"]
-    assert found["bf16"]["found"]["parts"] == []
-    assert [row["own"]["part"] for row in found["bf16"]["parts"]][:2] == ["embeddings", "layers.0"]
-
-
 # hpo run --timeout
 
 
