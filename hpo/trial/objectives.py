@@ -131,7 +131,7 @@ def _measured(telemetry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[float] | None) -> bool:
-    """Whether an evaluation's values are the best so far, by the first objective.
+    """Return true if an evaluation's values are the best so far, by the first objective.
 
     Of equal values the later one is better: it has seen more data. A measured objective (memory, throughput)
     says nothing about a model: the last evaluation is the best.

@@ -127,14 +127,14 @@ class OwnTrial(BaseRun):
         self.kept: dict[str, Any] = {}
         """Kept objects by name, besides the modules."""
         self.checks_only = False
-        """Whether the function runs only up to its first step, before the study is made."""
+        """True for a check before the study is made: the function runs up to its first step."""
         self.round = 0
         self.num_rounds = 0
         """0: the function has not called `steps`."""
         self.prepared: nn.Module | None = None
         """The model of `Run.prepare`."""
         self.is_watched = False
-        """Whether `Run.observe` has seen a call of a library."""
+        """True once `Run.observe` has seen a call of a library."""
         self._train_function = train
         self._done = 0.0
         self._checkpoint: Checkpoint | None = None
@@ -217,7 +217,7 @@ class OwnTrial(BaseRun):
 
     @property
     def keeps(self) -> bool:
-        """Whether the function keeps anything to resume from."""
+        """True if the function keeps anything to resume from."""
         return bool(self.kept or len(self.modules))
 
     def rounds(self, number: int) -> Iterator[int]:

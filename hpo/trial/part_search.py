@@ -162,7 +162,7 @@ class CheckedSets:
         return self.checks[key]
 
     def is_good(self, parts: Sequence[str], wanted: int) -> bool:
-        """Whether the verdict is at least the wanted one; false for a check beyond `max_checks`."""
+        """Return true if the verdict is at least the wanted one; false for a check beyond `max_checks`."""
         if frozenset(parts) not in self.checks and len(self.checks) >= self.max_checks:
             return False
         return _RANKS.get(self.check(parts).verdict, 3) <= wanted

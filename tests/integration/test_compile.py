@@ -76,27 +76,6 @@ def test_late_shape_counts_as_compilation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compilation_sees_the_micro_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step, too, the model sees the micro-batch alone, which is halved until it fits."""
-    sizes: list[int] = []
-    forward = MultitaskModel.forward
-
-    def forward_of_two_rows(model: MultitaskModel, *inputs: torch.Tensor) -> Any:
-        sizes.append(len(inputs[0]))
-        if len(inputs[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(model, *inputs)
-
-    monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
-    executor = executor_of(tmp_path, training=ONE_STEP | {"micro_batch_size": 4})
-    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
-    assert (result.outcome, result.reason) == ("complete", ""), result.traceback
-    assert max(sizes) == 4, "never the whole batch"
-    assert result.telemetry["precision"]["observed"]["compiled"]
-    assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 1)
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_trial_of_compiled_steps_has_no_throughput(tmp_path: Path) -> None:
     """It may be the settings of this trial alone, so the study goes on."""
     training = ONE_STEP | {"micro_batch_size": 3}

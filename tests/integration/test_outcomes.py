@@ -15,10 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.resumed_trials import check_resume_is_exact
 from support.tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
-from support.tiny_encoders import save_encoder
 
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches
@@ -67,15 +65,6 @@ def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
     assert 0 < telemetry["evaluation_scoring_seconds"] < telemetry["evaluation_seconds"]
     assert (telemetry["scaler"]["scale_min"] is not None) == (name == "fp16")
     assert result.headline["peak_memory_bytes"] > 2**27
-
-
-def test_windows_of_an_example_count_once(tmp_path: Path) -> None:
-    synthetic = {"num_train": 48, "num_validation": 24, "num_test": 1}
-    data = {"source": "synthetic", "synthetic": synthetic, "long_text": "window", "stride": 4}
-    training = {"epochs": 1, "batch_size": 8, "max_length": 32}
-    result = run(tiny_executor(tmp_path, data=data, training=training), tmp_path)
-    assert result.telemetry["num_steps"] > 2 * 48 / 8, "one of windows"
-    assert result.telemetry["num_examples"] == 48
 
 
 def test_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) -> None:
@@ -194,24 +183,6 @@ def test_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compatibility" not in result.telemetry
 
 
-@pytest.mark.parametrize("also_alone", [False, True])
-def test_memory_for_bf16_weights_alone(tmp_path: Path, also_alone: bool) -> None:
-    """Against fp32 it is then not measured, unless one example fits without the one beside it."""
-
-    def fits(model: MultitaskModel, num_texts: int) -> bool:
-        is_reduced = next(model.parameters()).dtype == torch.bfloat16
-        return is_reduced or (also_alone and num_texts == 1)
-
-    result = run(altered_executor(tmp_path, out_of_memory_unless(fits)), tmp_path, "bf16-true")
-    assert (result.outcome, result.reason) == ("complete", "")
-    compatibility = result.telemetry["compatibility"]
-    assert compatibility["verdict"] == "ok"
-    assert (compatibility["gradient_cosine"] is not None) == also_alone
-    assert compatibility["reference_fits"] == also_alone
-    alone = "fp32 does not fit into memory here, so of bf16-true only that it is finite was checked."
-    assert compatibility["reasons"] == ([] if also_alone else [alone])
-
-
 def test_precision_is_not_blamed_without_fp32(tmp_path: Path) -> None:
     """Whether fp32 would be finite is not known."""
 
@@ -291,18 +262,6 @@ def test_best_weights_may_be_newer_than_the_checkpoint(executor: Executor, tmp_p
     assert executor.run({}, tmp_path / "trial", "another trial").values[0] <= 1
 
 
-def test_encoder_with_broken_weights_is_invalid(tmp_path: Path) -> None:
-    """No settings exclude each other. Where others may be searched, the study goes on."""
-    folder = save_encoder(tmp_path / "encoder")
-    weights = load_file(folder / "model.safetensors")
-    weights["embeddings.LayerNorm.bias"][0] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    space = {"encoder": {"type": "categorical", "choices": [ENCODER, str(folder)]}}
-    executor = tiny_executor(tmp_path, model={}, search_space=space)
-    result = run(executor, tmp_path, encoder=str(folder))
-    assert (result.outcome, "weights must be finite" in result.reason) == ("invalid", True)
-
-
 def test_weight_of_an_unknown_task_is_refused(tmp_path: Path) -> None:
     weight = {"loss_weight.criterai": {"type": "float", "low": 0.1, "high": 1.0}}
     with pytest.raises(InputError, match=r"loss_weight\.criterai: .* Did you mean `criteria`"):
@@ -311,7 +270,7 @@ def test_weight_of_an_unknown_task_is_refused(tmp_path: Path) -> None:
         tiny_executor(tmp_path, training={"max_steps": 1, "loss_weight": {"nothing": 2.0}})
 
 
-def test_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:
+def test_measured_objective_covers_the_whole_trial(tmp_path: Path) -> None:
     objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
     result = run(tiny_executor(tmp_path, objective=objectives), tmp_path)
     assert abs(result.values[1] - result.telemetry["peak_memory_bytes"]) < 2**26

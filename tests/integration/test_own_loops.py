@@ -12,7 +12,6 @@ import yaml
 from safetensors.torch import load_file
 from support.command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
 
-from hpo.code import use_code
 from hpo.study.reading.study_record import StudyRecord
 
 EXAMPLES = ROOT / "studies" / "examples"
@@ -107,19 +106,3 @@ def test_two_workers_search_over_precision(tmp_path: Path) -> None:
         asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
         refused(asked, "needs the `data` and the `model`")
     refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")
-
-
-def test_worker_by_name_needs_the_code(tmp_path: Path) -> None:
-    study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
-    study.mkdir()
-    elsewhere.mkdir()
-    write_example("own_loop", study, name="digits", training={"seed": 0, "epochs": 1, "batch_size": 200})
-    ok(hpo_command(study, "init", "own_loop.yaml"))
-    at = ("--storage", f"sqlite:///{study}/runs/hpo.db")
-    use_code({}, "a reader")  # which has none
-    ok(hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rate=0.004", *at))
-    asked = hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rates=0.004", *at)
-    refused(asked, "The study does not search `learning_rates`. Did you mean `learning_rate`?")
-    ok(hpo_command(elsewhere, "worker", "digits", *at, "--trust-code", str(study / "own_loop.py")))
-    (trial,) = stored(study, "digits").trials
-    assert (trial.outcome, trial.params["learning_rate"]) == ("complete", 0.004)

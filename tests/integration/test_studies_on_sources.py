@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from support.resumed_trials import check_resume_is_exact, weights_of
+from support.resumed_trials import check_resume_is_exact
 from support.several_sources import write_sources
 from support.tiny import tiny_executor, write_study
 
@@ -54,24 +54,6 @@ def test_training_draws_the_recorded_shares(
     assert result.telemetry["drawn_share"] == {name: num / total for name, num in counts.items()}
     if num_steps == 10:
         assert counts == {"news": 28, "mail": 44}, "two epochs of 36"
-
-
-def test_source_of_weight_0_is_not_trained(tmp_path: Path) -> None:
-    data = write_sources(tmp_path)
-    executor = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 6})
-    result = executor.run({"sampling_weight.mail": 0.0}, tmp_path / "trial", "trial")
-    assert result.outcome == "complete"
-    assert result.telemetry["drawn_share"] == {"news": 1.0, "mail": 0.0}
-    untrained = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 1})
-    untrained.run({"sampling_weight.mail": 0.0}, tmp_path / "one_step", "trial")
-    six, one = weights_of(tmp_path / "trial"), weights_of(tmp_path / "one_step")
-    # The head of `size`, a task of mail alone, changes by weight decay alone.
-    heads = [name for name in six if name.startswith("heads.2.")]
-    others = [name for name in six if name.startswith("heads.0.")]
-    assert heads
-    assert others
-    assert all(abs(six[name] - one[name]).max() < 1e-6 for name in heads)
-    assert any(abs(six[name] - one[name]).max() > 1e-5 for name in others)
 
 
 @pytest.fixture(scope="module")

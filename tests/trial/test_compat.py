@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, overflow_in_reduced_precision, tiny_executor
+from support.tiny import CPU, EMULATED, tiny_executor
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -178,32 +178,6 @@ def test_compiler_is_at_fault_if_it_breaks_fp32(tmp_path: Path, name: str, broke
     assert found.verdict == (verdict if name in broken else "ok")
     others = [reason for reason in found.reasons if "is unverified" not in reason]
     assert bool(others) == (name in broken)
-
-
-@pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["bf16", "bf16-true"])
-def test_flash_attention_is_repeated_in_fp32_by_sdpa(
-    name: str, gradient_checkpointing: bool, tmp_path: Path
-) -> None:
-    """Also its backward pass, in which gradient checkpointing would compute activations again by flash."""
-    training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
-    executor = tiny_executor(
-        tmp_path, training={**training, "gradient_checkpointing": gradient_checkpointing}
-    )
-    parts = parts_of(executor, fp_precision=name)
-    parts.prepare()
-    overflow_in_reduced_precision(parts.model)
-    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
-    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
-    batch = parts.batch(2)
-    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
-    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
-    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (1, True)
-    assert parts.model.encoder.config._attn_implementation == hpo.models.attention.FLASH
-    gradients = [weight.grad for weight in parts.model.parameters() if weight.grad is not None]
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
-    assert any(bool(gradient.any()) for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])

@@ -130,53 +130,6 @@ def test_diverged_weights_break_in_every_precision(tmp_path: Path, precision: st
     assert found.breaks_in_fp32 is True
 
 
-OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()]
-
-
-class Raiser:
-    """Raise `error` in each forward pass without autocast, or in every forward pass if `always` is set."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.always = False
-
-    def __call__(self, *_: Any) -> None:
-        if self.always or not torch.is_autocast_enabled("cpu"):
-            raise self.error
-
-
-def trial_with_raiser(folder: Path, error: Exception) -> tuple[Executor, StoredTrial, Raiser]:
-    """Run a bf16 trial whose first batch has NaN in every precision."""
-    raiser = Raiser(error)
-
-    def alter(model: MultitaskModel) -> None:
-        bad_head(model)
-        model.register_forward_hook(raiser)
-
-    executor = altered(folder, alter, amp={"allow_emulated": True}, **UNCHECKED)
-    return executor, ended(executor, folder / "trial", fp_precision="bf16"), raiser
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_remedy_without_memory_leaves_the_cause_open(tmp_path: Path, error: Exception) -> None:
-    executor, trial, raiser = trial_with_raiser(tmp_path, error)
-    found = diagnosed(executor, trial)
-    assert found.broken is not None
-    assert [(one.heals, one.result) for one in found.remedies] == [(None, "not tried: out of memory")]
-    assert found.breaks_in_fp32 is None
-    raiser.always = True
-    with pytest.raises(InputError, match="trial 0 must fit into the memory of test CPU, but"):
-        diagnose(executor, trial)
-
-
-@pytest.mark.parametrize("always", [True, False])
-def test_other_errors_are_raised(tmp_path: Path, always: bool) -> None:
-    executor, trial, raiser = trial_with_raiser(tmp_path, RuntimeError("a fault"))
-    raiser.always = always
-    with pytest.raises(RuntimeError, match="a fault"):
-        diagnose(executor, trial)
-
-
 @pytest.mark.parametrize(
     ("name", "base", "tried"),
     [

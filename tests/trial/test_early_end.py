@@ -59,12 +59,6 @@ def test_trial_without_improvement_is_complete(tmp_path: Path) -> None:
     assert [*(tmp_path / "trial").glob("best-*")]
 
 
-def test_trial_without_patience_trains_to_its_end(tmp_path: Path) -> None:
-    result = tiny_executor(tmp_path, training=STEPS, evaluation={"per_trial": 8}).run(UNCHANGED, None, "")
-    assert (result.telemetry["num_steps"], result.reason) == (40, "")
-    assert "stopped_early" not in result.telemetry
-
-
 def test_patience_ends_with_the_budget(tmp_path: Path) -> None:
     study = {"training": STEPS, "evaluation": {"per_trial": 3, "patience": 2}}
     result = tiny_executor(tmp_path, **study).run(UNCHANGED, None, "")

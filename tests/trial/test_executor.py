@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 from support.every_kind import TASKS, write_every_kind
 from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
-from support.tiny_encoders import save_encoder
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import ModelError
-from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
@@ -92,20 +89,6 @@ def test_check_tries_the_longest_text(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot run a batch .* IndexError: index out of range"):
         executor.check_study()
     assert executor.run({"fp_precision": "fp32"}, None, "").outcome == "invalid"
-
-
-def test_tokens_need_embeddings(tmp_path: Path) -> None:
-    """The tokenizer has tokens that were added; the checkpoint was not resized."""
-    folder = save_encoder(tmp_path / "encoder")
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.add_tokens(["[PII]"])
-    tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["vocab_size"]  # then it is 30522, BERT's own
-    (folder / "config.json").write_text(json.dumps(config))
-    executor = tiny_executor(tmp_path, model={"encoder": str(folder)})
-    with pytest.raises(ModelError, match=r"its table has 30522 rows and the tokenizer has ids up to 30522"):
-        executor.check_study()
 
 
 def test_checkpoint_key_depends_on_the_model(tmp_path: Path) -> None:

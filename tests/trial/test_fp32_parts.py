@@ -11,8 +11,7 @@ import torch
 from support.tiny import tiny_executor, tiny_study
 from torch import Tensor, nn
 
-from hpo.config.trial_config import parse_params
-from hpo.errors import Incompatible, InputError, ModelError, StudyFileError
+from hpo.errors import Incompatible, ModelError, StudyFileError
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.trial.compat import cache_key
@@ -138,11 +137,6 @@ def test_invalid_parts_in_the_study_file(
         tiny_study(tmp_path, training=TRAINING | training, search_space=space)
 
 
-def test_auto_needs_the_check(tmp_path: Path) -> None:
-    with pytest.raises(StudyFileError, match=r"compat.enabled: must be true, because `fp32_parts: auto`"):
-        tiny_study(tmp_path, training=TRAINING | {"fp32_parts": "auto"}, compat={"enabled": False})
-
-
 @pytest.mark.parametrize("searched", [False, True])
 def test_unknown_part_is_refused_before_the_study(tmp_path: Path, searched: bool) -> None:
     bad = ["heads.evidens"]
@@ -169,30 +163,3 @@ def test_keys_contain_the_parts(tmp_path: Path) -> None:
     trials = [parts_of(executor, fp32_parts=names) for names in ([], ["heads"], ["layers.0"])]
     assert len({cache_key(parts) for parts in trials}) == 3
     assert len({checkpoint_key("", parts) for parts in trials}) == 3
-
-
-def test_parameters_from_the_command_line() -> None:
-    assert parse_params(["fp32_parts=[heads, layers.0]"]) == {"fp32_parts": ("heads", "layers.0")}
-    with pytest.raises(InputError, match="must be `auto` or a list of parts"):
-        parse_params(["fp32_parts=heads"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "training",
-    [
-        {"gradient_checkpointing": True, "attention": "eager", "freeze_layers": 1},
-        {"adapter": "lora", "base_precision": "int8"},
-        {"optimizer": "sgd", "pooling": "attention", "head_type": "mlp"},
-    ],
-    ids=lambda training: "-".join(training),
-)
-def test_parts_with_other_settings(tmp_path: Path, training: dict[str, Any]) -> None:
-    if "adapter" in training:
-        pytest.importorskip("peft", reason="peft is not installed")
-    parts = ["embeddings", "layers.0", "heads"]
-    result = run(tmp_path, fp_precision="bf16", fp32_parts=parts, **training)
-    assert result.outcome == Outcome.COMPLETE, result.reason
-    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]["reason"]
-    by_part = result.telemetry["fp32_parts"]["by_part"]
-    assert by_part["layers.0"]["observed"].keys() == by_part["heads"]["observed"].keys() == {"float32"}

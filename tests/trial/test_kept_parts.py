@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resumed_trials import weights_of
-from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.tiny import CPU, ENCODER, altered_executor
 from support.worker_process import run_until_killed
 from trial.test_part_search import SECOND, enlarge
 
@@ -97,16 +97,3 @@ def test_export_has_the_parts(
 
 
 FP16 = frozenset({"avx512_fp16", "avx512_bf16", "amx_bf16", "amx_fp16"})
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_merged_adapter_has_the_parts_of_its_layers(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
-    query = "encoder.encoder.layer.0.attention.self.query"
-    training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "adapter": "lora", "fp_precision": "bf16"}
-    parts = {"fp32_parts": [f"{query}.base_layer", "heads"]}
-    executor = tiny_executor(tmp_path, training=training | parts)
-    result = executor.run({}, tmp_path / "trial", "key")
-    assert result.outcome == "complete", result.reason
-    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "out", TrialSource(0), merge=True)
-    assert hpo.load(folder, device="cpu", precision="fp32").settings.fp32_parts == (query, "heads")

@@ -167,7 +167,7 @@ def test_nonfinite_step_is_repeated_in_fp32(tmp_path: Path) -> None:
             "must be called once",
         ),
         ("optimizer=optimizer)", "optimizer=3)", "`optimizer` must have `state_dict`"),
-        ("run.keep(model=model, ", "run.keep(", "must hold the model that `run.prepare` was given"),
+        ("run.keep(model=model, ", "run.keep(", "must hold the model of `run.prepare`"),
         ('run.steps(run.params["rounds"])', "run.steps(0)", "must be a whole number of at least 1"),
         ('{"accuracy": accuracy(model, amp)}', "{}", "must be given a mapping"),
         ('{"accuracy": accuracy(model, amp)}', '{"accuracy": "high"}', "`accuracy` must be a number"),

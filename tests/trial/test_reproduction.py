@@ -168,14 +168,6 @@ def test_recorded_fp32_parts_are_used(executor: Executor, tmp_path: Path) -> Non
     other = changed(record, fp32_parts={"resolved": []})
     found = reproduce(executor, other, tmp_path / "other")
     assert (found.same, found.weights) == (False, "different")
-    assert [one.name for one in found.conditions] == ["fp32_parts"]
-
-
-def test_unsupported_precision(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    found = reproduce(executor, replace(record, params={"fp_precision": "fp8"}), tmp_path / "again")
-    assert not found.same
-    assert found.outcome == "unsupported"
-    assert "is not reproduced: it ended as unsupported. `fp8` needs" in found.text()
 
 
 def test_digest_depends_on_bits_names_and_shapes() -> None:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from support.command_line import (
-    finish,
-    hpo_command,
-    ok,
-    start_python,
-    stored,
-)
 from support.own_code_studies import write
 from support.resumed_trials import check_resume_is_exact, weights_of
 from support.tiny import CPU
@@ -31,10 +20,9 @@ from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.extensions import CALLBACKS
 from hpo.training.evaluate import Evaluation
-from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks, TrialResult
-from hpo.trial.user_callbacks import UserCallbacks, make_callbacks
+from hpo.trial.user_callbacks import make_callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -95,10 +83,6 @@ def executor_of(folder: Path, source: str, **changes: Any) -> Executor:
 
 def run(executor: Executor, folder: Path | None = None, **params: Any) -> TrialResult:
     return executor.run(PARAMS | params, folder, "trial")
-
-
-def numpy_state() -> list[Any]:
-    return [str(part) for part in np.random.get_state()]
 
 
 def notes_of(file: Path) -> list[list[Any]]:
@@ -205,18 +189,6 @@ def test_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
     assert results["with"] == results["without"]
 
 
-def test_global_generators_are_restored(tmp_path: Path) -> None:
-    executor_of(tmp_path, DRAWS)
-    config: Any = SimpleNamespace(option={})
-    callbacks = UserCallbacks(config, {}, torch.nn.Linear(2, 2), TrainState())
-    callbacks.make()
-    states = torch.get_rng_state(), random.getstate(), numpy_state()
-    callbacks.call("on_step")
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert numpy_state() == states[2]
-
-
 BROKEN = """
 import torch
 
@@ -285,19 +257,6 @@ def test_callback_is_checked_before_the_study_is_made(tmp_path: Path, source: st
 def test_resume_with_a_callback_is_exact(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, NOTES, evaluation={"per_trial": 4})
     check_resume_is_exact(executor, tmp_path, 9, **PARAMS, **{"notes.end_at": 10})
-
-
-def test_only_the_first_rank_has_callbacks(tmp_path: Path) -> None:
-    settings = {**STEPS, "notes.file": "notes", "notes.end_at": 3}
-    executor_of(tmp_path, NOTES, training=settings, n_trials=1)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hpo")
-    ended = finish(start_python(tmp_path, *module, "worker", "tiny.yaml"))
-    assert ended.exit_code == 0, ended.err
-    (trial,) = stored(tmp_path).trials
-    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 3)
-    seen = [one[:2] for one in notes_of(tmp_path / "notes")]
-    assert seen == [["step", 1], ["step", 2], ["step", 3], ["evaluation", 3], ["end", 3]]
 
 
 def test_energy_excludes_on_step(tmp_path: Path) -> None:

@@ -100,23 +100,6 @@ def test_unusable_precision_has_a_reason() -> None:
 # Costs
 
 
-def test_costs_are_those_of_a_micro_batch(tmp_path: Path) -> None:
-    """Each side runs it to warm up, for its memory, and twice for its time."""
-    num_rows: list[int] = []
-
-    def note(model: Any) -> None:
-        model.encoder.register_forward_pre_hook(
-            lambda _encoder, _args, inputs: num_rows.append(len(inputs["input_ids"])), with_kwargs=True
-        )
-
-    training = {"max_steps": 1, "batch_size": 8, "micro_batch_size": 5, "max_length": 64}
-    executor = altered_executor(tmp_path, note, training=training)
-    check = check_precision(executor, "bf16", repeats=2)
-    assert num_rows.count(5) == 2 * (1 + 1 + 2)
-    assert check.costs is not None
-    assert check.costs.speed_ratio > 0
-
-
 @pytest.mark.parametrize("compile_mode", ["none", "default"])
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])
 def test_both_sides_of_a_speed_ratio_are_compiled(
