@@ -14,7 +14,7 @@ import pytest
 from sklearn.metrics import f1_score, mean_absolute_error
 from support.browser import page_that_fits
 from support.command_line import hpo_command, ok
-from support.every_kind import TASKS, write_every_kind
+from support.every_kind import write_every_kind
 
 N_TRIALS = 16
 """All points of the grid."""
@@ -64,14 +64,6 @@ def test_status(folder: Path, study: optuna.Study) -> None:
     found = ok(hpo_command(folder, "status", "tiny.yaml", "--json")).json
     assert found["states"] == Counter(trial.state.name for trial in study.trials)
     assert found["best"][0]["values"] == {"score": study.best_value}
-
-
-def test_best(folder: Path, study: optuna.Study) -> None:
-    text = ok(hpo_command(folder, "best", "tiny.yaml", width=60)).out
-    assert f"best trial {study.best_trial.number}: score {study.best_value:.4f}" in text
-    assert not UNKNOWN.search(text)
-    for task in TASKS:
-        assert re.search(rf"^ +{task} ", text, re.MULTILINE), task
 
 
 def test_exported_model_has_the_shown_scores(folder: Path) -> None:

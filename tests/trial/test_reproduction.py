@@ -111,23 +111,6 @@ def test_different_conditions(executor: Executor, record: RecordedTrial, tmp_pat
     assert found.same, "the bits are the same all the same"
 
 
-def test_recorded_number_of_threads_is_used(
-    executor: Executor, record: RecordedTrial, tmp_path: Path
-) -> None:
-    before = torch.get_num_threads()
-    threads = before + 1
-    device = {**record.telemetry["device"], "num_threads": threads}
-    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
-    assert not [one for one in found.conditions if one.name == "num_threads"]
-    assert torch.get_num_threads() == before
-
-
-def test_record_without_a_digest(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    found = reproduce(executor, changed(record, weights_digest=None), tmp_path / "again")
-    assert (found.same, found.weights) == (True, "not recorded")
-    assert "the record has no digest of the weights" in found.text()
-
-
 def test_halved_micro_batch_is_reproduced(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -263,43 +262,3 @@ def test_energy_excludes_on_step(tmp_path: Path) -> None:
     limits = {"train_joules_per_example": {"max": 1.0}}
     with pytest.raises(InputError, match=r"`notes` has `on_step`, so train_joules_per_example"):
         executor_of(tmp_path, NOTES, constraints=limits).check_study()
-
-
-SLOW = """
-import time
-
-import hpo
-
-
-@hpo.callback("slow")
-class Slow:
-    def __init__(self, options):
-        pass
-
-    def on_step(self, state):
-        time.perf_counter.skip(1000)
-
-    on_evaluation = on_end = on_step
-"""
-
-
-class SkippingClock:
-    """The clock of this machine, which a callback can set forward."""
-
-    def __init__(self) -> None:
-        self.read, self.ahead = time.perf_counter, 0.0
-
-    def skip(self, seconds: float) -> None:
-        self.ahead += seconds
-
-    def __call__(self) -> float:
-        return self.read() + self.ahead
-
-
-def test_time_of_callbacks_is_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_of(tmp_path, SLOW)
-    monkeypatch.setattr(time, "perf_counter", SkippingClock())
-    record = run(executor).telemetry
-    assert record["callback_seconds"] >= 1000 * (15 + 2 + 1)
-    assert record["train_seconds"] + record["evaluation_seconds"] < 1000
-    assert record["throughput"]["train_examples_per_second"] > 8 / 1000 * 15

@@ -122,20 +122,3 @@ def test_both_sides_of_a_speed_ratio_are_compiled(
     executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
     check = check_precision(executor, name, repeats=1)
     assert check.costs == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, check.costs.memory_ratio, 1.0)
-
-
-def test_costs_without_memory_for_both_sides_are_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
-
-    def run_out(_parts: Any, batch: Any) -> None:
-        tried.append(len(batch.windows_B))
-        raise MemoryError
-
-    executor = altered_executor(
-        tmp_path, lambda _: None, training={"max_steps": 1, "batch_size": 8, "max_length": 64}
-    )
-    monkeypatch.setattr("hpo.trial.costs.work_of", run_out)
-    check = check_precision(executor, "bf16", repeats=1)
-    assert (check.verdict, check.costs, tried) == ("ok", None, [8, 4, 2, 1])
