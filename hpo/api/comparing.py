@@ -11,7 +11,7 @@ from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
 from hpo.compare.companion import open_comparison, unlabelled_in_test
 from hpo.compare.looks import run_looks
-from hpo.config.questions import CONFIGURATIONS, Question
+from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError

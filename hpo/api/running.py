@@ -30,7 +30,7 @@ from hpo.study.running.worker import RunSummary
 from hpo.study.store.database import place, storage_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
-from hpo.track.beside import tracked
+from hpo.track.background import track_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -155,7 +155,8 @@ def run_here(
     options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         url = processes.storage_as_given or opened.storage.url
-        with tracked(config.name, config.tracker, url, RUNS), _shown(opened, quiet=quiet, stop=stop):
+        background = track_in_background(config.name, config.tracker, url, RUNS)
+        with background, _shown(opened, quiet=quiet, stop=stop):
             summary = run_study(opened, processes, stop=stop)
         record = read_study(opened.storage, config.name)
         return RunResult(**_facts(opened, summary), record=record)

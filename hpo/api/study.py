@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from hpo.api.lifecycle import Copied, Deleted, Enqueued, StateChange
     from hpo.api.running import RunResult, WorkResult
     from hpo.api.tracking import Tracked
-    from hpo.config.questions import Question
+    from hpo.config.choices import Question, TrackerName
     from hpo.config.study_config import StudyConfig
-    from hpo.config.trackers import TrackerName
     from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
@@ -407,7 +406,7 @@ class Study(NamedStudy):
 
         Args:
             to: `mlflow`, `tensorboard` or `wandb`.
-            follow: keep the tracker up to date until the study ends or is without workers for 10 minutes.
+            follow: keep the tracker up to date until the study ends.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
             with_parent: end when the standard input does.
         """

@@ -10,7 +10,7 @@ from hpo.compare.companion import caught_up, grown
 from hpo.compare.configurations import show_configurations
 from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
-from hpo.config.questions import CONFIGURATIONS
+from hpo.config.choices import CONFIGURATIONS
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
 from hpo.study.reading.row_statistics import read_row_statistics

@@ -161,7 +161,7 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
     assert not outside.exists()
 
     name_place(of_folder)
-    assert "its checkpoints are not looked at" in hpo_command(made, "doctor", "tiny").out
+    assert "its checkpoints were not examined" in hpo_command(made, "doctor", "tiny").out
     monkeypatch.setenv("HPO_ALLOW", f"s3://ours:{outside}")
     assert ok(hpo_command(made, "worker", "tiny", "--json")).json["outcomes"] == {"complete": 2}
     monkeypatch.delenv("HPO_ALLOW")
