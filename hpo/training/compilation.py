@@ -18,9 +18,9 @@ from hpo.memory import release_free_memory
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
+from hpo.training.budget import TrainState
 from hpo.training.losses import MultitaskLoss
 from hpo.training.micro_batches import within_memory
-from hpo.training.progress import TrainState
 
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """The mode that compiles the same, without CUDA graphs of PyTorch."""

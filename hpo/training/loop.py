@@ -35,6 +35,8 @@ from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import TrainingClock
 from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
@@ -58,7 +60,6 @@ from hpo.training.optim import (
     set_learning_rate,
     step_unless,
 )
-from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.step_graphs import StepGraphs
 from hpo.training.step_seed import step_seed
 from hpo.training.training_data import TrainingData

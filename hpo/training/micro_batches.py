@@ -10,8 +10,8 @@ import torch
 from hpo.data.batches import Batch
 from hpo.errors import OutOfMemory
 from hpo.memory import is_out_of_memory
+from hpo.training.budget import TrainState
 from hpo.training.distributed import NO_HALVING, memory_agreed
-from hpo.training.progress import TrainState
 
 _T = TypeVar("_T")
 

@@ -46,13 +46,13 @@ from hpo.precision.table import Resolution, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Kind
 from hpo.tasks.registry import kind_of
+from hpo.training.budget import Budget
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
 from hpo.training.metrics import score
 from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
-from hpo.training.progress import Budget
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
