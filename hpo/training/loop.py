@@ -53,13 +53,8 @@ from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scor
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
-from hpo.training.optim import (
-    gradient_norm,
-    is_fused,
-    schedule_factor,
-    set_learning_rate,
-    step_unless,
-)
+from hpo.training.optim import gradient_norm, is_fused, step_unless
+from hpo.training.schedule import schedule_factor, set_learning_rate
 from hpo.training.step_graphs import StepGraphs
 from hpo.training.step_seed import step_seed
 from hpo.training.training_data import TrainingData

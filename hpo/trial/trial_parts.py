@@ -52,7 +52,8 @@ from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
 from hpo.training.metrics import score
-from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
+from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.schedule import own_schedule
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
