@@ -48,4 +48,4 @@ def is_error(metric: str) -> bool:
 
 for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):
     register(_kind)
-METRICS.taken = {"score", *(name for kind in KINDS.values() for name in kind.metrics)}
+METRICS.reserved = {"score", *(name for kind in KINDS.values() for name in kind.metrics)}
