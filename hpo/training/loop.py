@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, collate, evaluation_batches, num_batches
-from hpo.data.tokenized_split import IntArray
 from hpo.device import synchronize
 from hpo.errors import Nonfinite
 from hpo.lost_device import raise_if_lost
@@ -33,6 +32,7 @@ from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed, step_seed
+from hpo.tasks.tokenized_split import IntArray
 from hpo.training.budget import Budget, TrainState
 from hpo.training.clock import TrainingClock
 from hpo.training.decoding import decode_tasks
