@@ -290,7 +290,7 @@ def test_the_energy_is_that_of_the_gpu_with_the_uuid(monkeypatch: pytest.MonkeyP
             "this is a part of a GPU (MIG), and NVML counts the whole GPU.",
         ),
         (WHOLE_GPU, {"shared": True}, "other workers share this GPU. Run one worker on each GPU."),
-        (WHOLE_GPU, {"num_ranks": 2}, "2 processes train together, and their GPUs are not added up."),
+        (WHOLE_GPU, {"num_ranks": 2}, "2 processes train together, and hpo does not add up their GPUs."),
         (
             replace(WHOLE_GPU, uuid="old"),
             {},

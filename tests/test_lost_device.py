@@ -58,7 +58,7 @@ def test_the_message_names_the_device_the_error_and_the_remedy(monkeypatch: pyte
         raise LOST
     assert str(raised.value) == (
         "this process cannot use the no GPU any more after RuntimeError: CUDA error: unspecified launch "
-        "failure. Start a new process (in a notebook: restart the kernel). A trial of a study goes on there "
+        "failure. Start a new process (in a notebook: restart the kernel). A study's trial resumes there "
         "from its last checkpoint."
     )
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpo.api.opening import RUNS
-from hpo.code import names_of
+from hpo.code import unknown_names_allowed
 from hpo.config.known import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
@@ -118,7 +118,7 @@ def enqueue(
     """Store a configuration for a worker to try, see `hpo.Study.enqueue`."""
     definition = database.read_definition(name)
     config = stored_study(name, definition)
-    with names_of(config.code), own_loop_of(definition):
+    with unknown_names_allowed(config.code), own_loop_of(definition):
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")

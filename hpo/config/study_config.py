@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.code import is_class_name, names_of
+from hpo.code import is_class_name, unknown_names_allowed
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.choices import TrackerName
@@ -253,7 +253,7 @@ class StudyConfig(CheckedSection):
     @classmethod
     def _take_names_of_code(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         code = content.get("code", {}) if isinstance(content, Mapping) else {}
-        with names_of(code), own_loop_of(content):
+        with unknown_names_allowed(code), own_loop_of(content):
             return handler(content)
 
     @model_validator(mode="before")

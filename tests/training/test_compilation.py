@@ -9,8 +9,8 @@ import torch
 from support.tiny import TASKS, tiny_batch, tiny_model, tiny_objective
 from support.tiny_encoders import make_batch, make_model
 
+from hpo.training.clock import CompileClock
 from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
-from hpo.training.progress import CompileClock
 
 
 @pytest.fixture(autouse=True)

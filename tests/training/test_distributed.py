@@ -18,9 +18,9 @@ from support.rank_checks import STEPS
 from support.tiny import tiny_batch, tiny_model
 from torch.distributed import TCPStore
 
+from hpo.random_numbers import step_seed
 from hpo.training import distributed
 from hpo.training.distributed import GradientSum, add_up, decide, memory_agreed, rows_of_rank
-from hpo.training.step_seed import step_seed
 
 pytestmark = pytest.mark.slow
 

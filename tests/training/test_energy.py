@@ -13,7 +13,7 @@ from support.tiny import GPU
 
 from hpo.device import EnergyCounter
 from hpo.training.energy import MIN_STRETCH_SECONDS
-from hpo.training.progress import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter
 
 
 class Event:

@@ -15,9 +15,9 @@ from hpo.data.batches import collate, evaluation_batches
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.training.budget import TrainState
 from hpo.training.evaluate import predict_logits
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
 
 

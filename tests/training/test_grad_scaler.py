@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hpo.data.batches import Batch
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
+from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
 from hpo.training.optim import build_optimizer
-from hpo.training.progress import TrainState
 
 NUM_ROWS, NUM_WEIGHTS, STEPS = 7, 5, 9
 MAX_NORM, LEARNING_RATE, DECAY, BETAS = 0.5, 0.05, 0.01, (0.9, 0.98)

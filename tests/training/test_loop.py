@@ -37,14 +37,16 @@ from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.random_numbers import step_seed
 from hpo.tasks.example import Example
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import CompileClock, TrainingClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
-from hpo.training.step_seed import step_seed
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
 

@@ -17,16 +17,11 @@ from hpo.errors import ModelError
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.training import optim as optim_module
+from hpo.training import float32_optimizer
+from hpo.training.float32_optimizer import Float32Optimizer
 from hpo.training.loop import apply_gradients
-from hpo.training.optim import (
-    OPTIMIZERS,
-    Float32Optimizer,
-    build_optimizer,
-    parameter_groups,
-    schedule_factor,
-    set_learning_rate,
-)
+from hpo.training.optim import OPTIMIZERS, build_optimizer, parameter_groups
+from hpo.training.schedule import schedule_factor, set_learning_rate
 
 
 def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
@@ -192,7 +187,7 @@ def bf16_step_by_hand(name: str, start: Tensor, gradients: list[Tensor], **optio
 def test_bf16_weights_step_in_fp32_and_round_once(
     name: str, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optim_module, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(float32_optimizer, "CHUNK_ELEMENTS", chunk_elements)
     starts = [gradients_for(shape, 1)[0].bfloat16() for shape in ((6, 4), (5, 3))]
     gradients = [[value.bfloat16() for value in gradients_for(start.shape, 20, 2)] for start in starts]
     weights = [nn.Parameter(start.clone()) for start in starts]

@@ -14,7 +14,8 @@ from test_optim import group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.training.optim import DECODED_ELEMENTS, build_optimizer, optimizer_state_facts
+from hpo.training.float32_optimizer import DECODED_ELEMENTS
+from hpo.training.optim import build_optimizer, optimizer_state_facts
 from hpo.training.optimizer_states import (
     BLOCK,
     MIN_ELEMENTS,

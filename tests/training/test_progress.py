@@ -14,7 +14,7 @@ from support.tiny_encoders import BERT, make_model, scalar_loss
 
 from hpo.device import probe_device
 from hpo.models.adapters import AdapterSettings, add_adapter
-from hpo.training.progress import RECENT_STEPS, ThroughputMeter
+from hpo.training.throughput import RECENT_STEPS, ThroughputMeter
 from hpo.trial.telemetry import training_flops
 
 

@@ -16,8 +16,8 @@ import hpo.training.step_graphs
 from hpo.data.batches import Batch
 from hpo.models.multitask import MultitaskModel
 from hpo.training import loop
+from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.progress import TrainState
 from hpo.training.step_graphs import StepGraphs, _Recording
 
 NUM_STEPS = 4

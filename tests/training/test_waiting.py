@@ -16,6 +16,8 @@ from support.tiny_loop import accumulate, amp_of, config_of, loop_parts
 from hpo.device import DeviceInfo, probe_device
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS
+from hpo.training.budget import TrainState
+from hpo.training.clock import TrainingClock
 from hpo.training.loop import (
     CHECK_EVERY,
     Learner,
@@ -24,7 +26,7 @@ from hpo.training.loop import (
     train,
 )
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.progress import ThroughputMeter, TrainingClock, TrainState
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import training_args
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hpo.code import trusting, use_code
+from hpo.code import trust_options, use_code
 from hpo.config.allowed import allowing, check_allowed, places
 from hpo.config.limits import check_energy
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
@@ -269,7 +269,7 @@ def run_study(
         if study.executor is not None:
             return _run_here(study, study.executor, stop)
         assert processes is not None
-        more = [*processes.arguments, *trusting(config.code, config.class_names)]
+        more = [*processes.arguments, *trust_options(config.code, config.class_names)]
         processes = replace(processes, allow=allowing(config), arguments=more)
         if config.model.trust_remote_code:
             processes = replace(processes, arguments=[*processes.arguments, "--trust-remote-code"])
