@@ -16,7 +16,7 @@ from support.worker_process import study
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError
 from hpo.study.reading.reader import read_study
-from hpo.study.store import database
+from hpo.study.store import connection as bounds
 from hpo.study.store.failures import explain
 from hpo.study.store.schema import compat
 from hpo.study.store.storage import Storage, open_storage
@@ -40,8 +40,8 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
     ("url", "message"),
     [
         ("not a url", "must be a URL such as `sqlite:///runs/hpo.db`"),
-        ("mysql://me:secret@host/db", "must be SQLite or PostgreSQL .* names `mysql`"),
-        ("sqlite:///:memory:", "A study in memory would be lost"),
+        ("mysql://me:secret@host/db", "it names `mysql`"),
+        ("sqlite:///:memory:", "must name a file"),
         ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
         ("sqlite:////sys/hpo.db", "Its folder must exist, and both must be writable"),
         ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
@@ -77,11 +77,11 @@ def test_not_a_database(tmp_path: Path) -> None:
         assert isinstance(error, StorageError)
         assert "it must be a SQLite database" in str(error)
         assert path.read_bytes() == before
-    assert "must name a file, but" in str(refusal(f"sqlite:///{tmp_path}"))
+    assert "must name a file" in str(refusal(f"sqlite:///{tmp_path}"))
 
 
 def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(bounds, "BUSY_SECONDS", 0.05)
     path = tmp_path / "hpo.db"
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("PRAGMA locking_mode=EXCLUSIVE")
