@@ -23,7 +23,7 @@ from hpo.study.checkpoints.checkpoint_folders import note_database, noted_databa
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
-from hpo.study.store.database import place
+from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import StudyState
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
@@ -161,7 +161,7 @@ def delete(database: Storage, name: str, confirm: Callable[[str], object]) -> De
             "them."
         )
     done = database.trial_counts(name)["done"]
-    confirm(f"the study {name} with {done} finished trials from {place(database.url)}")
+    confirm(f"the study {name} with {done} finished trials from {shown_url(database.url)}")
     noted, there = noted_database(database), folder.exists()
     lifecycle.delete_study(database, name)  # raises if a worker has joined: then nothing is removed
     uploads = remove_uploads(config, folder, noted)
@@ -176,4 +176,4 @@ def copy_study(source: Storage, target: Storage, name: str) -> Copied:
     num_trials = copy.copy_study(source, target, name)
     if checkpoints.is_dir():  # it stays, and belongs to the copy
         note_database(checkpoints, target)
-    return Copied(name, num_trials, target.trial_counts(name), place(target.url))
+    return Copied(name, num_trials, target.trial_counts(name), shown_url(target.url))

@@ -27,7 +27,7 @@ from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import place, storage_url
+from hpo.study.store.database import shown_url, storage_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
 from hpo.track.background import track_in_background
@@ -201,7 +201,7 @@ def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> 
     state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
     counts = trials_done(stored.counts, has_budget=config.budget is not None)
     typer.echo(
-        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {counts}, in {shown_url(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:

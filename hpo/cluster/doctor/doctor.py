@@ -27,7 +27,7 @@ from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
-from hpo.study.store.failures import database_errors, explain
+from hpo.study.store.failures import DATABASE_ERRORS, explain
 from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lifecycle import checkpoint_config
 from hpo.study.store.optuna_internals import end_trial
@@ -88,7 +88,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
             )
             for finding in findings:
                 yield finding.repaired() if fix else finding
-    except database_errors() as error:
+    except DATABASE_ERRORS as error:
         raise explain(url, error) from error
 
 
