@@ -17,7 +17,7 @@ from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.report.in_advance import limit_in_advance, trials_in_advance
-from hpo.study.running.run import check_trust
+from hpo.study.running.open_study import check_trust
 from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:

@@ -183,7 +183,7 @@ class NamedStudy:
             yield database, self._word if is_name else self.file.name
 
     def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
-        from hpo.study.running.run import check_trust  # not for those that only look
+        from hpo.study.running.open_study import check_trust  # not for those that only look
 
         check_trust(config, of_file, self._trusts)
 

@@ -14,7 +14,7 @@ from hpo.errors import RunError
 from hpo.report.in_advance import comparison_limit
 from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
 from hpo.report.status import num_shares
-from hpo.study.running.run import check_precisions
+from hpo.study.running.open_study import check_precisions
 from hpo.trial.trial_parts import fit_pruner
 
 if TYPE_CHECKING:

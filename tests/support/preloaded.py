@@ -14,7 +14,7 @@ import hpo.api.running
 import hpo.api.study
 import hpo.report.screens
 import hpo.report.tables
-import hpo.study.running.run
+import hpo.study.running.worker
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
 from support import (

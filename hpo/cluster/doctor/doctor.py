@@ -151,11 +151,11 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
     here = noted_database(storage)
     for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
         is_known = folder.name in known
-        name, config = known.get(folder.name, (folder.parent.name, None))
+        name, settings = known.get(folder.name, (folder.parent.name, None))
         if study not in (None, name) or not folder.is_dir() or not is_of(folder, here):
             continue
-        if config is not None:
-            yield from _unread_checkpoints(storage, name, config, folder)
+        if settings is not None:
+            yield from _unread_checkpoints(storage, name, settings, folder)
         elif not is_known:
             problem = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
             yield Finding("checkpoints", problem, "Removes it.", partial(shutil.rmtree, folder))
