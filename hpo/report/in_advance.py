@@ -7,7 +7,7 @@ import math
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpo.compare.companion import unlabelled_in_test
+from hpo.compare.comparison_study import unlabelled_test_tasks
 from hpo.compare.planning import DEFAULTS
 from hpo.data.dataset import load_data
 from hpo.errors import DataError
@@ -32,7 +32,7 @@ def limit_in_advance(config: StudyConfig, data: DataSet, margin: float) -> str:
 
     An infinite margin: nothing is judged by one.
     """
-    is_test = "test" in data.splits and not unlabelled_in_test(config, data)
+    is_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
     split = "test" if is_test else "validation"
     question = Question(quality_objective(config.objective).metric, margin, rows=f"rows of {split}")
     facts = facts_in_advance(data.tasks, data.splits[split], question)

@@ -9,7 +9,7 @@ from support.tiny import tiny_study
 from support.worker_process import result
 
 from hpo.api import deploying
-from hpo.compare.companion import comparison_study
+from hpo.compare.comparison_study import comparison_study
 from hpo.compare.planning import Request, plan_comparison
 from hpo.config.limits import broken_limits, violations
 from hpo.report.dashboard import study_note

@@ -14,7 +14,7 @@ from scipy.stats import t
 from support.planted_comparison import NUM_ROWS, begun, compared, run, search_config, searched
 from support.study_records import fake_record
 
-from hpo.compare.companion import comparison_name, open_comparison
+from hpo.compare.comparison_study import comparison_name, open_comparison
 from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
