@@ -16,7 +16,7 @@ from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
-from hpo.report.in_advance import limit_in_advance, trials_in_advance
+from hpo.report.plan import comparison_cost, comparison_limit
 from hpo.study.running.run import check_trust
 from hpo.study.store.studies import check_data
 
@@ -65,7 +65,7 @@ def planned_comparison(
     plan = companion.comparison
     assert plan is not None
     margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
-    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
+    in_advance = [comparison_limit(config, data, margin), comparison_cost(search, plan)]
     for sentence in in_advance:
         _logger.info("%s", sentence)
     return companion, data, in_advance

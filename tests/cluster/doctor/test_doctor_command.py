@@ -58,6 +58,6 @@ def test_status_and_doctor_agree_about_a_trial_without_a_claim(tmp_path: Path) -
     assert finding["problem"] == f"Study tiny: {problem}"
     assert ok(hpo_command(tmp_path, "status", "tiny", "--json")).json["foreign_trials"] == 1
     shown = " ".join(ok(hpo_command(tmp_path, "status", "tiny")).out.split())
-    assert "Trials that hpo did not make: 1. They count for nothing in this study." in shown
+    assert "Trials of other programs, which do not count: 1." in shown
     assert "The next worker" not in shown
     assert hpo_command(tmp_path, "doctor", "--fix").exit_code == 0

@@ -171,7 +171,7 @@ def test_status_names_the_remedy_of_a_foreign_trial_that_runs(
     create_or_resume_study(storage, study(1))
     add_in(state)(load())
     record = read_study(storage, "tiny")
-    told = [part for part in screens.status(record, study_status(record)) if "did not make" in str(part)]
+    told = [part for part in screens.status(record, study_status(record)) if "other programs" in str(part)]
     assert len(told) == 1
     assert ("Still RUNNING: 1. `hpo doctor --fix` ends these." in str(told)) == (state == TrialState.RUNNING)
 
