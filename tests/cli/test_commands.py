@@ -143,7 +143,7 @@ def test_init(tmp_path: Path) -> None:
     text = ok(hpo_command(tmp_path, "init", "tiny.yaml")).out
     place = f"sqlite:///runs/hpo.db ({tmp_path}/runs/hpo.db)"
     assert text == f"The study tiny with 2 trials is ready in {place}.\n"
-    assert "No trial is complete yet." in ok(hpo_command(tmp_path, "status", "tiny")).out
+    assert "0 trials, none complete." in ok(hpo_command(tmp_path, "status", "tiny")).out
     assert hpo_command(tmp_path, "best", "tiny").exit_code == 1
     assert ok(hpo_command(tmp_path, "report", "tiny")).out == "runs/tiny/report/report.html\n"
 
