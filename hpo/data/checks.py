@@ -134,11 +134,11 @@ def _count(facts: TaskFacts, kind: Kind, split: str, examples: Iterable[Example]
             moments = map(float, (values.min(), values.mean(), values.std(), values.max()))
             facts.numbers[split] = dict(zip(("minimum", "mean", "std", "maximum"), moments, strict=True))
         return
-    held = [kind.held(row) for row in rows]
-    counts = Counter(chain.from_iterable(held))
+    names = [kind.label_names(row) for row in rows]
+    counts = Counter(chain.from_iterable(names))
     facts.counts[split] = {label: counts[label] for label in facts.labels}
     if kind.is_list or kind.in_spans:
-        facts.num_empty[split] = sum(not classes for classes in held)
+        facts.num_empty[split] = sum(not classes for classes in names)
 
 
 @dataclass(frozen=True)
