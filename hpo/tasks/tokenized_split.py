@@ -77,8 +77,8 @@ class TokenizedSplit:
     """A split in tokens.
 
     `targets` of sequence tasks and of span_extraction have the layout of `hpo.tasks.kind`, one row for each
-    window, in small integer types. The target of span_per_label is int8 [W, C], 1 for classes with evidence in the
-    text. Other token tasks get their targets from `spans` for each batch.
+    window, in small integer types. The target of span_per_label is int8 [W, C], 1 for classes with evidence
+    in the text. Other token tasks get their targets from `spans` for each batch.
     """
 
     examples: Sequence[Example]
