@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.dataset import DataSet
-from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
@@ -72,8 +71,8 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    odd_spans: OddSpans | None = None
-    """Spans with an end inside a word or at a space, if there are many."""
+    span_warning: str | None = None
+    """Warning about spans with an end inside a word or at a space, if there are many."""
 
     @property
     def counts_spans(self) -> bool:
@@ -93,7 +92,9 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
+        TaskFacts(
+            task.name, task.kind, task.labels, task.is_inferred, span_warning=dataset.span_warning(task.name)
+        )
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}
@@ -134,11 +135,11 @@ def _count(facts: TaskFacts, kind: Kind, split: str, examples: Iterable[Example]
             moments = map(float, (values.min(), values.mean(), values.std(), values.max()))
             facts.numbers[split] = dict(zip(("minimum", "mean", "std", "maximum"), moments, strict=True))
         return
-    held = [kind.held(row) for row in rows]
-    counts = Counter(chain.from_iterable(held))
+    names = [kind.label_names(row) for row in rows]
+    counts = Counter(chain.from_iterable(names))
     facts.counts[split] = {label: counts[label] for label in facts.labels}
     if kind.is_list or kind.in_spans:
-        facts.num_empty[split] = sum(not classes for classes in held)
+        facts.num_empty[split] = sum(not classes for classes in names)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ GOOD = excel(ROWS)
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_names_the_option(
+def test_errors_of_unreadable_files_name_the_option(
     content: bytes, csv: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as caught:
