@@ -104,7 +104,7 @@ def parts(optimizer: str) -> tuple[Linear, torch.optim.Optimizer, Squares, Mixed
 
 @pytest.mark.parametrize("micro_batch_size", [NUM_ROWS, 3, 1])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_steps_are_those_of_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
+def test_steps_equal_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
     model, update, loss_fn, amp, batch = parts(optimizer)
     state = TrainState(micro_batch_size=micro_batch_size)
     expected = reference(optimizer)
