@@ -18,7 +18,8 @@ import typer
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
-from hpo.report.formats import format_seconds, how_to_resume, trials_done
+from hpo.report.formats import format_seconds
+from hpo.report.messages import progress_message, resume_message
 from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
 from hpo.study.reading.reader import read_study
@@ -26,7 +27,7 @@ from hpo.study.reading.watch import StudyWatch, watching
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import RunSummary, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
-from hpo.study.store.database import place
+from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
 
@@ -70,9 +71,9 @@ class WorkResult(RunSummary):
         if self.stored is None:
             yield f"The study {self.study} was deleted."
             return
-        counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
+        counts = progress_message(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
         if self.ended == "closed":
-            yield f"The study {self.study} is {self.stored.state}: {counts}. {how_to_resume(self.study)}"
+            yield f"The study {self.study} is {self.stored.state}: {counts}. {resume_message(self.study)}"
             return
         why = {
             "stopped": "Stopped; running trials have a checkpoint",
@@ -108,7 +109,7 @@ class RunResult(WorkResult):
         return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
 
     def text(self) -> Iterator[Part]:
-        from hpo.report.screens import summary  # not before the first trial
+        from hpo.report.summary import summary  # not before the first trial
 
         yield from summary(self.record)
         if self.ended != "finished":
@@ -174,9 +175,9 @@ def shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> I
     stored, storage, config = opened.stored, opened.storage, opened.config
     done = stored.counts["done"]
     state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
-    counts = trials_done(stored.counts, has_budget=config.budget is not None)
+    counts = progress_message(stored.counts, has_budget=config.budget is not None)
     typer.echo(
-        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {counts}, in {shown_url(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:

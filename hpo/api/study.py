@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from hpo.api.lifecycle import Copied, Deleted, Enqueued, StateChange
     from hpo.api.running import RunResult, WorkResult
     from hpo.api.tracking import Tracked
-    from hpo.config.questions import Question
+    from hpo.config.choices import Question, TrackerName
     from hpo.config.study_config import StudyConfig
-    from hpo.config.trackers import TrackerName
     from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
@@ -114,12 +113,15 @@ class Study(NamedStudy):
         from hpo.api.running import run_result, shown
         from hpo.study.running.open_study import OpenOptions, open_study
         from hpo.study.running.worker import run_study
-        from hpo.track.beside import tracked
+        from hpo.track.background import track_in_background
 
         how = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
         with open_study(config, storage_url(self._storage), RUNS, how) as opened:
             url = processes.storage_as_given or opened.storage.url
-            with tracked(config.name, config.tracker, url, RUNS), shown(opened, quiet=self._quiet, stop=stop):
+            with (
+                track_in_background(config.name, config.tracker, url, RUNS),
+                shown(opened, quiet=self._quiet, stop=stop),
+            ):
                 summary = run_study(opened, processes, stop=stop)
             return run_result(opened, summary)
 
@@ -429,7 +431,7 @@ class Study(NamedStudy):
 
         Args:
             to: `mlflow`, `tensorboard` or `wandb`.
-            follow: keep the tracker up to date until the study ends or is without workers for 10 minutes.
+            follow: keep the tracker up to date until the study ends.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
             with_parent: end when the standard input does.
         """

@@ -42,7 +42,7 @@ def verify(study: hpo.Study, **options: Any) -> Answer:
     from dataclasses import asdict
 
     from hpo.device import probe_device
-    from hpo.report.screens import verification
+    from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
     checks = study.verify(**options)
@@ -70,7 +70,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database and print the record that a study would store."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.screens import evaluation, trial, trial_record
+    from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]

@@ -21,9 +21,9 @@ from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.training.budget import TrainState
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
-from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
 from hpo.trial.parts import TrialParts, assemble
 from hpo.trial.telemetry import Callbacks, TrialResult

@@ -115,4 +115,4 @@ def test_scores_of_each_source(killed: Path) -> None:
     together = best["metrics"]["tone"]["accuracy"]
     assert (8 * by_source["news"] + 4 * by_source["mail"]) / 12 == pytest.approx(together)
     shown = ok(hpo_command(killed, "best", "tiny.yaml")).out
-    assert "tasks that several sources have" in shown
+    assert "tasks with several sources" in shown

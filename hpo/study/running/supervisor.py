@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpo.code import trusting
+from hpo.code import trust_options
 from hpo.config.allowed import ALLOW, allowing
 from hpo.config.limits import check_energy
 from hpo.config.study_config import StudyConfig
@@ -299,7 +299,7 @@ class _Supervisor:
         config, left = self.config, self.deadline - time.monotonic()
         trusts = ["--trust-remote-code"] if config.model.trust_remote_code else []
         command = worker_command(config.name, left, self.stop.until)
-        return [*command, *trusting(config.code, config.class_names), *trusts]
+        return [*command, *trust_options(config.code, config.class_names), *trusts]
 
     def _is_over(self) -> bool:
         return time.monotonic() > self.deadline or not is_in_work(self.storage, self.config.name)
