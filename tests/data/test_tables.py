@@ -210,6 +210,19 @@ def test_spans_may_be_objects_of_start_and_end(reader: str, tmp_path: Path) -> N
     assert [row.spans.get("person", []) for row in rows] == [[(0, 3)], [], [(0, 3), (7, 11)]]
 
 
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader != "jsonl"])
+def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None:
+    names = {"names": {"kind": "token_classification", "span_names": ["person", "place"]}}
+    cells = [{"person": [[0, 3]], "place": [[7, 11]]}, {"person": [], "place": [[7, 11]]}, None]
+    rows = read(tmp_path, reader, names, {"spans": cells}).splits["train"]
+    assert [dict(row.spans) for row in rows] == [
+        {"person": [(0, 3)], "place": [(7, 11)]},
+        {"place": [(7, 11)]},
+        {},
+    ]
+    assert [bool(row.annotated) for row in rows] == [True, True, False]
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:

@@ -133,8 +133,7 @@ def test_a_damaged_cache_is_made_again(
 def test_an_unfinished_folder_is_replaced(dataset: DataSet, tmp_path: Path) -> None:
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    folder.rename(unfinished)
+    unfinished = folder.rename(folder.with_name(folder.name + ".unfinished"))
     (unfinished / "contents.json").unlink()
     assert load(dataset, tmp_path).num_windows == 40
     assert not unfinished.exists()

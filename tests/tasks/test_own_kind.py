@@ -107,25 +107,21 @@ def test_an_own_kind_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     predicted = split_predictions(executor, tmp_path / "trial", params, "test")
     rows = predicted.examples
     truth, rates = [row.labels["times"] for row in rows], predicted.predictions["times"]
-    assert predicted.metrics()["times"] == {
-        "d2": pytest.approx(d2_tweedie_score(truth, rates, power=1)),
-        "deviance": pytest.approx(mean_poisson_deviance(truth, rates)),
-    }
-    assert predicted.metrics()["times"]["d2"] > 0.5  # it has learnt to count
-    detailed = evaluate_predictions(predicted, split_name="test", num_resamples=20).as_json()["tasks"][
-        "times"
-    ]
-    assert detailed["metrics"].keys() == {"d2", "deviance"}
+    metrics = predicted.metrics()["times"]
+    assert metrics["d2"] == pytest.approx(d2_tweedie_score(truth, rates, power=1))
+    assert metrics["d2"] > 0.5  # it has learnt to count
+    assert metrics["deviance"] == pytest.approx(mean_poisson_deviance(truth, rates))
+    detailed = evaluate_predictions(predicted, split_name="test", num_resamples=20).as_json()
+    of_task = detailed["tasks"]["times"]
+    assert of_task["metrics"].keys() == {"d2", "deviance"}
+    assert of_task["worst"][0]["loss"] == max(abs(a - b) for a, b in zip(truth, rates, strict=True))
     # Its parent's constant prediction and bounds fit other row values.
     assert {name.partition("/")[0] for name in result.telemetry["baseline"]} == {"tone"}
     assert scored(predicted.statistics, "times/d2").row_bound == np.inf
-    assert detailed["worst"][0]["loss"] == max(abs(a - b) for a, b in zip(truth, rates, strict=True))
 
     source = TrialSource(0, params, result.telemetry)
-    model = hpo.load(
-        export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", source), device="cpu"
-    )
-    predictions = model.predict([row.text for row in rows])
+    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", source)
+    predictions = hpo.load(folder, device="cpu").predict([row.text for row in rows])
     assert [one["times"].label for one in predictions] == pytest.approx(rates, rel=1e-4)
     assert predicted_row(rows[0], predictions[0])["labels"].keys() == {"times", "tone"}
 
