@@ -98,12 +98,6 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
     assert any(message.replace("{train}", str(train)) in line for line in listed)
 
 
-def test_bytes_other_than_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
-    path = write(tmp_path) / "train.jsonl"
-    path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
-    refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
-
-
 def test_twenty_problems_are_reported_at_most(tmp_path: Path) -> None:
     write(tmp_path, *({**label(tone="clam"), "id": str(i)} for i in range(1030)))
     with pytest.raises(DataError) as caught:
