@@ -159,7 +159,7 @@ def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models that were exported to ONNX before are copied: PyTorch's exporter takes seconds."""
     from support.tiny_onnx import export_or_copy
 
-    with mock.patch("hpo.deploy.onnx_export.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
+    with mock.patch("hpo.deploy.onnx_fp32.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
         yield
 
 

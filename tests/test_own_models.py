@@ -24,7 +24,7 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.deploy.onnx_export import export_onnx
+from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
 from hpo.models.own_encoder import build_own_encoder, load_own_encoder

@@ -1,4 +1,4 @@
-"""Predictions for a file of texts: the library of `hpo predict`."""
+"""Predictions for a file of texts (`hpo predict`)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _logger = logging.getLogger("hpo.inference")
 
 @dataclass
 class FilePredictions:
-    """The predictions for a file. Without an `output`, they are made while `rows` is read."""
+    """Predictions for a file. Without an `output`, reading `rows` makes them."""
 
     num_predictions: int
     left_out: list[str]
-    """Rows that cannot be read, each with its line."""
+    """Unreadable rows, with line and problem."""
     rows: Iterator[list[Row]]
     output: Path | None
 
     def as_json(self) -> dict[str, Any]:
-        told = {"num_predictions": self.num_predictions, "left_out": self.left_out}
+        content = {"num_predictions": self.num_predictions, "left_out": self.left_out}
         if self.output is not None:
-            return told | {"output": str(self.output)}
-        return told | {"predictions": [row for rows in self.rows for row in rows]}
+            return content | {"output": str(self.output)}
+        return content | {"predictions": [row for rows in self.rows for row in rows]}
 
     def lines(self) -> Iterator[str]:
-        """The predictions as JSON, some lines at a time."""
+        """Yield the predictions as JSON, several lines at a time."""
         yield from ("\n".join(map(json_line, rows)) for rows in self.rows)
 
 
@@ -47,8 +47,7 @@ def predict_file(
 ) -> FilePredictions:
     """Predict the texts of `file`, into `output` if it is given.
 
-    Raises DataError if a row cannot be read, unless `skip_bad_rows`, and InputError if `output` cannot be
-    written.
+    Raises DataError for an unreadable row without `skip_bad_rows`, InputError if `output` cannot be written.
     """
     if output is not None:
         check_output(output)
@@ -58,8 +57,7 @@ def predict_file(
         hint = " or --skip-bad-rows" if examples else ""
         raise DataError(f"{num} of {file} cannot be read; mend{hint}:{listed(bad)}")
     if bad:
-        total = len(bad) + len(examples)
-        _logger.info("%s of %s rows are left out:%s", f"{len(bad):,}", f"{total:,}", listed(bad))
+        _logger.info("%d of %d rows are left out:%s", len(bad), len(bad) + len(examples), listed(bad))
     if model.device.type == "cpu":
         limit_threads(probe_device("cpu"))
         disable_malloc_trim()
@@ -68,25 +66,25 @@ def predict_file(
         with predictions_file(output, model.tasks) as write:
             for chunk in rows:
                 write(chunk)
-        _logger.info("%s predictions are in %s.", f"{len(examples):,}", output)
+        _logger.info("%d predictions are in %s.", len(examples), output)
     return FilePredictions(len(examples), [": ".join(one) for one in bad], rows, output)
 
 
 def _predicted(model: TrainedModel, examples: list[Example]) -> Iterator[list[Row]]:
-    numbered = iter(examples)
+    remaining = iter(examples)
     for chunk in model.predict_examples(examples, on_progress=_progress(len(examples))):
-        yield [predicted_row(next(numbered), one) for one in chunk]
+        yield [predicted_row(next(remaining), prediction) for prediction in chunk]
 
 
 def _progress(total: int) -> Callable[[float], None]:
     """Log the progress about every ten seconds."""
-    _logger.info("predicting %s texts", f"{total:,}")
+    _logger.info("predicting %d texts", total)
     last = time.monotonic()
 
-    def tell(done: float) -> None:
+    def log(done: float) -> None:
         nonlocal last
         if (now := time.monotonic()) - last >= LOG_SECONDS:
             last = now
-            _logger.info("predicted %s of %s texts", f"{int(done):,}", f"{total:,}")
+            _logger.info("predicted %d of %d texts", done, total)
 
-    return tell
+    return log

@@ -1,10 +1,10 @@
 """Files of texts to predict, and files of predictions.
 
-A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
-`scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`.
+A predicted row is a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
+`scores: {task: {class: probability}}`, so it can be read as data again. A table has a column for each task:
+`labels.<task>`, `spans.<task>`, `scores.<task>`.
 
-A file is written under another name and renamed when it is whole: it is there whole or not at all.
+A file is written under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hpo.tasks.registry import KINDS
 
 Row = dict[str, Any]
 Columns = dict[str, Task]
-"""What a table has beside id and text: columns, and the task of each."""
+"""The task of each column beside id and text."""
 WriteRows = Callable[[Iterable[Row]], None]
 
 
 def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[tuple[str, str]]]:
-    """The texts of a file that `model` can predict, and what is wrong with each other row, with its line.
+    """Read the texts of a file. Returns the examples, and (line, problem) of each unreadable row.
 
-    Raises DataError where the file as a whole cannot be read, or holds no row at all.
+    Raises DataError if the file as a whole cannot be read, or has no row.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
@@ -44,8 +44,8 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
             f"{path}: must be jsonl, since the model takes a pair of segments of each text: `segments` with "
             f"{' and '.join(pair)} as {{name: [start, end]}}."
         )
-    given = {key: model.settings.columns.get(key) for key in ("id", "text")}
-    columns = ColumnsConfig.model_validate({key: of for key, of in given.items() if of})
+    names = {key: model.settings.columns.get(key) for key in ("id", "text")}
+    columns = ColumnsConfig.model_validate({key: name for key, name in names.items() if name})
     examples: list[Example] = []
     bad: list[tuple[str, str]] = []
     rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
@@ -63,26 +63,22 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
 
 
 def predicted_row(example: Example, prediction: Prediction) -> Row:
-    """One prediction in the form of a data row.
-
-    Spans are those of all tasks under their names. Where two tasks have a name in common, its spans are those
-    of either, each once.
-    """
+    """Return a prediction as a data row. Equal spans of two tasks with a name in common appear once."""
     row: Row = {"id": example.id, "text": example.text}
     if example.segments:
         row["segments"] = {name: list(span) for name, span in example.segments.items()}
-    row["labels"] = {name: of.label for name, of in prediction.items() if of.label is not None}
+    row["labels"] = {task: one.label for task, one in prediction.items() if one.label is not None}
     spans: dict[str, set[tuple[int, int]]] = {}
-    for of in prediction.values():
-        for span in of.spans:
+    for one in prediction.values():
+        for span in one.spans:
             spans.setdefault(span.name, set()).add((span.start, span.end))
-    row["spans"] = {name: [list(span) for span in sorted(of_name)] for name, of_name in spans.items()}
-    row["scores"] = {name: of.scores for name, of in prediction.items() if of.scores}
+    row["spans"] = {name: [list(ends) for ends in sorted(found)] for name, found in spans.items()}
+    row["scores"] = {task: one.scores for task, one in prediction.items() if one.scores}
     return row
 
 
 def check_output(path: Path) -> None:
-    """Raise InputError where a file of predictions cannot be written to `path`."""
+    """Raise InputError if predictions cannot be written to `path`."""
     if path.suffix.lower() not in _WRITERS:
         known = ", ".join(_WRITERS)
         raise InputError(f"{path}: an output must end in {known}, which says its format.")
@@ -94,9 +90,9 @@ def check_output(path: Path) -> None:
 
 @contextmanager
 def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
-    """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
+    """Yield a function that writes predicted rows in the format of the file's suffix.
 
-    Raises InputError where it cannot be written.
+    The file appears at the end of a block without error. Raises InputError if it cannot be written.
     """
     check_output(path)
     columns = _columns(tasks)
@@ -113,12 +109,12 @@ def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
 
 
 def json_line(row: Row) -> str:
-    """A predicted row as a line of jsonl."""
+    """Format a predicted row as a line of jsonl."""
     return json.dumps(row, ensure_ascii=False)
 
 
 def _cells(row: Row, columns: Columns) -> Row:
-    """A predicted row as cells, in the order of the columns."""
+    """Return the cells of a predicted row, in the order of the columns."""
     cells: Row = {"id": row["id"], "text": row["text"]}
     for column, task in columns.items():
         if KINDS[task.kind].in_spans:
@@ -162,8 +158,8 @@ def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
             label = pa.float64() if KINDS[task.kind].is_number else pa.string()
             types[column] = pa.list_(label) if KINDS[task.kind].is_list else label
         else:
-            of_name = pa.float64() if kind == "scores" else spans
-            types[column] = pa.struct([(name, of_name) for name in task.labels])
+            value = pa.float64() if kind == "scores" else spans
+            types[column] = pa.struct([(name, value) for name in task.labels])
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 import hpo
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
-from hpo.deploy.onnx_export import export_onnx
+from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import ModelError
 from hpo.models.encoder import is_causal, load_encoder, load_tokenizer
 from hpo.models.multitask import pool_last
