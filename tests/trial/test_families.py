@@ -19,8 +19,9 @@ from transformers import (
 
 from hpo.config.study_config import CompatConfig
 from hpo.data.batches import Batch
+from hpo.models.build import build_model
 from hpo.models.encoder import load_encoder
-from hpo.models.multitask import HeadSettings, build_model
+from hpo.models.multitask import HeadSettings
 from hpo.trial.compat import Compatibility, judge
 
 DROP_NOTHING = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
