@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from hpo.data.dataset import DataSet
-from hpo.data.tokenized_split import TokenizedSplit
 from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError
 from hpo.evaluation.contributions import Statistics, scored
@@ -22,6 +21,7 @@ from hpo.evaluation.intervals import metric_intervals
 from hpo.evaluation.record import Interval
 from hpo.evaluation.verdict import Question, Verdict, facts_in_advance, facts_of, judge
 from hpo.inference.model import TrainedModel
+from hpo.tasks.tokenized_split import TokenizedSplit
 
 
 def split_statistics(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions
 from hpo.models.multitask import HeadSettings, MultitaskModel, parameter_depths
+from hpo.tasks.kind import Task
 
 
 def build_model(

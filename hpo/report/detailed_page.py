@@ -10,7 +10,7 @@ from hpo.report.detailed import Detailed, decided_text, num_rows
 from hpo.report.detailed_tables import classes_text, confusions_text, metrics_text, outside_text
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
-from hpo.tasks.registry import known_kind
+from hpo.tasks.kind import known_kind
 
 HEADING = "What the best model gets right and wrong"
 

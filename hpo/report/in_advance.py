@@ -15,7 +15,7 @@ from hpo.evaluation.verdict import Question, facts_in_advance
 from hpo.report.formats import format_seconds
 from hpo.report.plan import whole_seconds
 from hpo.study.reading.study_record import complete_trials
-from hpo.tasks.registry import is_error
+from hpo.tasks.kind import is_error
 from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
