@@ -112,35 +112,6 @@ def executor_of(folder: Path, source: str = MODELS, **changes: Any) -> Executor:
     return Executor(resolve_study(study, CPU), folder / "runs")
 
 
-@pytest.mark.slow
-def test_study_file_to_predictions(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path)
-    executor.check_study()
-    params = {"gru.size": 16, "wide.width": 5}
-    result = executor.run(params, tmp_path / "trial", "key")
-    assert result.outcome == "complete", result.traceback
-    values = result.telemetry["metrics"]
-    assert result.values == (values["times"]["cost"],)
-    assert result.constraints["tone/kappa"] == pytest.approx((0.5 - values["tone"]["kappa"]) / 0.5)
-    predicted = split_predictions(executor, tmp_path / "trial", params, "test")
-    rows = count_rows("t", 20)
-    tones = [row["labels"]["tone"] for row in rows]
-    kappa = predicted.metrics()["tone"]["kappa"]
-    assert kappa == cohen_kappa_score(tones, predicted.predictions["tone"]) > 0.5
-
-    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", TrialSource(0, params))
-    use_code({}, "none")
-    model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
-    network: Any = model.network
-    assert network.encoder.module.gru.hidden_size == 32
-    assert network.heads[0][0].out_features == 5
-    texts = [row["text"] for row in rows]
-    answers = model.predict(texts)
-    assert [one["times"].label for one in answers] == pytest.approx(predicted.predictions["times"], rel=1e-4)
-    onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu", code=tmp_path / "own_kind.py")
-    assert [one["tone"].label for one in onnx.predict(texts)] == [one["tone"].label for one in answers]
-
-
 def test_head_is_searched_for_one_task(tmp_path: Path) -> None:
     space = {"head_type.tone": {"type": "categorical", "choices": ["linear", "wide"]}}
     executor = executor_of(tmp_path, training=PLAIN | {"head_type": "mlp"}, search_space=space)
@@ -410,13 +381,24 @@ def test_export_loads_no_other_encoder(tmp_path: Path, name: str) -> None:
         load_own_encoder(tmp_path)
 
 
-def test_export_keeps_tied_weights(tmp_path: Path) -> None:
+def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) -> None:
     line = (
         "        self.out = nn.Linear(size, 30522, bias=False)\n        self.out.weight = self.embed.weight\n"
     )
     executor = executor_of(tmp_path, MODELS.replace("        self.gru =", line + "        self.gru ="))
     params = {"gru.size": 8, "wide.width": 2, "max_steps": 4}
-    assert executor.run(params, tmp_path / "trial", "key").outcome == "complete"
+    result = executor.run(params, tmp_path / "trial", "key")
+    metrics = result.telemetry["metrics"]
+    assert result.values == (metrics["times"]["cost"],)
+    assert result.constraints["tone/kappa"] == pytest.approx((0.5 - metrics["tone"]["kappa"]) / 0.5)
     folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", TrialSource(0, params))
-    encoder: Any = hpo.load(folder, device="cpu").network.encoder  # type: ignore[union-attr]
-    assert encoder.module.out.weight is encoder.module.embed.weight
+    use_code({}, "none")
+    model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
+    network: Any = model.network
+    assert network.encoder.module.out.weight is network.encoder.module.embed.weight
+    assert network.heads[0][0].out_features == 2
+    expected = split_predictions(executor, tmp_path / "trial", params, "test").predictions["times"]
+    texts = [row["text"] for row in count_rows("t", 20)]
+    assert [one["times"].label for one in model.predict(texts)] == pytest.approx(expected, rel=1e-4)
+    onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu", code=tmp_path / "own_kind.py")
+    assert [one["times"].label for one in onnx.predict(texts)] == pytest.approx(expected, rel=1e-4)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,25 +74,6 @@ def test_folder_is_complete(tiny_exports: Path) -> None:
     assert (content["onnx"]["precision"], content["onnx"]["quantization"]) == ("fp32", None)
     assert content["onnx"]["versions"].keys() == {"torch", "onnx", "onnxscript", "onnxruntime"}
     assert b"site-packages" not in (folder / "model.onnx").read_bytes(), "paths of this machine"
-
-
-def test_export_prints_nothing(
-    model: TrainedModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    level = logging.getLogger("torch.onnx").level
-    capfd.readouterr()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    export_onnx(model, tmp_path / "onnx")
-    assert not any(Path().iterdir())
-    assert capfd.readouterr() == ("", "")
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert logging.getLogger("torch.onnx").level == level
-    assert model(*random_batch((3,))).logits["single"].requires_grad, "the model is unchanged"
 
 
 def assert_refused(model: TrainedModel, folder: Path, message: str) -> None:

@@ -13,6 +13,7 @@ from support.tiny_onnx import probabilities, random_batch
 from torch import nn
 
 import hpo
+from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.deploy.onnx_int8 import quantize
 from hpo.errors import ModelError
 
@@ -59,17 +60,19 @@ def test_linear_weights_have_seven_bits_and_a_scale_per_output(source: Path, qua
     assert sorted(one.size for one in scales) == sorted(shape[1] for shape in linear)
 
 
-def test_quantisation_prints_nothing(
+def test_export_and_quantisation_print_nothing(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    quantize(source, tmp_path / "int8")
+    model = hpo.load(source.parent / "torch", device="cpu")
+    quantize(export_onnx(model, tmp_path / "onnx"), tmp_path / "int8")
     assert not any(Path().iterdir())
     assert (root.handlers, root.filters) == ([], [])
     assert capfd.readouterr() == ("", "")
+    assert model(*random_batch((3,))).logits["single"].requires_grad, "the model is unchanged"
 
 
 def test_folder_has_the_files_and_metadata_of_its_source(source: Path, quantised: Path) -> None:

@@ -52,8 +52,6 @@ def cut_in_half(path: Path) -> None:
     [
         (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is no valid JSON: Expecting"),
-        (lambda folder: (folder / "config.json").write_bytes(b"\xff\x00"), "config.json is no valid JSON: "),
-        (lambda folder: (folder / "config.json").write_text("[1]"), "could not be loaded"),
         (lambda folder: change_config(folder, hidden_act="gelo"), r"could not be loaded \(KeyError: .*gelo"),
         (lambda folder: change_config(folder, hidden_size="16"), "'hidden_size' expected int, got str"),
         (lambda folder: change_config(folder, vocab_size=31000), f"shapes .*, but {WORDS} is .30522, 32. "),
@@ -63,7 +61,6 @@ def cut_in_half(path: Path) -> None:
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
         (lambda folder: cut_in_half(folder / "model.safetensors"), "model.safetensors is damaged.*Download"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is damaged"),
         (
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com"),
             "model.safetensors is damaged, or a pointer of Git LFS .`git lfs pull`",

@@ -23,7 +23,6 @@ from hpo.config.trial_config import build_trial_config
 from hpo.errors import DataError, InputError, ModelError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
-from hpo.models.export import load_exported
 from hpo.tasks.example import Example
 from hpo.training.metrics import score
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
@@ -174,17 +173,6 @@ def test_forward_takes_a_tokenizer_batch_and_keeps_gradients(model: TrainedModel
     torch.testing.assert_close(model(batch["input_ids"][1:]).logits["topic"], output.logits["topic"][1:])
     output.logits["topic"].sum().backward()
     assert model.network.heads[0][-1].weight.grad is not None
-
-
-def test_export_records_its_origin(exported: Exported) -> None:
-    provenance = load_exported(exported.folder)[2].provenance
-    assert (provenance["study"], provenance["trial"]) == ("tiny", 0)
-    assert provenance["scores"].keys() == {"validation"}
-    assert provenance["precision"]["requested"] == provenance["precision"]["effective"] == "fp32"
-    assert provenance["precision"]["observed"]["linear_products"].keys() == {"float32"}
-    assert provenance["data"]["fingerprint"] == exported.executor.dataset.fingerprint
-    assert provenance["versions"].keys() >= {"hpo", "torch", "transformers", "safetensors"}
-    assert not [name for name in exported.folder.iterdir() if name.suffix in (".bin", ".pt", ".pkl", ".py")]
 
 
 def test_precision_is_the_trial_s_where_it_is_native(

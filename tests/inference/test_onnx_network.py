@@ -53,15 +53,6 @@ def test_predictions_equal_pytorch(model: TrainedModel, graph: TrainedModel) -> 
             assert prediction[name].label == label
 
 
-def test_forward_equals_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
-    batch = graph.tokenizer(list(TEXTS[:2]), padding=True, return_tensors="pt")
-    without_mask = graph(batch["input_ids"][1:]).logits
-    expected = model(batch["input_ids"][1:]).logits
-    for name, logits in graph(**batch).logits.items():
-        torch.testing.assert_close(without_mask[name], expected[name], atol=1e-4, rtol=0)
-        torch.testing.assert_close(logits[1:], expected[name], atol=1e-4, rtol=0)
-
-
 def test_precision_attention_and_device_are_fixed(graph: TrainedModel, folder: Path, tmp_path: Path) -> None:
     assert (graph.device, graph.precision) == (torch.device("cpu"), "fp32")
     assert graph.use("cpu").use("auto", "fp32").to("cpu").float() is graph
@@ -103,13 +94,9 @@ def test_missing_packages(folder: Path, model: TrainedModel, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "hpo.json", "tokenizer.json"])
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_torn_or_missing_file(folder: Path, tmp_path: Path, name: str, is_gone: bool) -> None:
-    file = copied(folder, tmp_path) / name
-    content = file.read_bytes()
-    file.unlink()
-    if not is_gone:
-        file.write_bytes(content[: len(content) // 2])
+def test_torn_file_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    file = copied(folder, tmp_path, checksums={}) / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ModelError, match=str(file.parent)):
         hpo.load(file.parent)
 

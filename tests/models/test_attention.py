@@ -95,15 +95,6 @@ def test_output_and_gradients_equal_plain_attention(
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=2 * tolerance)
 
 
-def test_without_padding_no_mask_is_needed(drawn: list[Tensor]) -> None:
-    (query, key, value), _ = inputs()
-    output, _ = attention_forward(LAYER, query, key, value, None, dropout=P)
-    keep = torch.stack(drawn).double() / (1 - P)
-    weights = (query.double() @ key.double().transpose(-1, -2) * SIZE**-0.5).softmax(-1)
-    expected = ((weights * keep) @ value.double()).transpose(1, 2)
-    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_autocast_sets_the_dtype() -> None:
     tensors, mask = inputs()
     with torch.autocast("cpu", torch.bfloat16):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import hpo_command, ok
-from support.every_kind import TASKS, WINDOWS, write_every_kind
+from support.every_kind import WINDOWS, write_every_kind
 from support.jsonl_sets import write_set
 from support.resumed_trials import check_resume_is_exact
 from support.tiny import CPU, TinyEncoder, write_study
@@ -83,17 +83,6 @@ def test_every_kind_of_task_trains_and_resumes_bit_for_bit(tmp_path: Path, name:
     executor = Executor(resolve_study(load_study(path), CPU), tmp_path / "runs")
     result = check_resume_is_exact(executor, tmp_path, fp_precision=precision)
     assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
-
-
-def test_run_warns_of_tasks_before_their_evidence(tmp_path: Path) -> None:
-    path = write_every_kind(tmp_path, model={"encoder": DECODERS["qwen3"]}, search_space={})
-    finished = ok(hpo_command(tmp_path, "run", path.name))
-    assert "In this Qwen3Model a token sees only those before it" in finished.err
-    ok(hpo_command(tmp_path, "best", path.name, "--export", "model"))
-    texts = ["late again the parcel came to Rome", "broken !"]
-    predictions = hpo.load(tmp_path / "model").predict(texts)
-    assert [prediction.keys() for prediction in predictions] == [{*TASKS}, {*TASKS}]
-    assert type(AutoModel.from_pretrained(tmp_path / "model")).__name__ == "Qwen3Model"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

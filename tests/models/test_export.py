@@ -16,8 +16,6 @@ from hpo.errors import ModelError, RunError
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import prepare_model
-from hpo.precision.table import PRECISIONS
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import Windowing
 
@@ -50,22 +48,6 @@ def folder(tiny_export: Path, tmp_path: Path) -> Path:
 def change_metadata(folder: Path, **changes: Any) -> None:
     content = json.loads((folder / "hpo.json").read_text())
     (folder / "hpo.json").write_text(json.dumps(content | changes))
-
-
-def test_bf16_weights_keep_rotary_frequencies_in_fp32(tmp_path: Path) -> None:
-    """In bf16 the angle of a distance of 8192 would be off by 7.8 rad."""
-    model = changed(make_model(FAMILIES["modernbert"][0]))
-    frequencies = {name: value.clone() for name, value in model.named_buffers()}
-    prepare_model(model, PRECISIONS["bf16-true"])
-    exported(tmp_path / "export", model, precision="bf16-true")
-    loaded = prepare_model(load_exported(tmp_path / "export")[0], PRECISIONS["bf16-true"])
-    for one in (model, loaded):
-        assert {weight.dtype for weight in one.parameters()} == {torch.bfloat16}
-        for name, value in one.named_buffers():
-            torch.testing.assert_close(value, frequencies[name], rtol=0, atol=0)
-    batch = make_batch()
-    for name, logits in model(*batch).items():
-        assert torch.equal(loaded(*batch)[name], logits)
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta-v2", "electra", "minilm"])
