@@ -64,7 +64,7 @@ IMPORTS_LATE = set(
     data/checks.py data/sources.py data/token_cache.py data/token_stream.py data/tokenization.py
     deploy/making.py deploy/quantize.py
     device.py
-    inference/rows.py
+    inference/predict_file.py
     lost_device.py
     memory.py
     models/batch_independence.py models/encoder.py

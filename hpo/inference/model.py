@@ -7,9 +7,11 @@ with the trial's windows, precision and thresholds. So `hpo best --evaluate` sco
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +45,7 @@ from hpo.training.evaluate import predict_logits
 
 CPU_TOKENS = 512
 """Tokens in a batch on a CPU in fp32: MiniLM on an EPYC predicts 30 texts/s with 512, 20 with 8192."""
+LOG_SECONDS = 10.0
 _logger = logging.getLogger("hpo.inference")
 
 
@@ -203,23 +206,14 @@ class TrainedModel(nn.Module):
         return RowChecker((), self.settings.windowing.pair_segments, {}).check(row)
 
     def predict_examples(
-        self,
-        examples: Sequence[Example],
-        *,
-        max_tokens: int | None = None,
-        on_progress: Callable[[float], None] = lambda _: None,
+        self, examples: Sequence[Example], *, max_tokens: int | None = None
     ) -> Iterator[list[Prediction]]:
-        """Predict the results of `example`, in chunks of thousands of texts.
-
-        Calls `on_progress` before each batch with the number of finished examples.
-        """
+        """Predict the results of `example`, in chunks of thousands of texts. Logs the progress."""
         if max_tokens is None:
             max_tokens = self._default_max_tokens()
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, but got {max_tokens}.")
-        if not examples:
-            return
-        done = 0
+        done, log_progress = 0, _progress_logger(len(examples))
         for split in tokenize_chunks(examples, self.tasks, self.tokenizer, self.settings.windowing):
             if split.num_cut_examples:
                 _logger.warning(
@@ -228,13 +222,13 @@ class TrainedModel(nn.Module):
                     len(split.examples),
                     self.settings.windowing.max_length,
                 )
-            logits = self.logits(
-                split, max_tokens=max_tokens, on_batch=_progress(split, max_tokens, done, on_progress)
-            )
+            num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
+            finished = count(done, len(split.examples) / num_batches)
+            on_batch = partial(lambda numbers: log_progress(next(numbers)), finished)
+            logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
             self._check_finite(logits)
             yield _predictions(self.tasks, logits, split, self.decisions)
             done += len(split.examples)
-        on_progress(done)
 
     def _default_max_tokens(self) -> int:
         """Return the study's batch size, except for fp32 on a CPU, which is fastest with small batches.
@@ -356,13 +350,17 @@ def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Preci
     return PRECISIONS[name]
 
 
-def _progress(
-    split: TokenizedSplit, max_tokens: int, done: int, on_progress: Callable[[float], None]
-) -> Callable[[], None]:
-    """Return a call for each batch, which reports the number of finished examples."""
-    num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
-    started = count()
-    return lambda: on_progress(done + min(1.0, next(started) / num_batches) * len(split.examples))
+def _progress_logger(num_texts: int) -> Callable[[float], None]:
+    """Return a function that logs the number of finished texts, at most every ten seconds."""
+    last = time.monotonic()
+
+    def log(done: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            _logger.info("predicted %d of %d texts", done, num_texts)
+
+    return log
 
 
 def _predictions(

@@ -221,15 +221,17 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         executor_of(tmp_path).check_study()
 
 
-def test_adapters_are_searched_merged_and_deployed(tmp_path: Path) -> None:
+def test_adapters_of_a_decoder_are_searched_merged_and_deployed(tmp_path: Path) -> None:
     when = {"when": {"adapter": ["lora", "dora"]}}
     space: dict[str, Any] = {
         "adapter": {"type": "categorical", "choices": ["lora", "dora"]},
         "lora_rank": {"type": "int", "low": 2, "high": 8, **when},
     }
-    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["query", "value"], "base_precision": "int8"}
-    path = write_every_kind(tmp_path, training=training, search_space=space, n_trials=3)
-    ok(hpo_command(tmp_path, "run", path.name))
+    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj", "v_proj"], "base_precision": "int8"}
+    model = {"encoder": DECODERS["qwen3"]}
+    path = write_every_kind(tmp_path, model=model, training=training, search_space=space, n_trials=3)
+    ran = ok(hpo_command(tmp_path, "run", path.name))
+    assert "In this Qwen3Model a token sees only those before it" in ran.err
     assert ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"] == {"complete": 3}
     refused = hpo_command(tmp_path, "best", path.name, "--merge")
     assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)

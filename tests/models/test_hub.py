@@ -85,7 +85,7 @@ def test_incomplete_cache_asks_the_hub_once(fake_hub: FakeHub) -> None:
     fake_hub.error = OSError("no route to host")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(fake_hub.folder / name, fake_hub.snapshot)
-    with pytest.raises(ModelError, match="the hub does not give it: no route to host.* `model.revision`"):
+    with pytest.raises(ModelError, match=r"the hub does not give it: no route to host.* `model.revision`"):
         load_encoder("someone/tiny")
     assert len(fake_hub.calls) == 1
     shutil.copy(fake_hub.folder / "model.safetensors", fake_hub.snapshot)

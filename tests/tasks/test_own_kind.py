@@ -21,7 +21,7 @@ from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError, StudyFileError
 from hpo.evaluation.contributions import scored, unit_of
 from hpo.evaluation.detailed import evaluate_predictions
-from hpo.inference.rows import predicted_row
+from hpo.inference.predict_file import predicted_row
 from hpo.report.data_check import check_data
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, register

@@ -15,7 +15,7 @@ from support.tiny_encoders import KIND_TASKS, make_model
 from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples
+from hpo.inference.predict_file import check_output, predicted_row, predictions_file, read_examples
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 from hpo.tasks.example import Example
