@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
-from hpo.data.examples import listed
+from hpo.data.examples import problem_list
 from hpo.data.sources import JSON_LINES, nearest_file, text_rows
 from hpo.device import limit_threads, probe_device
 from hpo.errors import DataError, InputError
@@ -75,9 +75,9 @@ def predict_file(
     if bad and not (skip_bad_rows and examples):
         num = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
         hint = " or --skip-bad-rows" if examples else ""
-        raise DataError(f"{num} of {file} cannot be read; mend{hint}:{listed(bad)}")
+        raise DataError(f"{num} of {file} cannot be read; mend{hint}:{problem_list(bad)}")
     if bad:
-        _logger.info("%d of %d rows are left out:%s", len(bad), len(bad) + len(examples), listed(bad))
+        _logger.info("%d of %d rows are left out:%s", len(bad), len(bad) + len(examples), problem_list(bad))
     if model.device.type == "cpu":
         limit_threads(probe_device("cpu"))
         disable_malloc_trim()
