@@ -61,7 +61,6 @@ IMPORTS_LATE = set(
     api/running.py api/study.py
     compare/companion.py compare/looks.py compare/planning.py
     config/allowed.py config/portfolio.py config/search_space.py config/trial_settings.py
-    data/checks.py data/sources.py data/token_cache.py data/token_stream.py data/tokenization.py
     deploy/making.py deploy/quantize.py
     inference/rows.py
     models/batch_independence.py models/encoder.py

@@ -15,7 +15,7 @@ import torch
 
 from hpo.api.models import checkpoint_of
 from hpo.api.opening import RUNS, check_positive
-from hpo.compare.companion import unlabelled_in_test
+from hpo.compare.comparison_study import unlabelled_test_tasks
 from hpo.compare.planning import by_rank
 from hpo.deploy.artifacts import NAMES, parse_names
 from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
@@ -99,7 +99,7 @@ def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, sto
     metric = quality_objective(config.objective).metric
     if max_drop is None and unit_of(metric) != "points":
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
-    has_test = "test" in data.splits and not unlabelled_in_test(config, data)
+    has_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
     return DeploymentRequest(
         names, 1.0 if max_drop is None else max_drop, batch, has_test, ends=partial(_why_it_ends, stop)
     )

@@ -46,7 +46,7 @@ def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
         return _verify_parts(study, **options)
 
     from hpo.device import probe_device
-    from hpo.report.screens import verification
+    from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
     checks = study.verify(**options)
@@ -60,7 +60,7 @@ def _verify_parts(study: hpo.Study, **options: Any) -> Answer:
     from dataclasses import asdict
 
     from hpo.device import probe_device
-    from hpo.report.part_screens import parts_verification
+    from hpo.report.trial_screens import parts_verification
 
     checks = study.verify_parts(**options)
     device = probe_device(study.config.device)
@@ -86,7 +86,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database and print the record that a study would store."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.screens import evaluation, trial, trial_record
+    from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpo.compare import words
+from hpo.compare import messages
 from hpo.compare.answer import Answer, answer_of, collapsed_runs, verdict_of
 from hpo.compare.runs import Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
@@ -36,9 +36,9 @@ def judge(runs: Runs) -> Result:
         "has_ended": next_plan is None,
         "margin": plan.margin,
         "verdicts": [_as_json(runs, answer) for answer in answers.values()],
-        "collapsed": [words.collapsed(*one, runs) for one in collapsed_runs(runs, answers)],
-        "error": words.error(answers.values(), runs),
-        "recommendation": words.recommendation([*answers.values()], runs),
+        "collapsed": [messages.collapsed(*one, runs) for one in collapsed_runs(runs, answers)],
+        "error": messages.error(answers.values(), runs),
+        "recommendation": messages.recommendation([*answers.values()], runs),
     }
     return Result(plan, content, next_plan)
 
@@ -63,7 +63,7 @@ def about(runs: Runs) -> dict[str, Any]:
 def _next_plan(plan: ComparisonConfig, answers: Iterable[Answer]) -> ComparisonConfig | None:
     """Give more seeds to every precision without a verdict that more seeds may bring. None: there is none."""
     more = {
-        one.precision: min(words.next_look(plan.num_seeds[one.precision]), plan.max_seeds)
+        one.precision: min(messages.next_look(plan.num_seeds[one.precision]), plan.max_seeds)
         for one in answers
         if one.is_open and plan.num_seeds[one.precision] < plan.max_seeds
     }
@@ -89,7 +89,7 @@ def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
         "num_collapsed": collapses.num_collapsed if collapses else None,
         "collapse_share": collapses.possible_share if collapses else None,
         "reason": found.reason,
-        "sentence": words.verdict(answer, runs),
+        "sentence": messages.verdict(answer, runs),
         **_ratios_json(answer),
         # The metric of a single task describes, and decides nothing.
         "tasks": {

@@ -11,7 +11,7 @@ from hpo.errors import DataError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.intervals import MetricIntervals, metric_intervals
 from hpo.evaluation.record import Interval
-from hpo.evaluation.verdict import Question, Verdict, facts_in_advance, facts_of, judge
+from hpo.evaluation.verdict import Question, Verdict, facts_of, judge, label_facts
 
 
 def limit(question: Question, data: DataSet, split: str) -> str:
@@ -19,7 +19,7 @@ def limit(question: Question, data: DataSet, split: str) -> str:
 
     Raises DataError if the split has no labels for the objective.
     """
-    if facts := facts_in_advance(data.tasks, data.splits[split], question):
+    if facts := label_facts(data.tasks, data.splits[split], question):
         return "" if facts.excludable < question.margin else facts.limit(question)
     raise DataError(f"{split} must have labels for the objective {question.metric}, but has none.")
 

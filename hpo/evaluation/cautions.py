@@ -28,7 +28,7 @@ def task_warnings(
     if not num_rows:
         return (f"No row of this split is annotated for {task.name}: there is nothing to evaluate.",)
     scores, metric = statistics.scores(), task.primary_metric
-    warnings = not_better(metric, scores.get(metric), baseline.get(f"{task.name}/{metric}"))
+    warnings = baseline_warnings(metric, scores.get(metric), baseline.get(f"{task.name}/{metric}"))
     if not scores:
         warnings.append("Some predictions are not finite, so there is no metric.")
     if num_rows < FEW_ROWS:
@@ -59,7 +59,7 @@ def task_warnings(
     return tuple(warnings)
 
 
-def not_better(metric: str, value: float | None, baseline: float | None) -> list[str]:
+def baseline_warnings(metric: str, value: float | None, baseline: float | None) -> list[str]:
     """The warning about a value that is not better than that of the best constant prediction, if any."""
     if value is None or baseline is None or (value < baseline if is_error(metric) else value > baseline):
         return []

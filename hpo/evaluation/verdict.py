@@ -108,7 +108,7 @@ class Facts:
             return f"{told}."
         if self.excludable >= question.margin:
             num = rows_needed(self.row_bound, question.margin)
-            told += f". A margin of {question.margin:g} takes {num:,} such rows"
+            told += f". A margin of {question.margin:g} needs {num:,} such rows"
         if self.rare:
             shown = [f"`{name}` ({num})" for name, num in [*self.rare.items()][:_NAMES_SHOWN]]
             more = f" and {len(self.rare) - _NAMES_SHOWN} more" if len(self.rare) > _NAMES_SHOWN else ""
@@ -116,7 +116,7 @@ class Facts:
         return f"{told}."
 
 
-def facts_in_advance(tasks: Sequence[Task], examples: Sequence[Example], question: Question) -> Facts | None:
+def label_facts(tasks: Sequence[Task], examples: Sequence[Example], question: Question) -> Facts | None:
     """The facts from labels alone, as for right predictions. None: the metric has no value on these rows.
 
     A row has the least effect on the `rmse` of a poor model, so errors have the bound of the baseline.

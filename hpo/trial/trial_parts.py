@@ -75,8 +75,8 @@ class TrialLoader:
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
         for task in self.tasks:
-            if odd := self.dataset.odd_spans(task.name):
-                _logger.warning("`%s`: %s `hpo check` shows more.", task.name, odd)
+            if warning := self.dataset.span_warning(task.name):
+                _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
 

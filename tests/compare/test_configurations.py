@@ -14,7 +14,7 @@ from scipy.stats import t
 from support.planted_comparison import NUM_ROWS, begun, compared, run, search_config, searched
 from support.study_records import fake_record
 
-from hpo.compare.companion import comparison_name, open_comparison
+from hpo.compare.comparison_study import comparison_name, open_comparison
 from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
@@ -22,9 +22,8 @@ from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.json_safe import json_safe
 from hpo.report import verdicts
-from hpo.report.charts import all_charts
 from hpo.report.dashboard import study_note
-from hpo.report.page import report_html
+from hpo.report.report import report_html
 from hpo.report.tables import StudyTables
 from hpo.report.terminal import print_parts
 from hpo.report.verdicts import comparison_tables, configuration_table, details
@@ -276,7 +275,7 @@ def test_the_report_and_the_dashboard_show_it(storage: Storage, config: StudyCon
     found = compared(storage, config, score, REQUEST).content
     record = read_study(storage, config.name)
     tables = StudyTables(replace(fake_record(), comparisons=record.comparisons))
-    page, note = report_html(tables, all_charts(tables)), study_note(tables)
+    page, note = report_html(tables), study_note(tables)
     for text in (page, note):
         assert "trial" in text
         assert "On 3 new seeds and 4,000 labelled rows of test" in text

@@ -172,4 +172,4 @@ def test_a_task_of_two_sources_is_scored_on_each(killed: Path) -> None:
     together = best["metrics"]["tone"]["accuracy"]
     assert (8 * by_source["news"] + 4 * by_source["mail"]) / 12 == pytest.approx(together)
     shown = ok(hpo_command(killed, "best", "tiny.yaml")).out
-    assert "tasks that several sources have" in shown
+    assert "tasks with several sources" in shown

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpo.compare.companion import comparison_study, open_comparison
-from hpo.compare.looks import run_looks
+from hpo.compare.comparison_study import comparison_study, open_comparison
 from hpo.compare.planning import Request, plan_comparison
 from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
+from hpo.compare.sequential import run_rounds
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
@@ -238,8 +238,8 @@ def compared(storage: Storage, config: StudyConfig, score: Score, request: Reque
     """What a comparison comes to that workers run."""
     search = read_study(storage, config.name)
 
-    def run_look(companion: StudyConfig) -> StudyRecord:
+    def run_round(companion: StudyConfig) -> StudyRecord:
         create_or_resume_study(storage, companion)
         return run(storage, companion, score)
 
-    return run_looks(storage, begun(storage, config, request), search, TASKS, run_look)
+    return run_rounds(storage, begun(storage, config, request), search, TASKS, run_round)

@@ -81,5 +81,5 @@ def test_a_trial_that_ends_at_a_limit_does_not_pause(tmp_path: Path) -> None:
     for trial in record.trials:
         assert (trial.outcome, len(trial.evaluations)) == ("pruned", 1)
         assert "train_examples_per_second must be >= 1e+09" in trial.reason
-    said = "2 trials ended early because they broke a limit"
+    said = "Ended early over a limit: 2 trials."
     assert said in ok(hpo_command(tmp_path, "status", "tiny.yaml", width=1000)).out

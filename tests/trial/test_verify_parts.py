@@ -9,8 +9,8 @@ import pytest
 from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
 from trial.test_part_search import SECOND, enlarge
 
-from hpo.report.part_screens import parts_verification
 from hpo.report.terminal import print_parts
+from hpo.report.trial_screens import parts_verification
 from hpo.trial.costs import costs_of_parts
 from hpo.trial.part_search import check_of
 from hpo.trial.trial_parts import build_trial

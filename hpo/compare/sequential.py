@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpo.compare.companion import caught_up, grown
+from hpo.compare.comparison_study import caught_up, grown
 from hpo.compare.configurations import show_configurations
 from hpo.compare.results import Result, judge
 from hpo.compare.runs import Runs
-from hpo.config.questions import CONFIGURATIONS
+from hpo.config.choices import CONFIGURATIONS
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
 from hpo.study.reading.row_statistics import read_row_statistics
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from hpo.tasks.kind import Task
 
 
-def run_looks(
+def run_rounds(
     storage: Storage,
     companion: StudyConfig,
     search: StudyRecord,
     tasks: Sequence[Task],
-    run_look: Callable[[StudyConfig], StudyRecord],
+    run_round: Callable[[StudyConfig], StudyRecord],
     in_advance: Sequence[str] = (),
 ) -> Result:
     """Run the trials of a comparison up to its next look, judge and store that, until it is decided.
 
-    `search` is the study that is compared; `run_look` trains what the plan names and has no result yet. The
+    `search` is the study that is compared; `run_round` trains what the plan names and has no result yet. The
     sentences `in_advance` are stored with the result.
     Raises RunError where trials of a look that has ended are not there.
     """
     while True:
         companion = caught_up(storage, companion)
-        looked = run_look(companion)
+        looked = run_round(companion)
         rows = read_row_statistics(storage, companion.name, tasks)
         runs = Runs(looked, companion, tasks, rows)
         is_judged = runs.plan.question != CONFIGURATIONS

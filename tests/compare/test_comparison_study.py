@@ -11,7 +11,13 @@ from support.jsonl_sets import load_set, write_set
 from support.planted_comparison import HERE, begun, run, searched
 from support.worker_process import study
 
-from hpo.compare.companion import caught_up, comparison_name, grown, open_comparison, unlabelled_in_test
+from hpo.compare.comparison_study import (
+    caught_up,
+    comparison_name,
+    grown,
+    open_comparison,
+    unlabelled_test_tasks,
+)
 from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
@@ -311,6 +317,6 @@ def test_the_test_split_must_be_labelled_for_the_objective(
     }
     del rows["test"][0]["labels"]["tone"]
     data = load_set(write_set(tmp_path / "data", {"topic": kind, "tone": kind}, **rows))
-    assert unlabelled_in_test(study(1, objective=objective), data) == unlabelled
+    assert unlabelled_test_tasks(study(1, objective=objective), data) == unlabelled
     without = replace(data, splits={name: data.splits[name] for name in ("train", "validation")})
-    assert unlabelled_in_test(study(1, objective=objective), without) == ()
+    assert unlabelled_test_tasks(study(1, objective=objective), without) == ()

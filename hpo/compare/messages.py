@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from hpo.compare.answer import Answer
 from hpo.compare.runs import Ratio, Runs
+from hpo.config.choices import MOST_SEEDS
 from hpo.config.comparison import REFERENCE
-from hpo.config.questions import MOST_SEEDS
 from hpo.evaluation.decision import ALPHA
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import TrialRecord

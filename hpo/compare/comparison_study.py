@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpo.compare.planning import Request, plan_comparison, refuse_options
+from hpo.config.choices import CONFIGURATIONS
 from hpo.config.comparison import REFERENCE, SEED, VALUES, ComparisonConfig
-from hpo.config.questions import CONFIGURATIONS
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import DeviceInfo
@@ -142,7 +142,7 @@ def _typed(value: float | Sequence[str]) -> str:
     return ",".join(name for name in value if name != REFERENCE) or REFERENCE
 
 
-def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
+def unlabelled_test_tasks(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
     """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
     is held back; a comparison then has the scores of the validation split. None where there is no test split.
     """

@@ -1,0 +1,131 @@
+"""Text and tables of `hpo train` and `hpo verify`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from hpo.report.detailed import task_metrics_table
+from hpo.report.formats import format_metric, format_seconds
+from hpo.report.terminal import OUTCOME_STYLES, Part
+from hpo.study.claims.lease import trial_attributes
+from hpo.trial.compat import Compatibility
+from hpo.trial.costs import Costs
+from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.verify import PrecisionCheck
+from hpo.trial.verify_parts import PartCheck, PartsCheck
+
+
+def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
+    """Return the record that a study would store of a trial."""
+    values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
+    return {"params": params, "values": values, **trial_attributes(result)}
+
+
+def trial(record: Mapping[str, Any]) -> Iterator[Part]:
+    """Show the record of the trial of `hpo train`."""
+    if record["telemetry"].get("metrics"):
+        yield "Best evaluation", task_metrics_table(record["telemetry"])
+    reason = f": {record['outcome_reason']}" if record["outcome_reason"] else ""
+    yield Text.assemble((record["outcome"], OUTCOME_STYLES.get(record["outcome"], "")), reason)
+    facts = [item for item in record.items() if item[0].startswith(("fp_precision", "train_", "peak_"))]
+    for key, value in [*(record["values"] or {}).items(), *facts]:
+        yield f"{key}: {value if isinstance(value, str) else format_metric(key, value)}"
+
+
+def evaluation(metrics: Sequence[str], scored: ScoredEvaluation) -> str:
+    """Return a line for an evaluation during the trial of `hpo train`."""
+    one = scored.evaluation
+    pairs = zip(metrics, scored.values, strict=True)
+    values = "  ".join(f"{name} {format_metric(name, value)}" for name, value in pairs)
+    loss = "" if math.isnan(one.train_loss) else f"  loss {one.train_loss:.4g}"
+    return f"step {one.step}  {one.budget_used:4.0%}  {format_seconds(one.seconds)}{loss}  {values}"
+
+
+def verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> Iterator[Part]:
+    """Show the precisions on this machine."""
+    yield Text(device, style="bold")
+    yield "", [_precision(check) for check in checks]
+    yield Text(
+        "Speed and memory against fp32: forward and backward of a micro-batch, the fastest of the repeats.",
+        style="dim",
+    )
+    yield from (f"{check.name}: {check.note}" for check in checks if check.note)
+    yield Text(advice, style="bold")
+
+
+def _precision(check: PrecisionCheck) -> dict[str, str]:
+    result = check.compatibility
+    return {
+        "precision": check.name,
+        "support": check.support.level,
+        "verdict": result.verdict if result else "",
+        **_errors(result),
+        "speed": _ratio(result.costs if result else None, "speed_ratio"),
+        "memory": _ratio(result.costs if result else None, "memory_ratio"),
+    }
+
+
+def _errors(check: Compatibility | None) -> dict[str, str]:
+    """The largest error of logits and the cosine of gradients."""
+    measured = check.measurement if check else None
+    error = max(measured.logits_relative_error.values(), default=None) if measured else None
+    cosine = measured.gradient_cosine if measured else None
+    return {
+        "logits\nerror": "" if error is None else f"{error:.1e}",
+        "gradient\ncosine": "" if cosine is None else f"{cosine:.6f}",
+    }
+
+
+def _ratio(costs: Costs | None, name: str) -> str:
+    ratio = getattr(costs, name, None)
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def parts_verification(checks: Sequence[PartsCheck], device: str) -> Iterator[Part]:
+    """Show the parts of a model in each low precision, and those that need fp32."""
+    yield Text(device, style="bold")
+    for check in checks:
+        if check.parts:
+            yield f"{check.precision} ({check.support.level})", [_part(part) for part in check.parts]
+        yield from (f"{check.precision}: {text}" for text in _part_messages(check))
+    yield Text(
+        "Errors: this part alone in the low precision, all others in fp32. Speed and memory: this part in "
+        "fp32, against no part in fp32, forward and backward of a micro-batch.",
+        style="dim",
+    )
+
+
+def _part(part: PartCheck) -> dict[str, str]:
+    check, measured = part.own.check, part.own.check.measurement
+    nonfinite = measured.first_nonfinite or measured.nonfinite or ""
+    return {
+        "part": part.own.part,
+        "alone": check.verdict,
+        "first not\nfinite": nonfinite.split(" (")[0],
+        **_errors(check),
+        "speed\nin fp32": _ratio(part.costs, "speed_ratio"),
+        "least": _ratio(part.costs, "least_speed_ratio"),
+        "memory\nin fp32": _ratio(part.costs, "memory_ratio"),
+    }
+
+
+def _part_messages(check: PartsCheck) -> Iterator[str]:
+    if found := check.found:
+        change = f"{found.before} without, {found.after} with" if found.parts else found.after
+        names = ", ".join(found.parts) or "no part"
+        yield f"fp32_parts: auto is {names} ({change}; {found.num_checks} checks)."
+        if found.reason:
+            yield found.reason
+    if check.fastest and check.costs:
+        yield (
+            f"fastest with fp32 in {', '.join(check.fastest)}: {check.costs.speed_ratio:.2f} times as fast, "
+            f"at least {check.costs.least_speed_ratio:.2f} in each pair of passes."
+        )
+    elif check.found and check.costs:
+        yield "no set of parts in fp32 was faster in every pair of passes."
+    if check.note:
+        yield check.note
