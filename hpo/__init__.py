@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hpo.extensions import source as source
     from hpo.inference.model import load as load
     from hpo.section import Section as Section
-    from hpo.tasks import registry
+    from hpo.tasks.kind import register
     from hpo.trial.check_precision import check_precision as check_precision
 
-    kind = registry.register
+    kind = register
 
 __version__ = "0.2.0"
 
@@ -33,7 +33,7 @@ _PLACES = {
     "load": "hpo.inference.model.load",
     "compare_predictions": "hpo.evaluation.predictions.compare_predictions",
     "check_precision": "hpo.trial.check_precision.check_precision",
-    "kind": "hpo.tasks.registry.register",
+    "kind": "hpo.tasks.kind.register",
     "Section": "hpo.section.Section",
     "StudyPath": "hpo.config.data_config.StudyPath",
 } | {

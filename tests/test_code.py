@@ -36,7 +36,7 @@ from hpo.errors import InputError, StudyFileError
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 from hpo.trial.compat import cache_key
 from hpo.trial.trial_parts import TrialLoader, build_trial
 from hpo.trial.trial_run import checkpoint_key

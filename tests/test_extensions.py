@@ -23,10 +23,11 @@ from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
 from hpo.data.dataset import load_data
-from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.training.losses import LossOptions, loss_sum
+from hpo.tasks.kind import Task
+from hpo.tasks.options import LossOptions
+from hpo.training.losses import loss_sum
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor

@@ -1,16 +1,19 @@
-"""Each folder imports only from the folders below it, so a trial is followed downwards; none goes round."""
+"""Imports go downward: by floor, and inside `study` by room. No imports form a circle, for types too."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import optuna
 import pytest
 
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
@@ -32,34 +35,105 @@ FLOORS = (
     "tasks",
     "precision",
 )
+ROOMS = ("running", "reading", "checkpoints", "claims", "sampling", "store")
+"""The rooms of `study`, the highest first."""
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+MODULES = {".".join(("hpo", *file.with_suffix("").parts)) for file in FILES}
+IMPORTED_AS = {"mlflow-skinny": "mlflow", "nvidia-ml-py": "pynvml"}
 KNOWS_OPTUNA = ("api", "cli", "report", "cluster", "study", "config")
+
+CLIMBS_IN_STUDY = {
+    "study/claims/lease.py",
+    "study/store/lifecycle.py",
+    "study/store/sqlite_place.py",
+    "study/store/storage.py",
+    "study/store/studies.py",
+}
+"""Files that import from a higher room. The list may only shrink."""
+CIRCLES_OF_TYPES = {
+    ("models.batch_independence", "models.multitask"),
+    ("study.store.sqlite_place", "study.store.storage"),
+}
+"""Imports for types that close a circle. The list may only shrink."""
+IMPORTS_LATE = set(
+    """
+    api/comparing.py api/deploying.py api/models.py api/named.py api/opening.py api/planning.py
+    api/running.py api/study.py
+    compare/companion.py compare/looks.py compare/planning.py
+    config/allowed.py config/portfolio.py config/search_space.py config/trial_settings.py
+    data/checks.py data/sources.py data/token_cache.py data/token_stream.py data/tokenization.py
+    deploy/making.py deploy/quantize.py
+    device.py
+    inference/rows.py
+    lost_device.py
+    memory.py
+    models/batch_independence.py models/encoder.py
+    report/dashboard.py report/data_check.py report/deployed.py report/detailed.py report/detailed_tables.py
+    report/figures.py report/formats.py report/in_advance.py report/limits.py report/marked.py
+    report/number_formats.py report/outlook.py report/page.py report/part_screens.py report/plan.py
+    report/progress.py report/report.py report/screens.py report/tables.py report/terminal.py
+    report/verdicts.py
+    study/checkpoints/checkpoint_folders.py study/checkpoints/keep_best.py study/checkpoints/remote_store.py
+    study/claims/lease.py study/claims/leases.py study/claims/workers.py
+    study/reading/detailed_evaluations.py study/reading/row_statistics.py study/reading/study_record.py
+    study/reading/watch.py study/running/final_evaluation.py study/running/run.py
+    study/running/trial_runner.py study/running/worker.py study/sampling/earlier.py
+    study/sampling/promotion.py study/sampling/samplers.py study/store/database.py study/store/lifecycle.py
+    study/store/opening.py study/store/optuna_internals.py study/store/sqlite_place.py
+    study/store/storage.py study/store/studies.py
+    track/follow.py
+    training/progress.py
+    trial/callbacks.py
+    """.split()  # noqa: SIM905
+)
+"""Files with imports in functions or for types alone. The list may only shrink."""
 
 
 def floor(parts: tuple[str, ...]) -> int:
-    """0 for the highest; files that lie in no folder are words that everyone uses."""
+    """Return the number of a floor: 0 is the highest, and files in no folder are the lowest."""
     return FLOORS.index(parts[0]) if parts[0] in FLOORS else len(FLOORS)
 
 
-def imported(file: Path) -> set[str]:
-    """The modules of the package that a file imports, other than for type annotations alone."""
-    tree = ast.parse((PACKAGE / file).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """Return the modules of the package that a file imports, for types too."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("hpo."):
             inner = (f"{node.module}.{alias.name}" for alias in node.names)
             names |= {name if name in MODULES else str(node.module) for name in inner}
-    return {name.removeprefix("hpo.") for name in names}
+    return frozenset(name.removeprefix("hpo.") for name in names)
 
 
-MODULES = {".".join(("hpo", *file.with_suffix("").parts)) for file in FILES}
+def late_imports(file: Path) -> Iterator[str]:
+    """Yield the packages that a file imports in a function or under `if TYPE_CHECKING:`."""
+    for node in ast.walk(tree_of(file)):
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if is_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import):
+                    yield from (alias.name.partition(".")[0] for alias in inner.names)
+                elif isinstance(inner, ast.ImportFrom):
+                    yield str(inner.module).partition(".")[0]
+
+
+def packages_of_extras() -> set[str]:
+    """Return the import names of the optional dependencies."""
+    content = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = content["optional-dependencies"]
+    needed = [name for extra in extras if extra not in ("dev", "bench") for name in extras[extra]]
+    names = {re.split(r"[^\w.-]", name)[0] for name in needed}
+    return {IMPORTED_AS.get(name, name) for name in names}
 
 
 def test_every_folder_is_a_floor() -> None:
     assert {file.parts[0] for file in FILES if len(file.parts) > 1} == set(FLOORS)
+    assert {file.parts[1] for file in FILES if file.parts[0] == "study"} == set(ROOMS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
@@ -69,18 +143,40 @@ def test_a_file_imports_only_from_its_floor_and_below(file: Path) -> None:
         assert not above
 
 
-def test_no_imports_go_round() -> None:
-    graph = {".".join(file.with_suffix("").parts): imported(file) for file in FILES}
+def test_rooms_of_study_import_downward() -> None:
+    climbing = set()
+    for file in (file for file in FILES if file.parts[0] == "study"):
+        rooms = {name.split(".")[1] for name in imported(file) if name.startswith("study.")}
+        if any(ROOMS.index(room) < ROOMS.index(file.parts[1]) for room in rooms):
+            climbing.add(file.as_posix())
+    assert not climbing - CLIMBS_IN_STUDY
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {}
+    for file in FILES:
+        name = ".".join(file.with_suffix("").parts)
+        graph[name] = {other for other in imported(file) if (name, other) not in CIRCLES_OF_TYPES}
     assert len(tuple(TopologicalSorter(graph).static_order())) >= len(FILES)
 
 
+def test_imports_are_at_the_top_of_a_file() -> None:
+    """The command line imports late, for a fast `--help`, and any file may import an extra late."""
+    extras = packages_of_extras()
+    late = {
+        file.as_posix()
+        for file in FILES
+        if file.parts[0] not in ("cli", "__main__.py") and set(late_imports(file)) - extras
+    }
+    assert not late - IMPORTS_LATE
+
+
 def test_only_the_kinds_of_task_know_their_names() -> None:
-    """What depends on a task's kind asks the kind; the generator's set names those of its own tasks."""
+    """Code that depends on a task's kind asks the kind; the generator names the kinds of its own tasks."""
     of_kinds = {kind.__module__.removeprefix("hpo.") for kind in KINDS.values()}
     naming, importing = set(), set()
     for file in FILES:
-        nodes = ast.walk(ast.parse((PACKAGE / file).read_text()))
-        constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        constants = {node.value for node in ast.walk(tree_of(file)) if isinstance(node, ast.Constant)}
         if file.parts[0] != "tasks" and constants & KINDS.keys():
             naming.add(file.as_posix())
         if file.parts[0] != "tasks" and imported(file) & of_kinds:
@@ -113,7 +209,7 @@ def private_to_optuna(file: Path) -> set[str]:
     study = optuna.create_study()
     known = {name for thing in (study, study._storage, study.ask(), study.trials[0]) for name in dir(thing)}
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

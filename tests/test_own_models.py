@@ -22,8 +22,6 @@ import hpo
 from hpo.code import use_code
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.deploy.onnx_export import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
@@ -31,6 +29,8 @@ from hpo.models.own_encoder import build_own_encoder, load_own_encoder
 from hpo.study.reading.row_statistics import _of_task, _packed
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.callbacks import Callbacks

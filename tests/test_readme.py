@@ -31,7 +31,7 @@ TEXT = README.read_text()
 ALL = "\n".join(file.read_text() for file in READMES)
 
 
-def test_the_reference_is_made_from_the_models() -> None:
+def test_reference_matches_the_models() -> None:
     text = REFERENCE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert with_reference(text) == text, "run `make reference`"
@@ -42,7 +42,7 @@ def test_the_readme_is_short() -> None:
     assert max(map(len, TEXT.splitlines())) <= 100
 
 
-def test_the_readme_has_every_command_and_no_other() -> None:
+def test_readme_lists_exactly_the_commands() -> None:
     first_words = {name.split()[0] for name in COMMANDS}
     assert set(re.findall(r"`hpo\s([a-z]+)", ALL)) == first_words
     table = TEXT.split("## Commands", 1)[1].split("\n## ", 1)[0]
@@ -52,12 +52,12 @@ def test_the_readme_has_every_command_and_no_other() -> None:
         assert option in [given for parameter in COMMANDS[name].params for given in parameter.opts]
 
 
-def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
+def test_make_targets_in_the_readmes_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", ALL)) <= targets
 
 
-def test_the_keys_that_may_change_are_listed() -> None:
+def test_changeable_keys_are_listed() -> None:
     """Without those that `hpo compare` alone changes, in studies of its own."""
     sentence = re.search(
         r"A study is resumed by its name\.(.*?)may\s+change\.", CLUSTER.read_text(), re.DOTALL
@@ -73,7 +73,7 @@ def test_every_folder_of_the_package_has_its_line_in_the_layout() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", ALL))))
-def test_every_file_that_the_readme_names_exists(file: str) -> None:
+def test_files_in_the_readmes_exist(file: str) -> None:
     assert (ROOT / "hpo" / file).is_file() or (ROOT / file).is_file()
 
 

@@ -90,7 +90,7 @@ def words_of_hpo(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", [line for line in WRITTEN if words_of_hpo(line)])
-def test_the_command_line_takes_what_is_written(line: str) -> None:
+def test_commands_in_the_readmes_parse(line: str) -> None:
     """Commands, options and their values. A sentence may leave arguments out."""
     words = [PLACEHOLDERS.get(word, word) for word in words_of_hpo(line)]
     name = " ".join(words[:2]) if words[0] == "database" else words[0]

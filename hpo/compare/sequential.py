@@ -19,8 +19,8 @@ from hpo.study.reading.study_record import StudyRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpo.data.tasks import Task
     from hpo.study.store.storage import Storage
+    from hpo.tasks.kind import Task
 
 
 def run_rounds(

@@ -22,7 +22,7 @@ from pydantic import (
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
 from hpo.extensions import NO_DATA, SOURCES, Source, has_own_loop, or_own
 from hpo.section import Count, Section, Whole
-from hpo.tasks.registry import KINDS, known_kind
+from hpo.tasks.kind import KINDS, known_kind
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
@@ -67,7 +67,7 @@ class TaskConfig(CheckedSection):
     model_config = ConfigDict(extra="allow")
 
     kind: Annotated[str, BeforeValidator(_kind)]
-    """One of `hpo.tasks.registry.KINDS`."""
+    """One of `hpo.tasks.kind.KINDS`."""
     classes: Names | None = None
     """Of single_label and multi_label; left out, those of the training rows."""
     span_names: Names | None = None
@@ -88,8 +88,13 @@ class TaskConfig(CheckedSection):
         for key in self.model_extra or ():
             if near := get_close_matches(key, type(self).model_fields, n=1, cutoff=0.8):
                 yield Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
-        for key, message in known_kind(self.kind).problems(self):
-            yield Problem((key,), message)
+        kind = known_kind(self.kind)
+        if kind.needed_key is not None and getattr(self, kind.needed_key) is None:
+            yield Problem((kind.needed_key,), f"must be given for the kind {kind.name}.")
+        most, num_names = kind.max_span_names, len(self.span_names or ())
+        if most is not None and num_names > most:
+            message = f"must hold at most {most} for the kind {kind.name}, but got {num_names}."
+            yield Problem(("span_names",), f"{message} Use token_classification for several.")
 
 
 def _name(name: str, of: str = "source") -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hpo.config.limits import ENERGY, unknown_metric
 from hpo.config.study_file import CheckedSection, Problem, show
-from hpo.tasks.registry import is_error
+from hpo.tasks.kind import is_error
 
 
 def smaller_is_better(metric: str) -> bool:

@@ -80,7 +80,7 @@ HeadType = Annotated[Head, or_own(HEADS.takes)]
 
 
 def _is_own_loss(value: Any) -> bool:
-    from hpo.tasks.registry import KINDS  # NumPy, which `hpo --help` does without
+    from hpo.tasks.kind import KINDS  # NumPy, which `hpo --help` does without
 
     return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
 

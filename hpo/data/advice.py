@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 
 _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
 """Words that programs write for a missing value; `none` in small letters is a usual class."""

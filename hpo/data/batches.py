@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpo.data.source_sampling import SourceSampling
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import (
-    LENGTH_MULTIPLE,
-    AnyArray,
-    IntArray,
-    TokenizedSplit,
-    ragged_arange,
-)
-from hpo.tasks.registry import kind_of
+from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, AnyArray, IntArray, TokenizedSplit, ragged_arange
 
 CHUNK_BATCHES = 50
 """Batches among which training sorts by length."""

@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
-from hpo.data.examples import Example
 from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
-from hpo.data.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
-from hpo.tasks.kind import Kind
-from hpo.tasks.registry import KINDS, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Kind, kind_of
+from hpo.tasks.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

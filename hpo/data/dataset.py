@@ -20,15 +20,15 @@ from pathlib import Path
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.config.study_file import show
-from hpo.data.examples import Example, RowChecker, listed
+from hpo.data.examples import RowChecker, listed
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
-from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
+from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
 from hpo.extensions import NO_DATA
-from hpo.tasks.kind import class_name, not_classes
-from hpo.tasks.registry import KINDS, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task, class_name, kind_of, not_classes
 
 _logger = logging.getLogger("hpo.data")
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
 from hpo.data.span_ends import SpanEnds
-from hpo.data.tasks import Task
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.registry import kind_of
+from hpo.tasks.example import Example, Label, Offsets
+from hpo.tasks.kind import Task, kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 
@@ -30,31 +29,8 @@ _GIVEN = re.compile(r"(?:, but |`|\. ).*|\[.*\]|\d+", re.DOTALL)
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-Span = tuple[int, int]
-Label = str | list[str] | float
-
-_NO_SPANS: dict[str, list[Span]] = {}
-_NO_SEGMENTS: dict[str, Span] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One text with its truth.
-
-    A span `(start, end)` is the characters `text[start:end]`. Spans are sorted. White space at their ends is
-    removed, as it is from predictions.
-    """
-
-    id: str
-    text: str
-    labels: Mapping[str, Label]
-    spans: Mapping[str, Sequence[Span]]
-    segments: Mapping[str, Span] = field(default_factory=dict)
-    alt_spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    annotated: frozenset[str] = frozenset()
-    """Names of the tasks whose truth this row holds. `span_per_label` needs both its spans and the classes
-    that they are evidence for."""
-    group: str | None = None
+_NO_SPANS: dict[str, list[Offsets]] = {}
+_NO_SEGMENTS: dict[str, Offsets] = {}
 
 
 class RowChecker:
@@ -156,8 +132,8 @@ class RowChecker:
                     problems.append(f"labels.{name}{error}")
         return labels
 
-    def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
-        spans: dict[str, list[Span]] = {}
+    def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Offsets]]:
+        spans: dict[str, list[Offsets]] = {}
         for name, pairs in _items(key, given, "name: [[start, end], ...]", problems):
             if name not in self._span_names:
                 # A set without a span task may still carry spans: nothing reads them.
@@ -175,8 +151,8 @@ class RowChecker:
                 spans[name] = sorted(good)
         return spans
 
-    def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Span]:
-        segments: dict[str, Span] = {}
+    def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Offsets]:
+        segments: dict[str, Offsets] = {}
         for name, pair in _items("segments", given, "name: [start, end]", problems):
             if span := _span(f"segments.{name}", pair, text, problems):
                 segments[str(name)] = span
@@ -220,7 +196,7 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
     return ()
 
 
-def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
+def _span(where: str, pair: object, text: str, problems: list[str]) -> Offsets | None:
     pair = _offsets(pair)
     if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")

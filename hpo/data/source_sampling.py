@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.tokenized_split import IntArray, TokenizedSplit, starts
 from hpo.errors import InputError
+from hpo.tasks.tokenized_split import IntArray, TokenizedSplit, starts
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
-from hpo.data.examples import Example, Label, Span
+from hpo.tasks.example import Example, Label, Offsets
 
 GENERATOR_VERSION = 1
 """To be raised with every change of the sentences or of how they are drawn: it is part of the data's
@@ -124,7 +124,7 @@ class SyntheticRows(Sequence[Example]):
         sentences = self._sentences(draw)
         careless = draw() < 0.2
         post = ""
-        spans: dict[str, list[Span]] = {}
+        spans: dict[str, list[Offsets]] = {}
         levels: dict[str, int] = {}
         for text, criterion, level in sentences:
             sentence = _pick(draw, _OPENERS) + text

@@ -27,7 +27,7 @@ from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean, shorten
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 
 _logger = logging.getLogger("hpo.data")
 
@@ -61,7 +61,8 @@ def read_labels(
                 labels[task] = []
         else:
             try:
-                labels[task] = kind.from_cell(cell, csv)
+                separator, comma = csv.list_separator or "|", csv.delimiter != ","
+                labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
     return labels

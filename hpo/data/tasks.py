@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,48 +11,7 @@ from hpo.config.data_config import TaskConfig, task_configs
 from hpo.config.study_file import Problem, one_of, problems_of, show
 from hpo.errors import DataError, did_you_mean
 from hpo.extensions import metrics_of
-from hpo.tasks.registry import KINDS, is_error, kind_of
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task of a data set.
-
-    `labels` are the classes, or the span names for the kinds whose truth is spans; empty for regression.
-    `target_mean` and `target_std` are those of the train split; a regression head predicts
-    `(target - target_mean) / target_std`, so that its loss is of the size of the others.
-    """
-
-    name: str
-    kind: str
-    labels: tuple[str, ...] = ()
-    evidence_for: str | None = None
-    spans_may_overlap: bool = False
-    inside_segment: str | None = None
-    target_mean: float = 0.0
-    target_std: float = 1.0
-    primary: str | None = field(default=None, repr=False)  # of no row: fingerprints of data go without it
-    """The primary metric, where it is not the first."""
-    is_inferred: bool = field(default=False, repr=False, compare=False)
-    """The classes are those of the training rows, since no place declares them."""
-
-    @property
-    def level(self) -> str:
-        return KINDS[self.kind].level
-
-    @property
-    def num_outputs(self) -> int:
-        return kind_of(self).num_outputs
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that `hpo.training.metrics.score` gives, the primary one first."""
-        names = dict.fromkeys([self.primary, *KINDS[self.kind].metrics, *metrics_of(self.kind)])
-        return tuple(name for name in names if name is not None)
-
-    @property
-    def primary_metric(self) -> str:
-        return self.metrics[0]
+from hpo.tasks.kind import KINDS, Task, is_error
 
 
 def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:

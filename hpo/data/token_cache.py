@@ -21,11 +21,11 @@ import numpy as np
 from filelock import FileLock
 
 from hpo.data.dataset import DataSet
-from hpo.data.examples import Example
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 from hpo.errors import RunError
-from hpo.tasks.registry import KINDS
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS
+from hpo.tasks.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

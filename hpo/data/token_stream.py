@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.tokenized_split import IntArray, starts
+from hpo.tasks.tokenized_split import IntArray, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.data.token_stream import (
     Layout,
     TokenStream,
@@ -34,7 +32,10 @@ from hpo.data.token_stream import (
     encode,
     probe_layout,
 )
-from hpo.data.tokenized_split import (
+from hpo.errors import DataError, ModelError
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.tokenized_split import (
     BEGINS_BEFORE,
     ENDS_AFTER,
     AnyArray,
@@ -46,8 +47,6 @@ from hpo.data.tokenized_split import (
     ragged_arange,
     starts,
 )
-from hpo.errors import DataError, ModelError
-from hpo.tasks.registry import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

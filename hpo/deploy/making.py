@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpo.data.examples import Example
 from hpo.deploy.artifacts import ONNX_REFERENCE, REFERENCE, Artifact
 from hpo.inference.model import TrainedModel, load
 from hpo.models.encoder import attention_on
 from hpo.models.export import export_model, load_exported, read_metadata
+from hpo.tasks.example import Example
 
 _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 

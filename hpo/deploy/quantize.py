@@ -24,14 +24,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.batches import collate, evaluation_batches
-from hpo.data.examples import Example
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import Windowing
 from hpo.deploy.artifacts import Quantization
 from hpo.deploy.onnx_export import LIBRARIES, quiet, require, write_onnx_metadata
 from hpo.errors import ModelError, shorten
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, load_onnx
 from hpo.models.export import check_export_folder, new_folder, not_intact, read_metadata
+from hpo.tasks.example import Example
+from hpo.tasks.tokenized_split import Windowing
 from hpo.versions import installed_versions
 
 CALIBRATION_TEXTS = 256

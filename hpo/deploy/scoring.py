@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.detailed import predict_split
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import OnnxNetwork
+from hpo.tasks.tokenized_split import TokenizedSplit
 from hpo.training.metrics import RowStatistics
 
 

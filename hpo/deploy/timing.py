@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpo.data.examples import Example
+from hpo.tasks.example import Example
 
 BATCH_SIZES = (1, 32)
 

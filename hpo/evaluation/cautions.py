@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpo.evaluation.record import ClassFigures
-from hpo.tasks.kind import Kind
-from hpo.tasks.registry import is_error, kind_of
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.kind import Kind, is_error, kind_of
+from hpo.tasks.options import DecodingThresholds
 from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10

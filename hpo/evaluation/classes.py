@@ -9,7 +9,7 @@ from __future__ import annotations
 from scipy.sparse import coo_array
 
 from hpo.evaluation.record import ClassFigures, Confusion
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 from hpo.training.metrics import RowStatistics
 
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.decision import Array, excludable_loss
-from hpo.tasks.registry import is_error, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task, is_error, kind_of
 from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
 
 Statistics = Mapping[str, RowStatistics]

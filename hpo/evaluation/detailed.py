@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, Interval, TaskEvaluation
-from hpo.tasks.registry import KINDS
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import TokenizedSplit
 from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
 

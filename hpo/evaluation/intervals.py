@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from hpo.evaluation.decision import Z, excludable_loss
 from hpo.evaluation.record import Interval
-from hpo.tasks.registry import is_error, kind_of
+from hpo.tasks.kind import is_error, kind_of
 from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, primary_mean
 

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.record import Mistake
-from hpo.tasks.kind import Kind, Span
-from hpo.tasks.registry import kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Kind, Span, Task, kind_of
 from hpo.tasks.spans import SpanKind
 
 MAX_MISTAKES = 20

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from hpo.config.study_file import one_of, show
-from hpo.data.examples import Example
-from hpo.data.tasks import Task, make_tasks, read_task_configs
+from hpo.data.tasks import make_tasks, read_task_configs
 from hpo.errors import InputError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
-from hpo.tasks.kind import Kind, class_name
-from hpo.tasks.registry import KINDS, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Kind, Task, class_name, kind_of
 from hpo.training.metrics import row_statistics
 
 

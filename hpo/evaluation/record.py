@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hpo.errors import DataError
 from hpo.json_safe import json_safe
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.options import DecodingThresholds
 
 VERSION = 2
 """Of the form of the record."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.contributions import (
     Scored,
     Statistics,
@@ -33,7 +31,8 @@ from hpo.evaluation.decision import (
     excludable_loss,
     rows_needed,
 )
-from hpo.tasks.registry import is_error, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task, is_error, kind_of
 
 _NAMES_SHOWN = 5
 _EXAMPLE = 20.0

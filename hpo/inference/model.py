@@ -25,10 +25,8 @@ from transformers.utils.generic import ModelOutput
 
 from hpo.code import name_code
 from hpo.data.batches import evaluation_batches
-from hpo.data.examples import Example, RowChecker, listed
-from hpo.data.tasks import Task
+from hpo.data.examples import RowChecker, listed
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
 from hpo.inference.onnx_network import OnnxNetwork, has_cuda_provider, load_onnx
@@ -38,8 +36,10 @@ from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision, base_lacks, canonical_precision, support
-from hpo.tasks.registry import KINDS
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
 from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.evaluate import predict_logits
 

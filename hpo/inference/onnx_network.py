@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hpo.data.tasks import Task
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, check_files, not_intact, read_metadata, read_settings
+from hpo.tasks.kind import Task
 from hpo.versions import install_hint
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpo.data.examples import Example, listed
+from hpo.data.examples import listed
 from hpo.device import limit_threads, probe_device
 from hpo.errors import DataError
 from hpo.inference.model import TrainedModel
 from hpo.inference.rows import Row, check_output, json_line, predicted_row, predictions_file, read_examples
 from hpo.memory import disable_malloc_trim
+from hpo.tasks.example import Example
 
 LOG_SECONDS = 10.0
 

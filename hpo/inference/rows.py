@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
-from hpo.data.examples import Example
 from hpo.data.sources import JSON_LINES, nearest_file, text_rows
-from hpo.data.tasks import Task
 from hpo.errors import DataError, InputError
 from hpo.inference.model import Prediction, TrainedModel
-from hpo.tasks.registry import KINDS
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task
 
 Row = dict[str, Any]
 Columns = dict[str, Task]

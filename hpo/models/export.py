@@ -23,15 +23,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from hpo.code import use_code
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import Windowing
 from hpo.errors import InputError, ModelError, RunError, shorten
 from hpo.models.adapters import ADAPTER_FILES, load_adapter, save_adapter, weights_digest
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, hub_id, load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.models.own_encoder import load_own_encoder
 from hpo.precision.table import PRECISIONS
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS, Task
+from hpo.tasks.tokenized_split import Windowing
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3, "adapter": 4}
 """The format of hpo.json by runtime."""

@@ -19,13 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.extensions import HEADS, POOLINGS, options_of
 from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
-from hpo.tasks.registry import kind_of
+from hpo.tasks.kind import Task, kind_of
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from hpo.config.trial_config import build_trial_config
 from hpo.data.advice import data_advice, study_lengths
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, data_facts, length_facts
 from hpo.data.dataset import load_data
-from hpo.data.tokenized_split import Windowing
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
 from hpo.report.terminal import Part, Rows
+from hpo.tasks.tokenized_split import Windowing
 from hpo.trial.objectives import check_metrics
 
 _QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from hpo.json_safe import is_number
 from hpo.report.detailed import Detailed, classes_table, confusions_table, metrics_table
 from hpo.report.formats import format_number, format_percent, plural
-from hpo.tasks.registry import known_kind
+from hpo.tasks.kind import known_kind
 
 HEADING = "Right and wrong predictions of the best model"
 SIGNS = {"missed": "−", "spurious": "+", "both": "="}

@@ -34,7 +34,7 @@ from hpo.report.outlook import outlook, trial_seconds
 from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
-from hpo.tasks.registry import is_error
+from hpo.tasks.kind import is_error
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.objectives import quality_objective

@@ -1,7 +1,6 @@
-"""What a kind of task is: one class, which everything asks that depends on the kind of a task.
+"""A task and its kind: one class per kind, for everything that depends on it.
 
-Six kinds are here, each in a file that it may share with its next of kin; `hpo.tasks.registry` knows them by
-name. The layout of their logits and targets:
+The package has six kinds, and `KINDS` maps their names to them. The layout of their logits and targets:
 
     kind                  logits        target                      missing  an item is
     single_label          [B, C]        int64 [B]                   -100     a row
@@ -18,35 +17,32 @@ from __future__ import annotations
 import math
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hpo.code import Registry
 from hpo.errors import shorten
+from hpo.extensions import METRICS, add_options, metrics_of
 from hpo.section import Section
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example, Label
+from hpo.tasks.options import DecodingThresholds, LossOptions
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit, WindowSpans
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.config.data_config import CsvConfig, TaskConfig
-    from hpo.data.examples import Example, Label
-    from hpo.data.tasks import Task
-    from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit, WindowSpans
-    from hpo.training.losses import LossOptions
-
-    ByName = Mapping[str, NDArray[np.floating[Any]]]
-    Counts = tuple[NDArray[np.floating[Any]], ...]
-    Predicted = Sequence[Any] | None
-    RowValues = tuple[dict[str, Any], dict[str, NDArray[np.floating[Any]]]]
-    Likely = NDArray[np.float64] | None
-    Scores = dict[str, NDArray[np.floating[Any]]]
-    RowSpans = Sequence[tuple[int, int, str]]
-    RowLabels = Mapping[str, Label]
-    Segments = Mapping[str, tuple[int, int]]
+ByName = Mapping[str, NDArray[np.floating[Any]]]
+Counts = tuple[NDArray[np.floating[Any]], ...]
+Predicted = Sequence[Any] | None
+RowValues = tuple[dict[str, Any], dict[str, NDArray[np.floating[Any]]]]
+Likely = NDArray[np.float64] | None
+Scores = dict[str, NDArray[np.floating[Any]]]
+RowSpans = Sequence[tuple[int, int, str]]
+RowLabels = Mapping[str, Label]
+Segments = Mapping[str, tuple[int, int]]
 
 IGNORE_INDEX = -100
 
@@ -56,8 +52,49 @@ Span = tuple[str, int, int]
 """Name, first character and end of a span; the end is one past its last character."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """One task of a data set.
+
+    `labels` are the classes, or the span names for the kinds whose truth is spans; empty for regression.
+    `target_mean` and `target_std` are those of the train split; a regression head predicts
+    `(target - target_mean) / target_std`, so that its loss is of the size of the others.
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...] = ()
+    evidence_for: str | None = None
+    spans_may_overlap: bool = False
+    inside_segment: str | None = None
+    target_mean: float = 0.0
+    target_std: float = 1.0
+    primary: str | None = field(default=None, repr=False)  # of no row: fingerprints of data go without it
+    """The primary metric, where it is not the first."""
+    is_inferred: bool = field(default=False, repr=False, compare=False)
+    """The classes are those of the training rows, since no place declares them."""
+
+    @property
+    def level(self) -> str:
+        return KINDS[self.kind].level
+
+    @property
+    def num_outputs(self) -> int:
+        return kind_of(self).num_outputs
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that `hpo.training.metrics.score` gives, the primary one first."""
+        names = dict.fromkeys([self.primary, *KINDS[self.kind].metrics, *metrics_of(self.kind)])
+        return tuple(name for name in names if name is not None)
+
+    @property
+    def primary_metric(self) -> str:
+        return self.metrics[0]
+
+
 class Kind(ABC):
-    """A kind, as it is for one task. Methods that take tensors import PyTorch: a study is read without it."""
+    """A kind, made for one task."""
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
@@ -78,6 +115,7 @@ class Kind(ABC):
     """Whether what has a probability above `DecodingThresholds.threshold` is predicted."""
     min_labels: ClassVar[int] = 0
     """Fewest classes or span names of a task."""
+    max_span_names: ClassVar[int | None] = None
     needed_key: ClassVar[str | None] = None
     """Key that a task's configuration must have."""
     at_first_token: ClassVar[str | None] = None
@@ -102,12 +140,6 @@ class Kind(ABC):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Kind)[name])
 
-    @classmethod
-    def problems(cls, config: TaskConfig) -> Iterator[tuple[str, str]]:
-        """What is wrong with the configuration of a task: keys, and what must hold."""
-        if cls.needed_key is not None and getattr(config, cls.needed_key) is None:
-            yield cls.needed_key, f"must be given for the kind {cls.name}."
-
     @property
     def num_outputs(self) -> int:
         """Size of the logits' last dimension."""
@@ -116,9 +148,10 @@ class Kind(ABC):
     # Its truth
 
     @classmethod
-    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+    def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         """Return a cell of any reader in the form that `label` takes; it is neither null nor blank text.
 
+        `list_separator` stands between classes in a text, and `has_decimal_comma` allows numbers like `1,5`.
         Raises ValueError, whose text follows the label's place, for text that the kind cannot read.
         """
         return cell
@@ -248,6 +281,36 @@ class Kind(ABC):
     @abstractmethod
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         """How bad each row is, 0 where it is right: [N]. `p_NC` are the probabilities of classes, if any."""
+
+
+KINDS = Registry[type[Kind]]("kind of task")
+
+AnyKind = TypeVar("AnyKind", bound=type[Kind])
+
+
+def register(kind: AnyKind) -> AnyKind:
+    """Make a kind known by its name; a decorator of its class, `hpo.kind` in the code of a study. Raises
+    ValueError where another kind has the name."""
+    KINDS.add(kind.name, kind)
+    add_options(kind.name, kind.options)
+    return kind
+
+
+def kind_of(task: Task) -> Kind:
+    """Return the kind of a task, made for the task."""
+    return KINDS[task.kind](task)
+
+
+def known_kind(name: str) -> type[Kind]:
+    """Return a kind, or the base class for an unknown one, as of a stored evaluation."""
+    return KINDS.get(name, Kind)
+
+
+def is_error(metric: str) -> bool:
+    """Whether less of a metric is better, in units of its own; `<task>/<metric>` or its name alone."""
+    name = metric.rpartition("/")[2]
+    own = METRICS.get(name)
+    return (own is not None and own.is_error) or any(name in kind.errors for kind in KINDS.values())
 
 
 def class_name(value: Any) -> Any:

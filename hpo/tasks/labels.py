@@ -8,14 +8,31 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
 
 from hpo.errors import did_you_mean, shorten
-from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Kind, class_name, indicators, not_classes
+from hpo.tasks.example import Example, Label
+from hpo.tasks.kind import (
+    IGNORE_INDEX,
+    ByName,
+    Counts,
+    FloatArray,
+    Kind,
+    Likely,
+    Predicted,
+    RowValues,
+    Scores,
+    class_name,
+    indicators,
+    not_classes,
+)
 from hpo.tasks.losses import Binary, Multiclass
+from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.sums import (
     counted,
     f1_macro,
@@ -27,15 +44,7 @@ from hpo.tasks.sums import (
     micro_f1_bound,
     sigmoid,
 )
-from hpo.tasks.thresholds import DecodingThresholds
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.config.data_config import CsvConfig
-    from hpo.data.examples import Example, Label
-    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit
-    from hpo.tasks.kind import ByName, Counts, Likely, Predicted, RowValues, Scores
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
 
 THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
 """The thresholds tried for multi_label: rare classes may all stay under a probability of 0.05."""
@@ -175,7 +184,7 @@ class SingleLabel(_Labels, Multiclass):
     min_labels = 2
 
     @classmethod
-    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+    def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if isinstance(cell, str) and _LIST.fullmatch(cell.strip()):
             raise not_classes("one class", cell)
         return cell
@@ -203,8 +212,6 @@ class SingleLabel(_Labels, Multiclass):
 
     def _ones(self, columns: NDArray[np.int32], has_N: NDArray[np.bool_]) -> Any:
         """1 in a column of each row that has one: sparse [N, C]."""
-        from scipy.sparse import csr_array
-
         ends = np.concatenate([[0], np.cumsum(has_N)])
         return csr_array((np.ones(len(columns)), columns, ends), shape=(len(has_N), len(self._index)))
 
@@ -230,7 +237,7 @@ class MultiLabel(_Labels, Binary):
     min_labels = 1
 
     @classmethod
-    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+    def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if not isinstance(cell, str):
             return cell if isinstance(cell, list) else [cell]
         if cell.lstrip().startswith("["):
@@ -238,7 +245,7 @@ class MultiLabel(_Labels, Binary):
                 return json.loads(cell)
             except ValueError as error:  # JSONDecodeError, or a number of too many digits
                 raise ValueError(f' must be JSON in double quotes, as `["a", "b"]`, but {error}') from None
-        return [part for piece in cell.split(csv.list_separator or "|") if (part := piece.strip())]
+        return [part for piece in cell.split(list_separator) if (part := piece.strip())]
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         labels: list[Any] = [example.labels.get(self.task.name, ()) for example in examples]

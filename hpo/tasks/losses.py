@@ -8,14 +8,13 @@ after it: a NaN target behind `torch.where` would still give a NaN gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from hpo.tasks.kind import IGNORE_INDEX, Kind
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.training.losses import LossOptions
+from hpo.tasks.options import LossOptions
 
 # Balanced weights stay within these bounds: a class seen 9 times in 2000 rows would otherwise weigh 220
 # times its negatives, and one mislabelled row would steer the whole head.
@@ -42,9 +41,6 @@ class Multiclass(Kind):
         sum_c w_c q_c (1 - p_c)^gamma (-log p_c): for gamma = 0 exactly `F.cross_entropy`, for a one-hot q
         the focal loss.
         """
-        import torch
-        import torch.nn.functional as F
-
         logits_NK, target_N = logits.reshape(-1, self.num_choices), target.reshape(-1)
         gamma, smoothing = options.gamma, options.label_smoothing
         if gamma == 0.0:
@@ -64,8 +60,6 @@ class Multiclass(Kind):
 
     def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
         """scikit-learn's `balanced`, n / (k * count), with k the number of classes that occur: [K]."""
-        import torch
-
         per_batch = [torch.bincount(target[target >= 0], minlength=self.num_choices) for target in targets]
         counts = torch.stack(per_batch).sum(dim=0)
         return _clipped(counts.sum() / ((counts > 0).sum() * counts).clamp(min=1), counts)
@@ -82,9 +76,6 @@ class Binary(Kind):
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
         """Binary cross-entropy, or the binary focal loss (arXiv:1708.02002, eq. 4)."""
-        import torch
-        import torch.nn.functional as F
-
         gamma, smoothing = options.gamma, options.label_smoothing
         labelled = target >= 0
         logits = torch.where(labelled, logits, 0.0)
@@ -100,8 +91,6 @@ class Binary(Kind):
 
     def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
         """Negatives / positives of each class, the weight of a positive: [C]."""
-        import torch
-
         rows = (target.reshape(-1, self.num_outputs) for target in targets)
         per_batch = [torch.stack([(target_NC == y).sum(dim=0) for y in (0, 1)]) for target_NC in rows]
         negatives, positives = torch.stack(per_batch).sum(dim=0)

@@ -12,24 +12,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from hpo.errors import DataError, shorten
-from hpo.tasks.kind import FloatArray, Kind
+from hpo.tasks.example import Example, Label
+from hpo.tasks.kind import ByName, Counts, FloatArray, Kind, Likely, Predicted, RowValues, Scores, Task
+from hpo.tasks.options import DecodingThresholds, LossOptions
 from hpo.tasks.sums import mean_of_windows
-from hpo.tasks.thresholds import DecodingThresholds
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.config.data_config import CsvConfig
-    from hpo.data.examples import Example, Label
-    from hpo.data.tasks import Task
-    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit
-    from hpo.tasks.kind import ByName, Counts, Likely, Predicted, RowValues, Scores
-    from hpo.training.losses import LossOptions
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
 
 _LARGEST = 1e150
 """The largest magnitude of a target; its inverse is the smallest spread."""
@@ -52,10 +47,10 @@ class Regression(Kind):
         return 1
 
     @classmethod
-    def from_cell(cls, cell: Any, csv: CsvConfig) -> Any:
+    def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if isinstance(cell, str):
             # Excel writes `;` between cells exactly where the comma is that of decimals.
-            is_decimal_comma = csv.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
+            is_decimal_comma = has_decimal_comma and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
             with suppress(ValueError):
                 return float(cell.replace(",", ".") if is_decimal_comma else cell)
         return float(cell) if isinstance(cell, Decimal) else cell
@@ -93,9 +88,6 @@ class Regression(Kind):
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
         """Squared error, or the Huber loss with delta 1, in units of the train split's standard deviation."""
-        import torch
-        import torch.nn.functional as F
-
         labelled_B = self.labelled(target)
         mean, std = self.task.target_mean, self.task.target_std or 1.0
         target_B = ((torch.where(labelled_B, target, mean).double() - mean) / std).float()

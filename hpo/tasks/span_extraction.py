@@ -5,25 +5,33 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
 
-from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Span
+from hpo.tasks.example import Example
+from hpo.tasks.kind import (
+    IGNORE_INDEX,
+    ByName,
+    Counts,
+    FloatArray,
+    Predicted,
+    RowLabels,
+    RowSpans,
+    RowValues,
+    Scores,
+    Segments,
+    Span,
+)
+from hpo.tasks.options import DecodingThresholds, LossOptions
 from hpo.tasks.spans import SpanKind, character_spans
 from hpo.tasks.sums import f1_micro
-from hpo.tasks.thresholds import DecodingThresholds
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.config.data_config import TaskConfig
-    from hpo.data.examples import Example
-    from hpo.data.tokenized_split import AnyArray, BoolArray, TokenizedSplit, WindowSpans
-    from hpo.tasks.kind import ByName, Counts, Predicted, RowLabels, RowSpans, RowValues, Scores, Segments
-    from hpo.training.losses import LossOptions
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit, WindowSpans
 
 MAX_ANSWER_TOKENS = 30
 """SQuAD's customary bound."""
@@ -40,13 +48,8 @@ class SpanExtraction(SpanKind):
     losses = ("cross_entropy",)
     is_by_row = True
     needed_key = "span_names"
+    max_span_names = 1
     at_first_token = "no answer"
-
-    @classmethod
-    def problems(cls, config: TaskConfig) -> Iterator[tuple[str, str]]:
-        yield from super().problems(config)
-        if len(config.span_names or ()) > 1:
-            yield "kind", f"{cls.name} finds one span of one name. Use token_classification for several."
 
     @property
     def num_outputs(self) -> int:
@@ -80,8 +83,6 @@ class SpanExtraction(SpanKind):
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
         """Mean of the start's and the end's cross-entropy over the real positions, summed over rows."""
-        import torch
-
         real_BL1, smoothing = (mask_BL != 0)[:, :, None], options.label_smoothing
         masked_BL2 = torch.where(real_BL1, logits, torch.finfo(torch.float32).min)
         log_p_BL2 = masked_BL2.log_softmax(dim=1)
@@ -187,7 +188,6 @@ class SpanExtraction(SpanKind):
         )
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
-        from scipy.sparse import csr_array
 
         rows = [self.answer_row(spans, example) for spans, example in zip(predicted, examples, strict=True)]
         hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).reshape(-1, 5).T

@@ -9,21 +9,17 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hpo.tasks.kind import FloatArray, Span, indicators
+from hpo.tasks.example import Example
+from hpo.tasks.kind import FloatArray, Predicted, RowLabels, RowSpans, Segments, Span, Task, indicators
 from hpo.tasks.losses import Binary
+from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
 from hpo.tasks.sums import sigmoid
-from hpo.tasks.thresholds import DecodingThresholds
-
-if TYPE_CHECKING:
-    from hpo.data.examples import Example
-    from hpo.data.tasks import Task
-    from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
-    from hpo.tasks.kind import Predicted, RowLabels, RowSpans, Segments
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
 
 EVIDENCE_THRESHOLDS = tuple(np.arange(1, 10) / 10)
 EVIDENCE_MERGE_GAPS = (0, 2, 5)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hpo.tasks.kind import FloatArray, Kind, Span
+from hpo.tasks.example import Example
+from hpo.tasks.kind import ByName, Counts, FloatArray, Kind, Likely, RowValues, Scores, Span
 from hpo.tasks.sums import counted, f1_macro, f1_micro, macro_f1_bound, micro_f1_bound
-
-if TYPE_CHECKING:
-    from hpo.data.examples import Example
-    from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
-    from hpo.tasks.kind import ByName, Counts, Likely, RowValues, Scores
+from hpo.tasks.tokenized_split import BoolArray, IntArray, TokenizedSplit
 
 _WORD = re.compile(r"\S+")
 

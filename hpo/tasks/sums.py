@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from hpo.tasks.kind import FloatArray
-
-if TYPE_CHECKING:
-    from hpo.data.tokenized_split import TokenizedSplit
+from hpo.tasks.tokenized_split import TokenizedSplit
 
 
 def mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
@@ -121,8 +120,6 @@ def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: A
 
 def counted(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
     """How often each row names each column, sparse: [N, C]."""
-    from scipy.sparse import csr_array
-
     ends = np.cumsum([0, *map(len, columns_of_rows)])
     columns = np.array([column for columns in columns_of_rows for column in columns], np.int32)
     return csr_array((np.ones(len(columns)), columns, ends), shape=(len(columns_of_rows), num_columns))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from hpo.tasks.kind import IGNORE_INDEX, FloatArray
+from hpo.tasks.kind import IGNORE_INDEX, FloatArray, Predicted, RowLabels, RowSpans, Segments
 from hpo.tasks.losses import Multiclass
+from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.spans import SpanKind, character_spans, runs_of, text_tokens
-from hpo.tasks.thresholds import DecodingThresholds
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpo.data.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
-    from hpo.tasks.kind import Predicted, RowLabels, RowSpans, Segments
+from hpo.tasks.tokenized_split import AnyArray, BoolArray, IntArray, TokenizedSplit
 
 
 class TokenClassification(SpanKind, Multiclass):

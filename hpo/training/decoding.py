@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import TokenizedSplit
-from hpo.tasks.kind import FloatArray
-from hpo.tasks.registry import kind_of
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.kind import FloatArray, Task, kind_of
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import TokenizedSplit
 
 
 def decode_tasks(

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.batches import collate
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.training.metrics import score
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch, collate, evaluation_batches, num_batches
-from hpo.data.tokenized_split import IntArray
 from hpo.device import synchronize
 from hpo.errors import Nonfinite
 from hpo.lost_device import raise_if_lost
@@ -35,6 +34,7 @@ from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed
+from hpo.tasks.tokenized_split import IntArray
 from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,

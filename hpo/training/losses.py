@@ -14,43 +14,17 @@ The sums are made by the kinds (`hpo.tasks`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.data.tasks import Task
 from hpo.errors import InputError
-from hpo.extensions import LOSSES, options_of
-from hpo.section import Section
-from hpo.tasks.registry import KINDS, kind_of
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """A trial's loss settings, shared by its tasks.
-
-    `label_smoothing` in [0, 1) moves that share of a target to the uniform distribution over classes
-    (over positions in span_extraction, over {0, 1} for binary targets); regression has none.
-    `focal_gamma` >= 0 matters to the loss `focal` alone; 0 makes it cross-entropy.
-    """
-
-    loss: str = "auto"
-    label_smoothing: float = 0.0
-    focal_gamma: float = 2.0
-    option: Mapping[str, Any] = field(default_factory=dict)
-    """Those of kinds and losses of the study's own code."""
-
-    @property
-    def gamma(self) -> float:
-        """0 for every other loss."""
-        return self.focal_gamma if self.loss == "focal" else 0.0
-
-    def of(self, name: str) -> Section:
-        """The options of such a kind or loss."""
-        return options_of(name, self.option)
+from hpo.extensions import LOSSES
+from hpo.tasks.kind import KINDS, Task, kind_of
+from hpo.tasks.options import LossOptions
 
 
 def check_loss(tasks: Iterable[Task], loss: str) -> None:

@@ -38,12 +38,10 @@ from numpy.typing import NDArray
 
 from hpo.code import errors_of_code
 from hpo.config.study_file import show
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.extensions import metrics_of
-from hpo.tasks.kind import FloatArray
-from hpo.tasks.registry import kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import FloatArray, Task, kind_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpo.data.batches import training_batches
 from hpo.data.source_sampling import SourceSampling
-from hpo.data.tokenized_split import IntArray, TokenizedSplit
+from hpo.tasks.tokenized_split import IntArray, TokenizedSplit
 from hpo.training.progress import TrainState
 
 

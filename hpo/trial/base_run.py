@@ -17,12 +17,12 @@ import numpy as np
 from torch import Tensor
 
 from hpo.config.limits import MEASURED_METRICS, broken_limits
-from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.effective import Agreement, Observation
+from hpo.tasks.kind import Task
 from hpo.training import distributed
 from hpo.training.checkpoint import (
     Checkpoint,

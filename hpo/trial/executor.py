@@ -27,7 +27,6 @@ from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS
-from hpo.data.tasks import Task
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     BrokenEncoderError,
@@ -47,7 +46,7 @@ from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
-from hpo.tasks.registry import kind_of
+from hpo.tasks.kind import Task, kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size

@@ -19,10 +19,9 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
-from hpo.tasks.registry import KINDS, kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task, kind_of
 from hpo.training.metrics import primary_mean
 
 REPORTED = "reported"

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
 from hpo.config.own_loop_config import UNMEASURED
-from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
 from hpo.precision.effective import Agreement, Observation
 from hpo.random_numbers import all_states, seed_all, set_all_states
+from hpo.tasks.kind import Task
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation

@@ -28,7 +28,6 @@ from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.source_sampling import SourceSampling, source_sampling
 from hpo.data.token_cache import load_tokenized
-from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, Unsupported
 from hpo.evaluation.contributions import baselines, perfect_statistics
@@ -44,12 +43,13 @@ from hpo.precision.environment import environment_overrides
 from hpo.precision.frozen import store_frozen
 from hpo.precision.table import Resolution, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
-from hpo.tasks.kind import Kind
-from hpo.tasks.registry import kind_of
+from hpo.tasks.kind import Kind, kind_of
+from hpo.tasks.options import LossOptions
+from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
-from hpo.training.losses import LossOptions, MultitaskLoss, check_loss
+from hpo.training.losses import MultitaskLoss, check_loss
 from hpo.training.metrics import score
 from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.progress import Budget

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hpo.config.limits import ENERGY
 from hpo.config.trial_settings import AUTO, BUDGETS
-from hpo.data.tasks import Task
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Nonfinite, Paused, Preempted
 from hpo.memory import is_out_of_memory, release_free_memory
@@ -25,6 +24,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
+from hpo.tasks.kind import Task
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes

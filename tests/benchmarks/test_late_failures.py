@@ -6,7 +6,7 @@ from late_failures import BREAKS, PRUNERS, Case, Spent, line
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)
-def test_a_precision_that_breaks_late_gets_few_starts(pruner: str) -> None:
+def test_late_failing_precision_gets_few_starts(pruner: str) -> None:
     spent = late_failures.run(Case("nsga2", pruner, breaks_at=0.12, num_trials=40))
     assert spent.starts <= late_failures.MOST
     assert 0 < spent.whole_trials <= late_failures.MOST_TRIALS

@@ -30,7 +30,7 @@ def dtypes_of(trials: list[Trial]) -> dict[str, set[str]]:
     return {trial.asked: trial.seen.dtypes for trial in trials}
 
 
-def test_a_sound_model_runs_what_is_recorded(rows: Path) -> None:
+def test_observed_precision_of_a_sound_model_equals_the_record(rows: Path) -> None:
     trials = run_search("hpo", Search(rows))
     assert dtypes_of(trials) == {precision: {str(dtype)} for precision, dtype in DTYPES.items()}
     for trial in trials:
@@ -78,7 +78,7 @@ def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(rows: Path) -
         ("lightning", {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}),
     ],
 )
-def test_peers_record_what_they_do_not_run(rows: Path, name: str, ran: dict[str, str]) -> None:
+def test_peers_record_another_precision_than_they_run(rows: Path, name: str, ran: dict[str, str]) -> None:
     if package := missing(name):
         pytest.skip(f"{package} is not installed: `make bench` does it")
     trials = run_apart(run_search, name, Search(rows))

@@ -20,7 +20,7 @@ FAST = [
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_errors_are_at_most_those_stated(name: str) -> None:
+def test_error_rates_are_at_most_the_stated_ones(name: str) -> None:
     cell = CELLS[name]
     found = rates(cell, STUDIES, seed=1)
     for verdict in cell.wrong:

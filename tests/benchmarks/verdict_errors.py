@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 import hpo
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.contributions import scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 from hpo.training.metrics import row_statistics
 
 LOOKS = (3, 6, 12)

@@ -58,8 +58,8 @@ class Search:
     @cached_property
     def scorer(self) -> Callable[[Any], float]:
         """The score of logits [N, C] of the validation rows, which is noted."""
-        from hpo.data.examples import Example
         from hpo.data.tasks import parse_tasks
+        from hpo.tasks.example import Example
         from hpo.training.metrics import score
 
         (task,) = parse_tasks(json.loads((self.rows / "tasks.json").read_text()), "tasks.json")

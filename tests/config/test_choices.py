@@ -9,7 +9,7 @@ import torch
 from hpo.config.trial_settings import TrialSettings
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
 from hpo.models.multitask import _POOLINGS
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS
 from hpo.training.optim import OPTIMIZERS, SCHEDULES
 
 

@@ -14,7 +14,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.advice import data_advice
 from hpo.data.checks import data_facts, length_facts
 from hpo.data.dataset import load_data
-from hpo.data.tokenized_split import Windowing
+from hpo.tasks.tokenized_split import Windowing
 
 TONE: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 

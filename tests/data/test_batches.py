@@ -11,11 +11,12 @@ import torch
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate, evaluation_batches, num_batches, padded_length, training_batches
-from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
-from hpo.data.tasks import Task, parse_tasks
-from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.data.tasks import parse_tasks
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing, ragged_arange
 from hpo.training.decoding import decode
 
 JOINT = Task("joint", "token_classification", ("x", "y"))

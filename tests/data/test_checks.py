@@ -10,7 +10,7 @@ from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 from hpo.config.data_config import DataConfig
 from hpo.data.checks import DataFacts, data_facts, length_facts
 from hpo.data.dataset import load_data
-from hpo.data.tokenized_split import Windowing
+from hpo.tasks.tokenized_split import Windowing
 
 TASKS: dict[str, Any] = {
     "tone": {"kind": "single_label", "classes": ["calm", "angry", "shy"]},

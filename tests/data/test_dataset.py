@@ -154,7 +154,7 @@ def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
     tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
     lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]
     write_set(tmp_path, tasks, train=lines[:1], validation=lines[1:])
-    code = "import sys, jsonl_sets; print(jsonl_sets.load_set(sys.argv[1]).fingerprint)"
+    code = "import sys; from support import jsonl_sets; print(jsonl_sets.load_set(sys.argv[1]).fingerprint)"
     fingerprint = load_set(tmp_path).fingerprint
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -12,8 +12,8 @@ from support.several_sources import SIZES, TASKS, write_sources
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.checks import data_facts
-from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError
+from hpo.tasks.tokenized_split import Windowing
 
 
 def test_sources_are_joined_row_by_row(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from hpo.config.data_config import DataConfig, SyntheticConfig
 from hpo.data.dataset import load_data
-from hpo.data.examples import Example, RowChecker
+from hpo.data.examples import RowChecker
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import parse_tasks
+from hpo.tasks.example import Example
 
 STORED = "acd9747cb227cf3e952238bb6b76935d"
 """The fingerprint of 20 rows a split, before `look_alikes` was a setting."""

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError
+from hpo.tasks.kind import Task
 
 
 def test_parse_tasks_reads_every_kind_and_passes_over_descriptions() -> None:
@@ -58,7 +59,10 @@ EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
         ({"x": {**SINGLE, "classes": ["a", "b", "a"]}}, "`a` occurs twice"),
         ({"x": {**SPANS, "spans_may_overlap": "maybe"}}, "overlap: must be true or false, but got `maybe`"),
         ({"x": {**SPANS, "span_names": None}}, "span_names: must be given for the kind token_classification"),
-        ({"x": {"kind": "span_extraction", "span_names": ["a", "b"]}}, "finds one span of one name"),
+        (
+            {"x": {"kind": "span_extraction", "span_names": ["a", "b"]}},
+            "span_names: must hold at most 1 for the kind",
+        ),
         ({"y": SINGLE, "x": {**EVIDENCE, "evidence_for": "z"}}, "_for: there is no task `z`. Known: y"),
         (
             {"y": {"kind": "regression"}, "x": EVIDENCE},

@@ -16,8 +16,8 @@ import hpo.data.token_cache
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.errors import RunError
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 
 SYNTHETIC = {"source": "synthetic", "synthetic": {"num_train": 40, "num_validation": 20, "num_test": 1}}
 WINDOWED = {"long_text": "window"}

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import load_data
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
 from hpo.errors import DataError, ModelError
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
+from hpo.tasks.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
 
 NAMES = Task("names", "token_classification", ("x", "y"), spans_may_overlap=True)
 ANSWER = Task("answer", "span_extraction", ("x",))

@@ -14,7 +14,6 @@ from support.tiny import CPU, tiny_executor
 import hpo
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
-from hpo.data.examples import Example
 from hpo.deploy.artifacts import NAMES, REFERENCE
 from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
 from hpo.deploy.making import Workshop
@@ -23,6 +22,7 @@ from hpo.deploy.timing import Effort
 from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
+from hpo.tasks.example import Example
 from hpo.training.metrics import primary_mean
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.executor import Executor

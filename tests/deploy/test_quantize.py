@@ -14,10 +14,10 @@ from support.tiny_onnx import TEXTS, probabilities, random_batch
 from torch import nn
 
 import hpo
-from hpo.data.examples import Example
 from hpo.deploy.artifacts import Quantization
 from hpo.deploy.quantize import CALIBRATION_TEXTS, quantize
 from hpo.errors import ModelError
+from hpo.tasks.example import Example
 
 MODES: tuple[Quantization, ...] = get_args(Quantization)
 CALIBRATION = [

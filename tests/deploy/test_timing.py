@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpo.data.examples import Example
 from hpo.deploy.timing import Effort, Rows, rows_of, time_in_turn, timing
+from hpo.tasks.example import Example
 
 
 class Clock:

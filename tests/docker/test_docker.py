@@ -41,7 +41,7 @@ def test_ports_are_on_loopback() -> None:
     assert [without_variables(port) for port in SERVICES["dashboard"]["ports"]] == ["127.0.0.1:8080:8080"]
 
 
-def test_secrets_are_files_that_git_does_not_know() -> None:
+def test_git_ignores_the_secret_files() -> None:
     files = [f"docker/{secret['file']}" for secret in COMPOSE["secrets"].values()]
     assert len(files) == 3
     ignored = subprocess.run(["git", "check-ignore", *files, "docker/.env"], cwd=ROOT, capture_output=True)
@@ -62,7 +62,7 @@ def test_containers_of_the_image_have_no_more_rights_than_they_need(name: str) -
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "compose.cuda.yaml"])
-def test_the_commands_are_those_of_the_command_line(file: str) -> None:
+def test_commands_parse(file: str) -> None:
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
     commands = [service["command"] for service in services.values() if "command" in service]
     assert commands

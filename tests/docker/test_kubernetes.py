@@ -61,7 +61,7 @@ def test_the_kustomization_includes_each_manifest() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_names_in_a_pod_are_those_of_the_other_manifests(name: str) -> None:
+def test_names_in_a_pod_match_the_other_manifests(name: str) -> None:
     assert MANIFESTS[name]["metadata"]["name"] == f"hpo-{name}"
     volumes = volumes_of(name)
     claim = volumes["/home/hpo/runs"]["persistentVolumeClaim"]["claimName"]
@@ -106,7 +106,7 @@ def test_a_pod_reads_its_secrets_from_files_and_not_from_variables(name: str) ->
 
 
 @pytest.mark.parametrize("with_file", [True, False], ids=["file", "no file"])
-def test_s3_takes_its_keys_and_its_server_from_a_file_that_may_be_missing(
+def test_s3_keys_come_from_an_optional_file(
     s3: str, moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_file: bool
 ) -> None:
     """The fixture sets the variables, so a missing file must not hide other sources of keys."""
@@ -140,7 +140,7 @@ def test_a_pod_has_only_the_rights_and_the_memory_it_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_commands_are_those_of_the_command_line(name: str) -> None:
+def test_commands_parse(name: str) -> None:
     program, command, *arguments = container_of(name)["command"]
     assert (program, command) == ("hpo", name)
     context = COMMANDS[command].make_context(command, arguments)

@@ -7,12 +7,10 @@ import pytest
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.contributions import baselines, constant_predictions, scored
 from hpo.extensions import METRICS, Extension
-from hpo.tasks.kind import Kind
-from hpo.tasks.registry import KINDS
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Kind, Task
 from hpo.training.metrics import RowStatistics, row_statistics
 
 LABELS = ("a", "b", "c")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.classes import class_figures
 from hpo.evaluation.contributions import baselines
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
+from hpo.tasks.options import DecodingThresholds
 from hpo.training.metrics import RowStatistics, row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))

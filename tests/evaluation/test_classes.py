@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.classes import class_figures, confusion
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics, row_statistics
 
 NAMES = ("a", "b", "c", "d", "e")

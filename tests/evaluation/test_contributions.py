@@ -9,8 +9,6 @@ import pytest
 from sklearn.dummy import DummyClassifier
 from sklearn.metrics import f1_score
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.contributions import (
     constant_predictions,
     perfect_statistics,
@@ -18,7 +16,8 @@ from hpo.evaluation.contributions import (
     scored,
     shuffled_value,
 )
-from hpo.tasks.registry import kind_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task, kind_of
 from hpo.training.metrics import row_statistics, score
 
 CLASSES = ("a", "b", "c")

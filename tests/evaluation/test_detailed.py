@@ -11,13 +11,14 @@ import pytest
 from support import every_kind
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
-from hpo.data.examples import Example, RowChecker
+from hpo.data.examples import RowChecker
 from hpo.data.tasks import parse_tasks
-from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.detailed import evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.example import Example
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 from hpo.training.decoding import decode_tasks
 from hpo.training.metrics import primary_mean, score
 

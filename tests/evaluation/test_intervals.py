@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation import intervals
 from hpo.evaluation.intervals import metric_intervals
 from hpo.evaluation.record import Interval
 from hpo.extensions import METRICS, Extension
-from hpo.tasks.registry import KINDS
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task
 from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, row_statistics
 

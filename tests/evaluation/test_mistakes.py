@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.evaluation.mistakes import MAX_CHARACTERS, worst_mistakes
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 
 LABELS = ("a", "b", "c")
 SLOTS = Task("t", "token_classification", LABELS)

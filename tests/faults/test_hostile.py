@@ -46,7 +46,7 @@ def bomb(tmp_path: Path) -> Bomb:
     return made
 
 
-def test_weights_of_an_encoder_that_are_a_pickle_are_not_run(bomb: Bomb, tmp_path: Path) -> None:
+def test_pickled_encoder_weights_are_refused(bomb: Bomb, tmp_path: Path) -> None:
     folder = tmp_path / "encoder"
     save_encoder(folder)
     (folder / "model.safetensors").unlink()

@@ -97,7 +97,7 @@ def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_pa
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("raises", 1), ("hangs", 1)])
-def test_a_rank_is_lost(tmp_path: Path, fault: str, rank: int) -> None:
+def test_trial_continues_after_a_lost_rank(tmp_path: Path, fault: str, rank: int) -> None:
     write(tmp_path)
     process = run_with_faults(tmp_path, fault, rank)
     wait_until((tmp_path / "fault").exists, process, 240)
@@ -105,7 +105,7 @@ def test_a_rank_is_lost(tmp_path: Path, fault: str, rank: int) -> None:
     check_goes_on(tmp_path)
 
 
-def test_told_to_stop(tmp_path: Path) -> None:
+def test_sigterm_stops_all_ranks(tmp_path: Path) -> None:
     write(tmp_path)
     process = torchrun(tmp_path, "-m", "hpo", "run", "tiny.yaml")
     wait_until(lambda: bool(checkpoints(tmp_path)), process, 240)
@@ -119,9 +119,7 @@ def checkpoints(folder: Path) -> Sequence[Path]:
     return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
 
 
-def test_workers_of_one_machine_are_not_those_of_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_refuses_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     write(tmp_path)
     refused = hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")

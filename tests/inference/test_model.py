@@ -21,11 +21,11 @@ from torch import Tensor
 import hpo
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
-from hpo.data.examples import Example
 from hpo.errors import DataError, InputError, ModelError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.models.export import load_exported
+from hpo.tasks.example import Example
 from hpo.training.metrics import score
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.executor import Executor

@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from support.tiny_encoders import KIND_TASKS, make_model
 
-from hpo.data.examples import Example, RowChecker
-from hpo.data.tokenized_split import Windowing
+from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
 from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
+from hpo.tasks.example import Example
+from hpo.tasks.tokenized_split import Windowing
 
 PREDICTION: Prediction = {
     "single": TaskPrediction("b", {"a": 0.25, "b": 0.5, "c": 0.25}),

@@ -8,10 +8,10 @@ import torch
 from support.tiny_encoders import family_model
 from torch import Tensor, nn
 
-from hpo.data.tasks import Task
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.tasks.kind import Task
 from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor, set_learning_rate
 
 TASKS = (Task("tags", "multi_label", ("x", "y")),)

@@ -13,14 +13,14 @@ import torch
 from support.tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
 from transformers import AutoModel, AutoTokenizer
 
-from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import Windowing
 
 
 def spoil(model: MultitaskModel) -> MultitaskModel:

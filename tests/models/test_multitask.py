@@ -13,7 +13,6 @@ from support.tiny_encoders import (
 )
 from torch import Tensor, nn
 
-from hpo.data.tasks import Task
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import (
     AttentionPooling,
@@ -22,7 +21,7 @@ from hpo.models.multitask import (
     pool_max,
     pool_mean,
 )
-from hpo.tasks.registry import KINDS
+from hpo.tasks.kind import KINDS, Task
 
 POOLINGS = ("cls", "mean", "max", "attention")
 

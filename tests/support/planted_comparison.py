@@ -20,7 +20,6 @@ from hpo.compare.sequential import run_rounds
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import store_row_statistics
@@ -31,6 +30,7 @@ from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.points import grid_points
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics
 from support.worker_process import result, study
 

@@ -15,11 +15,12 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch
-from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
-from hpo.training.losses import LossOptions, MultitaskLoss
+from hpo.tasks.kind import Task
+from hpo.tasks.options import LossOptions
+from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement, measure
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpo.data.tasks import Task
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
+from hpo.tasks.kind import Task
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))

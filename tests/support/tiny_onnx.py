@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import hpo
-from hpo.data.tokenized_split import Windowing
 from hpo.deploy.onnx_export import export_onnx
 from hpo.inference.model import TrainedModel
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model
-from hpo.tasks.thresholds import DecodingThresholds
+from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.tokenized_split import Windowing
 from support.tiny_encoders import FAMILIES, KIND_TASKS, family_model
 
 TEXTS = (

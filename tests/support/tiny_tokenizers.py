@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import TokenizedSplit, Windowing
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 
 CORPUS = (
     "Ann works in Rome and sleeps badly most days.",

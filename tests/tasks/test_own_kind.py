@@ -17,17 +17,18 @@ from support.tiny import tiny_executor, tiny_study
 from torch.nn.functional import poisson_nll_loss
 
 import hpo
-from hpo.data.examples import Example
-from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError, StudyFileError
 from hpo.evaluation.contributions import scored, unit_of
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.inference.rows import predicted_row
 from hpo.report.data_check import check_data
-from hpo.tasks.registry import KINDS, register
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task, register
+from hpo.tasks.options import LossOptions
 from hpo.tasks.regression import Regression
 from hpo.tasks.sums import mean_of_windows
-from hpo.training.losses import LossOptions, count_items, loss_sum
+from hpo.training.losses import count_items, loss_sum
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 

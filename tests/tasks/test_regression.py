@@ -14,12 +14,12 @@ from support.tiny import tiny_executor
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
-from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError
-from hpo.tasks.registry import kind_of
-from hpo.training.losses import LossOptions, loss_sum
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.options import LossOptions
+from hpo.tasks.tokenized_split import Windowing
+from hpo.training.losses import loss_sum
 from hpo.training.metrics import score
 
 # (offset, unit): timestamps, identifiers, cents, tiny and huge numbers, and a spread of 1e-12 of the offset.

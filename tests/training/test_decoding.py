@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
+from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 from hpo.tasks.labels import THRESHOLD_LOG_ODDS
+from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.span_extraction import MAX_ANSWER_TOKENS
 from hpo.tasks.span_per_label import EVIDENCE_MERGE_GAPS, EVIDENCE_THRESHOLDS
-from hpo.tasks.thresholds import DecodingThresholds
 from hpo.training.decoding import choose_decision, decode, decode_tasks
 from hpo.training.metrics import score
 

@@ -32,16 +32,17 @@ from transformers import AutoModel
 from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
-from hpo.data.examples import Example
 from hpo.device import DeviceInfo
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.tasks.example import Example
+from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.losses import LossOptions, count_items, loss_sum
+from hpo.training.losses import count_items, loss_sum
 from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
 from hpo.trial.executor import Executor

@@ -9,15 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpo.data.tasks import Task
 from hpo.errors import InputError
-from hpo.tasks.registry import KINDS, kind_of
-from hpo.training.losses import (
-    LossOptions,
-    check_loss,
-    count_items,
-    loss_sum,
-)
+from hpo.tasks.kind import KINDS, Task, kind_of
+from hpo.tasks.options import LossOptions
+from hpo.training.losses import check_loss, count_items, loss_sum
 
 TASKS = {
     "single_label": Task("t", "single_label", ("a", "b", "c")),

@@ -10,9 +10,8 @@ import pytest
 from sklearn import metrics as sklearn_metrics
 from sklearn.metrics import f1_score
 
-from hpo.data.examples import Example
-from hpo.data.tasks import Task
-from hpo.tasks.registry import KINDS
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task
 from hpo.training.metrics import score
 
 LABELS = ("a", "b", "c", "d")

@@ -12,9 +12,9 @@ import pytest
 from support.jsonl_sets import write_set
 from support.tiny import tiny_executor, tiny_study
 
-from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.report.data_check import DataCheck, check_data
+from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial.objectives import (
     check_metric,

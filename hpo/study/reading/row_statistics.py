@@ -16,9 +16,9 @@ import numpy as np
 import sqlalchemy as sa
 from scipy.sparse import csr_array
 
-from hpo.data.tasks import Task
 from hpo.errors import RunError
 from hpo.study.store.schema import row_statistics
+from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import Example
+from hpo.tasks.example import Example
 
 IntArray = NDArray[np.signedinteger[Any]]
 BoolArray = NDArray[np.bool_]
