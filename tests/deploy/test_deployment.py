@@ -128,7 +128,7 @@ def test_few_equal_rows_do_not_make_a_form_as_good(
     assert (found.artifacts[1].judged.verdict, found.best.artifact) == ("not_shown", "fp32")
     limit = (
         "With 40 labelled rows of validation, losses under 8.81 points cannot be excluded. A margin of 1 "
-        "takes 368 such rows."
+        "needs 368 such rows."
     )
     assert found.artifacts[1].judged.reason.endswith(limit)
     assert found.notes[0] == f"No form can be shown to be as good. {limit}"
