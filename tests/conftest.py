@@ -186,7 +186,7 @@ def chromium() -> Iterator[Any]:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the code that earlier tests have named, as in a new process."""
     before = {id(registry): dict(registry) for registry in own_code._registries}
-    for registry, name, _ in [thing for code in own_code._codes.values() for thing in code.things or ()]:
+    for registry, name, _ in [thing for code in own_code._codes.values() for thing in code.added or ()]:
         registry.pop(name, None)
     monkeypatch.setattr(own_code, "_codes", {})
     monkeypatch.setattr(own_code, "_classes", {})

@@ -61,12 +61,8 @@ IMPORTS_LATE = set(
     api/running.py api/study.py
     compare/companion.py compare/looks.py compare/planning.py
     config/allowed.py config/portfolio.py config/search_space.py config/trial_settings.py
-    data/checks.py data/sources.py data/token_cache.py data/token_stream.py data/tokenization.py
     deploy/making.py deploy/quantize.py
-    device.py
     inference/rows.py
-    lost_device.py
-    memory.py
     models/batch_independence.py models/encoder.py
     report/dashboard.py report/data_check.py report/deployed.py report/detailed.py report/detailed_tables.py
     report/figures.py report/formats.py report/in_advance.py report/limits.py report/marked.py
@@ -82,7 +78,6 @@ IMPORTS_LATE = set(
     study/store/opening.py study/store/optuna_internals.py study/store/sqlite_place.py
     study/store/storage.py study/store/studies.py
     track/follow.py
-    training/progress.py
     trial/callbacks.py
     """.split()  # noqa: SIM905
 )

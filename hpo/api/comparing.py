@@ -11,13 +11,13 @@ from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
 from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
 from hpo.compare.sequential import run_rounds
-from hpo.config.questions import CONFIGURATIONS, Question
+from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.report.plan import comparison_cost, comparison_limit
-from hpo.study.running.run import check_trust
+from hpo.study.running.open_study import check_trust
 from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:

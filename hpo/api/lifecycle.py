@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpo.api.opening import RUNS
-from hpo.code import names_of
+from hpo.code import unknown_names_allowed
 from hpo.config.known import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
@@ -23,7 +23,7 @@ from hpo.study.checkpoints.checkpoint_folders import note_database, noted_databa
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
-from hpo.study.store.database import place
+from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import StudyState
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
@@ -118,7 +118,7 @@ def enqueue(
     """Store a configuration for a worker to try, see `hpo.Study.enqueue`."""
     definition = database.read_definition(name)
     config = stored_study(name, definition)
-    with names_of(config.code), own_loop_of(definition):
+    with unknown_names_allowed(config.code), own_loop_of(definition):
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")
@@ -161,7 +161,7 @@ def delete(database: Storage, name: str, confirm: Callable[[str], object]) -> De
             "them."
         )
     done = database.trial_counts(name)["done"]
-    confirm(f"the study {name} with {done} finished trials from {place(database.url)}")
+    confirm(f"the study {name} with {done} finished trials from {shown_url(database.url)}")
     noted, there = noted_database(database), folder.exists()
     lifecycle.delete_study(database, name)  # raises if a worker has joined: then nothing is removed
     uploads = remove_uploads(config, folder, noted)
@@ -176,4 +176,4 @@ def copy_study(source: Storage, target: Storage, name: str) -> Copied:
     num_trials = copy.copy_study(source, target, name)
     if checkpoints.is_dir():  # it stays, and belongs to the copy
         note_database(checkpoints, target)
-    return Copied(name, num_trials, target.trial_counts(name), place(target.url))
+    return Copied(name, num_trials, target.trial_counts(name), shown_url(target.url))

@@ -26,7 +26,7 @@ from hpo.errors import HpoError, NoDatabaseError
 from hpo.redaction import redact
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
-from hpo.study.store.database import DEFAULT_URL, place, storage_url
+from hpo.study.store.database import DEFAULT_URL, shown_url, storage_url
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class NamedStudy:
     @property
     def place(self) -> str:
         """The database in words, without a password."""
-        return place(storage_url(self._storage))
+        return shown_url(storage_url(self._storage))
 
     def _name_in(self, database: Storage) -> str:
         is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
@@ -183,7 +183,7 @@ class NamedStudy:
             yield database, self._word if is_name else self.file.name
 
     def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
-        from hpo.study.running.run import check_trust  # not for those that only look
+        from hpo.study.running.open_study import check_trust  # not for those that only look
 
         check_trust(config, of_file, self._trusts)
 

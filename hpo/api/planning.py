@@ -13,7 +13,7 @@ from hpo.device import cuda_devices, probe_device
 from hpo.errors import RunError
 from hpo.report.plan import Plan, costs_of, default_comparison_limit, make_plan, measure_cost
 from hpo.report.status import num_shares
-from hpo.study.running.run import check_precisions
+from hpo.study.running.open_study import check_precisions
 from hpo.trial.trial_parts import fit_pruner
 
 if TYPE_CHECKING:

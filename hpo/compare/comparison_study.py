@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpo.compare.planning import Request, plan_comparison, refuse_options
+from hpo.config.choices import CONFIGURATIONS
 from hpo.config.comparison import REFERENCE, SEED, VALUES, ComparisonConfig
-from hpo.config.questions import CONFIGURATIONS
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import DataSet

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpo.compare.runs import Ratio, Runs
+from hpo.config.choices import MOST_SEEDS
 from hpo.config.comparison import REFERENCE
-from hpo.config.questions import MOST_SEEDS
 from hpo.evaluation.decision import ALPHA
 from hpo.evaluation.verdict import Verdict
 from hpo.precision.table import PRECISION

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -23,7 +24,6 @@ from hpo.config.comparison import (
 )
 from hpo.config.exclusions import trial_problems
 from hpo.config.limits import MEASURED_METRICS
-from hpo.config.questions import CONFIGURATIONS, Question
 from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config

@@ -9,7 +9,7 @@ from hpo.compare.comparison_study import with_plan, with_stored_seeds
 from hpo.compare.configurations import show_configurations
 from hpo.compare.results import Result, judge_runs
 from hpo.compare.runs import Runs
-from hpo.config.questions import CONFIGURATIONS
+from hpo.config.choices import CONFIGURATIONS
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
 from hpo.study.reading.row_statistics import read_row_statistics

@@ -25,7 +25,7 @@ from transformers.utils.generic import ModelOutput
 
 from hpo.code import name_code
 from hpo.data.batches import evaluation_batches
-from hpo.data.examples import RowChecker, listed
+from hpo.data.examples import RowChecker, problem_list
 from hpo.data.tokenization import tokenize_chunks
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
@@ -191,7 +191,7 @@ class TrainedModel(nn.Module):
             )
         if bad:
             what = "%d of %d texts cannot be read and have no prediction:%s"
-            _logger.warning(what, len(bad), len(examples), listed(bad))
+            _logger.warning(what, len(bad), len(examples), problem_list(bad))
         good = [example for example in examples if example is not None]
         chunks = self.predict_examples(good, max_tokens=max_tokens)
         predictions = (one for chunk in chunks for one in chunk)

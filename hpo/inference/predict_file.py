@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpo.data.examples import listed
+from hpo.data.examples import problem_list
 from hpo.device import limit_threads, probe_device
 from hpo.errors import DataError
 from hpo.inference.model import TrainedModel
@@ -57,10 +57,10 @@ def predict_file(
     if bad and not (skip_bad_rows and examples):
         num = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
         hint = " or --skip-bad-rows" if examples else ""
-        raise DataError(f"{num} of {file} cannot be read; mend{hint}:{listed(bad)}")
+        raise DataError(f"{num} of {file} cannot be read; mend{hint}:{problem_list(bad)}")
     if bad:
         total = len(bad) + len(examples)
-        _logger.info("%s of %s rows are left out:%s", f"{len(bad):,}", f"{total:,}", listed(bad))
+        _logger.info("%s of %s rows are left out:%s", f"{len(bad):,}", f"{total:,}", problem_list(bad))
     if model.device.type == "cpu":
         limit_threads(probe_device("cpu"))
         disable_malloc_trim()

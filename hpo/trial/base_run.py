@@ -24,6 +24,7 @@ from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.effective import Agreement, Observation
 from hpo.tasks.kind import Task
 from hpo.training import distributed
+from hpo.training.budget import TrainState
 from hpo.training.checkpoint import (
     Checkpoint,
     CheckpointMirror,
@@ -32,9 +33,10 @@ from hpo.training.checkpoint import (
     best_checkpoint,
     bits_digest,
 )
+from hpo.training.clock import CompileClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY
-from hpo.training.progress import CompileClock, ThroughputMeter, TrainState
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric

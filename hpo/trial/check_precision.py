@@ -24,7 +24,7 @@ from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.effective import left_as_it_was
+from hpo.precision.effective import restored
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import manual_seed
 from hpo.trial.compat import Compatibility, judge
@@ -124,7 +124,7 @@ def device_of(model: nn.Module) -> DeviceInfo:
 
 def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
     """Raise what is raised without any precision, and InputError for what is no loss."""
-    with left_as_it_was(model):
+    with restored(model):
         loss = loss_of_batch(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")

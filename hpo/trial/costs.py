@@ -20,9 +20,9 @@ from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.model_parts import set_float32_parts
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS
+from hpo.training.budget import TrainState
 from hpo.training.compilation import drop_compiled
 from hpo.training.micro_batches import within_memory
-from hpo.training.progress import TrainState
 from hpo.trial.measure import Side, Work, work_of
 from hpo.trial.trial_parts import TrialParts, training_args
 

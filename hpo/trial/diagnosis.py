@@ -22,10 +22,9 @@ from hpo.models.adapters import load_trained
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
-from hpo.random_numbers import generator_states, manual_seed, set_generator_states
+from hpo.random_numbers import generator_states, manual_seed, set_generator_states, step_seed
+from hpo.training.budget import TrainState
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
-from hpo.training.progress import TrainState
-from hpo.training.step_seed import step_seed
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Side, Work
 from hpo.trial.nonfinite import is_finite

@@ -201,7 +201,7 @@ class Executor:
     def _check_ranks(self, params: Mapping[str, Any]) -> None:
         """Tell the other ranks of the trial, and check that all have the same."""
         study, device = self.study, self.device
-        announce((study.definition(), [each.place for each in code_in_use(study.code)], dict(params)))
+        announce((study.definition(), [each.location for each in code_in_use(study.code)], dict(params)))
         check_same(
             {
                 "kind of device": (device.type, device.gpu_architecture, sorted(device.cpu_features)),

@@ -28,7 +28,7 @@ from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Agreement, Observation, left_as_it_was, observe_model
+from hpo.precision.effective import Agreement, Observation, observe_model, restored
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
@@ -319,7 +319,7 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
     trains = {module for module in model.modules() if module.training == model.training}
     with contextlib.ExitStack() as undo:
         undo.callback(model.zero_grad, set_to_none=True)
-        undo.enter_context(left_as_it_was(model))
+        undo.enter_context(restored(model))
         model.eval()
         for module in trains:
             recomputes = getattr(module, "gradient_checkpointing", False) is True

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from hpo.config.limits import MEASURED_METRICS
 from hpo.errors import InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
-from hpo.precision.effective import Agreement, left_as_it_was, observe, observe_model
+from hpo.precision.effective import Agreement, observe, observe_model, restored
 from hpo.precision.table import Precision
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
 from hpo.training.optim import gradient_norm
@@ -218,7 +218,7 @@ class Run:
             if module.training in seen_modes or torch.compiler.is_compiling():
                 return
             seen_modes.add(module.training)
-            with left_as_it_was(module), observe(module) as seen:
+            with restored(module), observe(module) as seen:
                 module(*args, **kwargs)
             trial.is_watched = True
             with trial.ending():

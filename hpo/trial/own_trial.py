@@ -31,10 +31,10 @@ from hpo.precision.effective import Agreement, Observation
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.tasks.kind import Task
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
+from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.optimizer_states import state_facts
-from hpo.training.progress import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.objectives import task_and_name

@@ -24,8 +24,9 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
+from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.progress import ThroughputMeter, TrainingClock
+from hpo.training.throughput import ThroughputMeter
 
 
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:

@@ -46,13 +46,14 @@ from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Kind, kind_of
 from hpo.tasks.options import LossOptions
 from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
+from hpo.training.budget import Budget
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import MultitaskLoss, check_loss
 from hpo.training.metrics import score
-from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
-from hpo.training.progress import Budget
+from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.schedule import own_schedule
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
@@ -74,8 +75,8 @@ class TrialLoader:
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
         for task in self.tasks:
-            if odd := self.dataset.odd_spans(task.name):
-                _logger.warning("`%s`: %s `hpo check` shows more.", task.name, odd)
+            if warning := self.dataset.span_warning(task.name):
+                _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
 

@@ -27,12 +27,12 @@ from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Task
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
+from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
 from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
-from hpo.training.progress import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility

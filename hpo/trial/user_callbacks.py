@@ -26,7 +26,7 @@ from hpo.extensions import CALLBACK_METHODS, CALLBACKS, options_of
 from hpo.memory import is_out_of_memory
 from hpo.outcome import Outcome
 from hpo.random_numbers import same_random_numbers
-from hpo.training.progress import TrainState
+from hpo.training.budget import TrainState
 
 _logger = logging.getLogger(__name__)
 

@@ -45,8 +45,9 @@ from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
 from hpo.errors import RunError, TrialEnd
 from hpo.outcome import Outcome
-from hpo.study.running.run import OpenStudy, run_study
+from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import Stop
+from hpo.study.running.worker import run_study
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
 

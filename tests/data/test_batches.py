@@ -1,4 +1,4 @@
-"""Batches: their tensors and targets, and which windows go together."""
+"""Batches: tensors, targets and the choice of windows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokenized(max_length: int = 64, stride: int = 0, long_text: str = "truncate"
     return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
 
 
-def test_targets_are_laid_out_as_tasks_wants_them() -> None:
+def test_layout_of_targets() -> None:
     targets = collate(tokenized(), [0, 1, 2], TASKS, pad_id=0).targets
     i = -100
     # [CLS] a b c d e [SEP], [CLS] a b c [SEP], [CLS] a [SEP]
@@ -73,7 +73,7 @@ def test_targets_are_laid_out_as_tasks_wants_them() -> None:
         assert target.dtype == types.get(name, torch.int64), name
 
 
-def test_tags_at_a_window_s_edge_are_those_of_the_whole_text() -> None:
+def test_tags_at_a_window_s_edge_equal_tags_of_the_whole_text() -> None:
     split = tokenized(max_length=5, stride=1, long_text="window")  # a b c, c d e
     targets = collate(split, [0, 1], TASKS, pad_id=0).targets
     assert targets["joint"][:, :5].tolist() == [[-100, 0, 1, 2, -100], [-100, 2, 2, 0, -100]]
@@ -83,7 +83,7 @@ def test_tags_at_a_window_s_edge_are_those_of_the_whole_text() -> None:
 
 @pytest.mark.parametrize("options", [(256, "truncate", 0), (24, "window", 6)])
 def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
-    """Logits that say what the targets say give every label and span of the examples back."""
+    """Logits equal to the targets return every label and span."""
     tasks = parse_tasks(TASKS_JSON, "synthetic")
     rows = list(SyntheticRows("validation", 60))
     max_length, long_text, stride = options
@@ -174,7 +174,7 @@ def test_training_batches_are_of_similar_length_yet_random() -> None:
 
 @pytest.mark.parametrize(("num_windows", "batch_size"), [(160, 16), (1000, 32), (1600, 16)])
 def test_the_texts_of_a_batch_seldom_meet_again(num_windows: int, batch_size: int) -> None:
-    """In the next epoch; sorted by length alone, three in four pairs of few texts would."""
+    """Sorted by length alone, three in four pairs of few texts would be in the next epoch's batches."""
     pairs: list[set[tuple[int, int]]] = []
     for epoch in range(6):
         batches = training_batches(LENGTHS[:num_windows], batch_size, 1, epoch)
@@ -184,7 +184,7 @@ def test_the_texts_of_a_batch_seldom_meet_again(num_windows: int, batch_size: in
 
 
 def test_a_smaller_batch_is_drawn_at_random() -> None:
-    """Not of the longest windows, which would weigh more than others in each epoch."""
+    """The longest windows would weigh more than others in each epoch."""
     smaller = []
     for epoch in range(200):
         batches = training_batches(LENGTHS[:36], 16, 1, epoch)

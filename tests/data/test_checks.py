@@ -68,7 +68,7 @@ def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
     assert "test" not in grade.numbers
 
 
-def test_lengths_and_what_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lengths_and_losses_by_cuts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="hpo.data")
     sizes = {"num_train": 60, "num_validation": 20, "num_test": 20, "max_sentences": 12}
     dataset = load_data(DataConfig.model_validate({"source": "synthetic", "synthetic": sizes}))

@@ -1,4 +1,4 @@
-"""How csv files are written."""
+"""Encodings, delimiters and quotes of csv files."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def load(folder: Path, content: bytes, *, tasks: Any = TASKS, columns: Any = COL
         ("cp1252", ";", {"encoding": "cp1252", "list_separator": ","}, "read with `;`"),
         ("utf-16", "\t", {"encoding": "utf-16", "delimiter": "tab"}, ""),
         ("utf-16-le", ";", {"encoding": "utf-16-le", "delimiter": ";"}, ""),
-        ("utf-8", ";", {"encoding": "latin-1"}, "read with `;`"),  # UTF-8 is told by its bytes
+        ("utf-8", ";", {"encoding": "latin-1"}, "read with `;`"),  # the bytes are UTF-8
         ("utf-8", ";", {"delimiter": ","}, "read with `;`, not as `data.csv` says"),
     ],
 )
-def test_what_a_german_excel_writes_is_read(
+def test_files_of_a_german_excel_are_read(
     encoding: str,
     delimiter: str,
     csv: dict[str, str],
@@ -79,15 +79,6 @@ def test_what_a_german_excel_writes_is_read(
     assert told == ([f"{tmp_path / split}.csv: {said}" for split in ("train", "validation")] if said else [])
 
 
-@pytest.mark.parametrize(("empty", "tags"), [("none", []), ("unlabelled", None)])
-def test_what_an_empty_cell_means(empty: str, tags: list[str] | None, tmp_path: Path) -> None:
-    dataset = load(tmp_path, excel(ROWS).encode(), empty=empty)
-    example = dataset.splits["train"][2]
-    assert example.labels.get("tags") == tags
-    assert ("tags" in example.annotated) == (tags is not None)
-    assert "grade" not in example.annotated
-
-
 GOOD = excel(ROWS)
 
 
@@ -100,8 +91,8 @@ GOOD = excel(ROWS)
             {},
             "has no column `Text` (read with `,`; `data.csv.delimiter` sets it). Known: Text:Ton:",
         ),
-        (GOOD.encode("cp1252"), {}, "must be UTF-8, but cannot be decoded so: invalid"),
-        (GOOD.encode("utf-16"), {}, "holds zero bytes, as UTF-16 does. Save it as UTF-8, or name its"),
+        (GOOD.encode("cp1252"), {}, "must be UTF-8, but cannot be decoded: invalid"),
+        (GOOD.encode("utf-16"), {}, "holds zero bytes, as UTF-16 does. Save it as UTF-8 text, or"),
         (GOOD.partition("\nund")[0].encode(), {}, "train.csv:3: must be CSV, but the row that begins here"),
         (
             GOOD.replace("spät|teuer", "['spät']").encode(),
@@ -110,7 +101,7 @@ GOOD = excel(ROWS)
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_names_the_option(
+def test_errors_of_unreadable_files_name_the_option(
     content: bytes, csv: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as caught:

@@ -71,7 +71,7 @@ def test_evidence_counts_as_annotated_only_with_its_classes(tmp_path: Path) -> N
     assert annotated == [{"proof", "topics"}, set(), {"topics"}]
 
 
-def test_absent_splits_are_drawn_by_id_whatever_the_order(tmp_path: Path) -> None:
+def test_absent_splits_are_drawn_by_id_in_any_order(tmp_path: Path) -> None:
     options = {"validation_fraction": 0.2, "test_fraction": 0.1}
     dataset = load_set(write_set(tmp_path, TASKS, train=rows(2000)), **options)
     sizes = {split: len(examples) for split, examples in dataset.splits.items()}
@@ -104,7 +104,7 @@ def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) 
     assert max(int(name[3:]) for name in ids(small, "train")) > 250
 
 
-def test_classes_left_out_are_those_of_the_training_rows_sorted(tmp_path: Path) -> None:
+def test_missing_classes_come_from_the_training_rows(tmp_path: Path) -> None:
     tasks = {
         "tone": {"kind": "single_label"},
         "topics": {"kind": "multi_label"},
@@ -120,7 +120,7 @@ def test_classes_left_out_are_those_of_the_training_rows_sorted(tmp_path: Path) 
     assert found == {"tone": ("y", "z"), "topics": ("a", "b"), "proof": ("a", "b")}
 
 
-def test_tasks_of_the_study_leave_others_of_the_data_out(tmp_path: Path) -> None:
+def test_tasks_of_the_study_exclude_other_tasks(tmp_path: Path) -> None:
     tasks = {
         **TASKS,
         "grade": {"kind": "regression"},
@@ -144,13 +144,13 @@ def test_files_and_tasks_may_have_other_names(tmp_path: Path) -> None:
     assert len(load_set(tmp_path, files=files, tasks=TASKS).splits["train"]) == 3
 
 
-def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+def test_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
     path = write_set(tmp_path, TASKS, train=rows(3), validation=rows(2, first=5)) / "train.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
     assert ids(load_set(tmp_path), "train") == ["row0", "row1", "row2"]
 
 
-def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
+def test_fingerprint_is_equal_in_every_process(tmp_path: Path) -> None:
     tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
     lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]
     write_set(tmp_path, tasks, train=lines[:1], validation=lines[1:])
@@ -165,7 +165,7 @@ def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
     assert load_set(tmp_path).fingerprint != fingerprint
 
 
-def test_synthetic_data_comes_in_the_configured_sizes() -> None:
+def test_synthetic_data_has_the_configured_sizes() -> None:
     def generated(**synthetic: Any) -> DataSet:
         sizes = {"num_train": 50, "num_validation": 20, "num_test": 10, **synthetic}
         return load(source="synthetic", synthetic=sizes)

@@ -11,7 +11,6 @@ from support.jsonl_sets import load, load_set, write_set
 from support.several_sources import SIZES, TASKS, write_sources
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
-from hpo.data.checks import data_facts
 from hpo.errors import DataError
 from hpo.tasks.tokenized_split import Windowing
 
@@ -40,12 +39,6 @@ def test_a_shared_regression_is_scaled_by_the_rows_of_all_sources(tmp_path: Path
     targets = [row.labels["size"] for row in both.splits["train"]]
     assert len(targets) == 17
     assert size.target_mean == pytest.approx(sum(targets) / 17)
-
-
-def test_a_source_may_have_no_test_split(tmp_path: Path) -> None:
-    section = write_sources(tmp_path)
-    (tmp_path / "mail" / "test.jsonl").unlink()
-    assert load(**section).sources["test"] == {"news": 6}
 
 
 def test_a_task_is_renamed(tmp_path: Path) -> None:
@@ -87,13 +80,6 @@ def test_an_error_names_its_source(of_mail: dict[str, Any], message: str, tmp_pa
         load(**write_sources(tmp_path, **of_mail))
 
 
-def test_a_source_without_training_rows_is_refused(tmp_path: Path) -> None:
-    section = write_sources(tmp_path)
-    (tmp_path / "mail" / "train.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"source `mail`: .*train.jsonl: the train split must have rows"):
-        load(**section)
-
-
 def test_the_fingerprint_depends_on_rows_names_and_order(tmp_path: Path) -> None:
     section = write_sources(tmp_path)
     renamed = {"sources": [section["sources"][0], {**section["sources"][1], "name": "post"}]}
@@ -103,16 +89,6 @@ def test_the_fingerprint_depends_on_rows_names_and_order(tmp_path: Path) -> None
     assert len(set(prints)) == 3
     (tmp_path / "mail" / "test.jsonl").unlink()
     assert load(**section).fingerprint not in prints
-
-
-def test_facts_count_the_rows_of_each_source(tmp_path: Path) -> None:
-    facts = data_facts(load(**write_sources(tmp_path)))
-    assert facts.sources["train"] == {"news": 24, "mail": 12}
-    assert {task.name: task.num_annotated["train"] for task in facts.tasks} == {
-        "topic": 24,
-        "tone": 36,
-        "size": 12,
-    }
 
 
 def test_spans_belong_to_the_tasks_of_their_source(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_split_written_in_chunks_is_the_whole(
         ({}, {"data": {"tasks": ()}}, 2),
     ],
 )
-def test_what_the_tokens_depend_on_makes_another_cache(
+def test_every_input_of_the_tokens_makes_another_cache(
     first: dict[str, Any],
     second: dict[str, Any],
     times: int,
@@ -130,7 +130,7 @@ def test_a_damaged_cache_is_made_again(
     assert len(made) == 2
 
 
-def test_what_a_killed_process_left_is_not_in_the_way(dataset: DataSet, tmp_path: Path) -> None:
+def test_an_unfinished_folder_is_replaced(dataset: DataSet, tmp_path: Path) -> None:
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     unfinished = folder.with_name(folder.name + ".unfinished")

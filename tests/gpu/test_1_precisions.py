@@ -21,8 +21,8 @@ from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
-from hpo.training.progress import TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult

@@ -20,7 +20,8 @@ from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.training.progress import CompileClock, TrainState
+from hpo.training.budget import TrainState
+from hpo.training.clock import CompileClock
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import TrialParts
 from hpo.trial.trial_run import TrialRun

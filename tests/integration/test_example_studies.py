@@ -8,7 +8,8 @@ import pytest
 
 from hpo.config.study_config import load_study
 from hpo.study.reading.reader import read_study
-from hpo.study.running.run import open_study, run_study
+from hpo.study.running.open_study import open_study
+from hpo.study.running.worker import run_study
 
 STUDIES = Path(__file__).parents[2] / "studies"
 

@@ -9,7 +9,8 @@ from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.running.run import open_study, run_study
+from hpo.study.running.open_study import open_study
+from hpo.study.running.worker import run_study
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 

@@ -18,8 +18,7 @@ from support.worker_process import study
 from hpo.config.resolved_study import resolve_study
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
-from hpo.study.running.trial_runner import TrialRunner
-from hpo.study.running.worker import run_worker
+from hpo.study.running.worker import TrialRunner, run_worker
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.executor import Executor

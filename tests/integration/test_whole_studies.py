@@ -15,8 +15,7 @@ from support.tiny import write_study
 
 from hpo.report.tables import StudyTables
 from hpo.study.running import stopping
-from hpo.study.running.stopping import WORKERS_ON_DEVICE
-from hpo.study.running.worker import RunSummary
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary
 from hpo.trial import base_run
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
@@ -173,8 +172,7 @@ def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: py
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
-    for module in ("api.running", "study.running.run"):
-        monkeypatch.setattr(f"hpo.{module}.run_study", others_are_left)
+    monkeypatch.setattr("hpo.study.running.worker.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
         assert "The trials that are left need a device with fp16 or tf32: 0 of 2 trials ended." in text

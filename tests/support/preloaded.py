@@ -13,7 +13,7 @@ import hpo.api.comparing
 import hpo.api.running
 import hpo.api.study
 import hpo.report.summary
-import hpo.study.running.run
+import hpo.study.running.worker
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
 from support import (

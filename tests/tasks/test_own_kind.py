@@ -1,10 +1,9 @@
-"""A seventh kind of task, made of this file alone, from the data of a study to predictions."""
+"""A seventh kind of task, defined here, from data to predictions."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,11 @@ from hpo.evaluation.contributions import scored, unit_of
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.inference.rows import predicted_row
 from hpo.report.data_check import check_data
-from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, register
 from hpo.tasks.options import LossOptions
 from hpo.tasks.regression import Regression
 from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 
 
@@ -69,7 +66,6 @@ class Count(Regression):
 
 
 TASK = Task("times", "count")
-ROW = Example("id", "text", labels={}, spans={}, annotated=frozenset({"times"}))
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +93,7 @@ def write_rows(folder: Path) -> Path:
     return folder
 
 
-def test_a_study_of_an_own_kind_trains_is_evaluated_and_predicts(tmp_path: Path) -> None:
+def test_an_own_kind_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     data = {"source": "jsonl", "path": str(write_rows(tmp_path / "data"))}
     training = {"max_steps": 30, "batch_size": 8, "max_length": 16, "dropout": 0.0}
     executor = tiny_executor(tmp_path, data=data, training=training, objective={"metric": "times/d2"})
@@ -134,28 +130,21 @@ def test_a_study_of_an_own_kind_trains_is_evaluated_and_predicts(tmp_path: Path)
     assert predicted_row(rows[0], predictions[0])["labels"].keys() == {"times", "tone"}
 
 
-def test_the_loss_of_an_own_kind_is_of_its_labelled_rows() -> None:
+def test_loss_of_an_own_kind_counts_labelled_rows() -> None:
     logits, target = torch.tensor([[0.5], [1.0], [9.0]]), torch.tensor([2.0, 0.0, torch.nan])
     loss = loss_sum(TASK, logits, target, LossOptions("focal"), None, torch.ones(3, 1))
     assert float(loss) == pytest.approx(np.exp(0.5) - 2 * 0.5 + np.exp(1.0))
     assert count_items(TASK, target) == 2
 
 
-def test_rows_of_an_own_kind_weigh_as_often_as_they_are_drawn() -> None:
-    rows = [replace(ROW, labels={"times": float(times)}) for times in (0, 1, 4)]
-    statistics = row_statistics(TASK, [0.5, 2.0, 3.0], rows)
-    (twice,) = statistics.weighted_scores(np.array([[1, 0, 2]]))["d2"]
-    assert twice == pytest.approx(d2_tweedie_score([0, 4, 4], [0.5, 3.0, 3.0], power=1))
-
-
-def test_the_name_of_a_kind_is_taken_once_and_is_among_those_that_are_known() -> None:
+def test_a_kind_needs_a_new_name_and_joins_the_known_ones() -> None:
     with pytest.raises(ValueError, match="there is a kind of task `count` already"):
         register(type("Other", (Count,), {}))
     with pytest.raises(DataError, match=r"must be one of single_label, .* count, but got `counts`.*`count`"):
         parse_tasks({"times": {"kind": "counts"}}, "t.json")
 
 
-def test_an_objective_that_is_an_error_of_an_own_kind_is_minimized(tmp_path: Path) -> None:
+def test_an_error_metric_of_an_own_kind_must_be_minimized(tmp_path: Path) -> None:
     with pytest.raises(StudyFileError, match="must be `minimize` for `times/deviance`: smaller is better"):
         tiny_study(tmp_path, objective={"metric": "times/deviance"})
     assert unit_of("times/deviance") == "label units"

@@ -37,27 +37,21 @@ from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.random_numbers import step_seed
 from hpo.tasks.example import Example
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import CompileClock, TrainingClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
-from hpo.training.step_seed import step_seed
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 from hpo.trial.trial_parts import assemble, training_args
 
 
-@pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])
-def test_lengths_are_rounded_only_where_few_shapes_matter(
-    executor: Executor, mode: str, multiple: int
-) -> None:
-    assert executor.loader.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
-
-
-def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
-    """And not those of the trial, which allow TF32."""
+def test_fp32_fallback_without_tf32() -> None:
     seen: list[tuple[str, bool]] = []
 
     class Flags(torch.autograd.Function):
@@ -88,7 +82,7 @@ def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
 
 
 def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[float]:
-    """A plain training loop: one forward, backward and step at a time, for any precision."""
+    """Return the losses of a plain training loop in any precision."""
     config = config_of(executor, **params)
     precision = PRECISIONS[config.fp_precision]
     split = executor.loader.tokens("train", config)
@@ -138,7 +132,7 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
 
 
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str) -> None:
+def test_losses_equal_a_plain_loop(executor: Executor, name: str) -> None:
     params = {"fp_precision": name, "dropout": 0.1, "head_dropout": 0.1}
     ours = train_for(executor, Budget(max_steps=6), **params).losses
     plain = reference_losses(executor, 6, **params)
@@ -150,8 +144,7 @@ def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name:
 def plain_loss_and_gradients(
     model: MultitaskModel, tokenizer: Any, texts: Sequence[Example], max_length: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """The same weights in transformers' own model with eager attention, the whole embedding table, texts in
-    their order padded to `max_length`, and the losses of whole-text tasks spelt out."""
+    """Return loss and gradients of transformers' own model with eager attention and all embeddings."""
     config = deepcopy(model.encoder.config)
     encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
     found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
@@ -183,15 +176,9 @@ def plain_loss_and_gradients(
     return loss.item(), gradients
 
 
-@pytest.mark.parametrize(
-    ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
-)
-def test_loss_and_gradients_are_those_of_plain_transformers(
-    encoder: Any, micro_batch_size: int, tmp_path: Path
-) -> None:
-    """In fp32 without dropout: our attention, the rows of the vocabulary that are used and batches padded to
-    their longest text change nothing."""
-    executor = tiny_executor(tmp_path, model={"encoder": encoder})
+def test_loss_and_gradients_equal_plain_transformers(tmp_path: Path) -> None:
+    """hpo's attention, compact vocabulary and padding change nothing."""
+    executor = tiny_executor(tmp_path, model={"encoder": ENCODER})
     executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
     nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
     config = config_of(executor, **nothing, max_length=64, batch_size=16)
@@ -210,7 +197,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     assert isinstance(embedding, CompactEmbedding)
     batch = collate(split, windows, model.tasks, parts.data.pad_id)
     assert batch.input_ids_BL.shape[1] < 64
-    state = TrainState(micro_batch_size=micro_batch_size)
+    state = TrainState(micro_batch_size=5)
     loss = accumulate_gradients(
         Learner(model.train(), parts.loss_fn, amp_of("fp32")), batch, config.seed, state
     )
@@ -243,10 +230,9 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
         ({"max_seconds": 8}, TrainState(step=5, train_seconds=2), 0.25),
     ],
 )
-def test_the_share_of_a_budget_that_is_used(
+def test_used_share_of_a_budget(
     budget: dict[str, Any], state: TrainState, used: float, tmp_path: Path
 ) -> None:
-    """Of ten steps an epoch."""
     study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
     args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
     assert args.budget.used(state) == pytest.approx(used)
@@ -257,7 +243,7 @@ def evenly(count: int) -> tuple[Fraction, ...]:
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
-def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
+def test_exact_steps_of_evaluations(num_steps: int) -> None:
     budget = Budget(max_steps=num_steps)
     for count in range(1, 65):
         state, made = TrainState(), []
@@ -271,25 +257,13 @@ def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
         assert state.num_evaluations == count
 
 
-def test_the_last_evaluation_of_a_budget_of_seconds_is_at_its_end() -> None:
+def test_evaluations_of_a_budget_in_seconds() -> None:
     budget = Budget(max_seconds=10.0)
     for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
         assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
 
 
 # Seeds and clocks
-
-
-def test_every_step_draws_from_a_seed_of_its_own() -> None:
-    """A CPU's generator takes the lower 32 bits of a seed."""
-    torch.manual_seed(5)
-    first = torch.rand(3)
-    torch.manual_seed(5 + 2**40)
-    assert torch.equal(torch.rand(3), first)
-    for seed in (0, 42):
-        assert len({step_seed(seed, step) % 2**32 for step in range(2 * 10**5)}) == 2 * 10**5
-    shared = {step_seed(0, step) for step in range(10**4)} & {step_seed(1, step) for step in range(10**4)}
-    assert not shared
 
 
 def train_for_seconds(
@@ -300,8 +274,6 @@ def train_for_seconds(
     on_evaluation: Callable[[], None],
     num_evaluations: int,
 ) -> list[Evaluation]:
-    """Train for 4.5 seconds with something done in each step and each evaluation."""
-
     def do_first(action: Callable[[], None], name: str) -> None:
         function = getattr(loop_module, name)
         monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
@@ -311,10 +283,9 @@ def train_for_seconds(
     return train_for(executor, Budget(max_seconds=4.5), num_evaluations, clock=clock).evaluations
 
 
-def test_compiling_in_a_step_is_no_training(
+def test_compilation_is_not_training(
     executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps take a second each; in the second one and in the evaluation 1000 more go to the compiler."""
     state, meter, compiler = TrainState(), ThroughputMeter(CPU, warmup_steps=0), CompileClock()
 
     def spend(seconds: float, compiling: float) -> None:
@@ -339,7 +310,7 @@ def test_compiling_in_a_step_is_no_training(
     assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
 
 
-def test_the_rate_of_an_evaluation_is_that_of_its_forward_passes(
+def test_evaluation_rate_of_forward_passes(
     executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
@@ -363,18 +334,3 @@ def test_the_rate_of_an_evaluation_is_that_of_its_forward_passes(
     num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
     assert first.examples_per_second == last.examples_per_second == num_examples / 2
     assert (state.evaluation_seconds, state.evaluation_scoring_seconds) == (20.0, 16.0)
-
-
-def test_waiting_for_the_device_may_use_up_the_budget(
-    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The evaluation before which it is waited for is then the last of the trial, and says so."""
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(loop_module, "synchronize", lambda _: spend(10.0))
-    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    second = partial(spend, 1.0)
-    (only,) = train_for_seconds(executor, monkeypatch, clock, second, second, num_evaluations=2)
-    assert (only.step, only.index, only.budget_used) == (3, 2, 1.0)

@@ -14,7 +14,9 @@ from hpo.device import DeviceInfo, Utilization
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.training.progress import ThroughputMeter, TrainingClock, TrainState
+from hpo.training.budget import TrainState
+from hpo.training.clock import TrainingClock
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.telemetry import training_facts, training_flops
 
 PEAKS = {  # dense FLOP/s of the data sheets

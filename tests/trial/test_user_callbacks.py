@@ -35,7 +35,7 @@ from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.extensions import CALLBACKS
 from hpo.models.multitask import MultitaskModel
-from hpo.training.progress import TrainState
+from hpo.training.budget import TrainState
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult

@@ -1,10 +1,11 @@
-"""The questions that `hpo compare` answers. The command line reads them without pydantic."""
+"""Choices of commands: names of trackers and questions of `hpo compare`, read without pydantic."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+TrackerName = Literal["mlflow", "tensorboard", "wandb"]
 MOST_SEEDS = 200
-"""No comparison has more of a configuration."""
+"""Largest number of seeds of a compared configuration."""
 CONFIGURATIONS: Literal["configurations"] = "configurations"
 Question = Literal["precisions", "base_precision", "optimizer_state", "configurations"]

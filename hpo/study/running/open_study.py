@@ -1,7 +1,7 @@
-"""A study from its file to its last trial: made once it is known to work, then run here.
+"""Opening a study: read or make it in its database, once it is known to work.
 
-Data, tokenizer, model and a batch through all heads are tried before anything is written, so what is wrong
-with them leaves no study behind that the mended file would not fit.
+Data, tokenizer, model and a batch through all heads are tried before anything is written. A fault in them
+leaves no study behind, so the corrected file finds none that differs from it.
 """
 
 from __future__ import annotations
@@ -11,36 +11,29 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from hpo.code import trusting, use_code
-from hpo.config.allowed import allowing, check_allowed, places
+from hpo.code import use_code
+from hpo.config.allowed import check_allowed, places
 from hpo.config.limits import check_energy
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import choices_without
 from hpo.config.study_config import StudyConfig, stored_study
-from hpo.device import EnergyCounter, memory_limit, probe_device
+from hpo.device import EnergyCounter, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError
-from hpo.memory import collector_paused, release_free_memory
+from hpo.memory import release_free_memory
 from hpo.precision.table import BASE_PRECISION, PRECISION, lacking_choices
-from hpo.study.checkpoints.checkpoint_folders import note_database
-from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
-from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_memory
-from hpo.study.running.trial_runner import TrialRunner
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
-from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.running.supervisor import share_memory
 from hpo.study.sampling.samplers import check_named
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, read_stored
-
-if TYPE_CHECKING:
-    from hpo.trial.executor import Executor
+from hpo.study.store.studies import StoredStudy, create_or_resume_study, read_stored
+from hpo.training.distributed import world_size
+from hpo.trial.executor import Executor
+from hpo.trial.own_executor import build_executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
 """Where the trials of an open study run; `in workers`: in processes that this one starts (`run_workers`)."""
@@ -61,43 +54,41 @@ class OpenStudy:
     lacking: Mapping[str, str]
     """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
     executor: Executor | None
-    """Runs trials in this process; None where they run in others, and for a study that is finished, or not
-    open."""
+    """Runs trials in this process; None if they run in others, or the study is finished or not open."""
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Those of `lacking` that no trial draws here."""
+        """The precisions of `lacking`, unless trials draw them here all the same."""
         return self.lacking if self.config.amp.on_unsupported == "skip" else {}
 
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """How a study is opened: what the user and this machine decide, and not the study."""
+    """Options of the user and this machine for opening a study."""
 
     resize: bool = True
     """False for a worker that joins: the stored `n_trials` stays as it is."""
     trials_run: TrialsRun = "in this process"
     is_file: bool = False
-    """Whether the study is that of the user's file, and not the database's definition (`check_trust`)."""
+    """Whether the study is from the user's file, and not the definition in the database (`check_trust`)."""
     trust_remote_code: bool = False
     stop: Stop | None = None
-    """Of a worker: it waits for a database that is away."""
+    """A worker's stop: it waits for a database that is away."""
 
 
 @contextmanager
 def open_study(
     config: StudyConfig, url: str, runs_dir: Path, options: OpenOptions = OpenOptions()
 ) -> Iterator[OpenStudy]:
-    """Open the study of `config` in the database at `url`; both are made where they are missing.
+    """Open the study of `config` in the database at `url`. Both are made if they are missing.
 
-    A study of which no trial has trained is checked first (`Executor.check_study`). Worker processes do not
-    repeat that check. A paused or cancelled study is neither checked nor changed.
+    A study is checked first (`Executor.check_study`) until one of its trials has trained. Worker processes do
+    not repeat that check. A paused or cancelled study is neither checked nor changed.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
         InputError: the data, model or objective cannot be used, this machine has no precision of the study,
-            or
-            the study's code is not trusted.
+            or the study's code is not trusted.
     """
     resize, trials_run = options.resize, options.trials_run
     of_file = config if options.is_file else None
@@ -150,7 +141,7 @@ def open_study(
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
     """Raise InputError if a study of the database needs a permission that this machine's user has not given.
 
-    That concerns its code (`use_code`), the code of its encoder, and places to read and write
+    Permissions concern its code (`use_code`), the code of its encoder, and folders to read and write
     (`check_allowed`). `of_file` is the study in the user's own file, which gives permissions.
     """
     check_allowed(config.name, places(config), places(of_file) if of_file else {})
@@ -158,10 +149,10 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
         trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:
         raise InputError(
-            f"The study `{config.name}` of the database asks to run the code that comes with its encoder "
-            "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
-            "that code, then give the option --trust-remote-code (`trust_remote_code=True` of hpo.Study), or "
-            "the study's own file."
+            f"The study `{config.name}` of the database runs the code that comes with its encoder "
+            "(`model.trust_remote_code: true`). Anybody who writes to the database can change that. Read the "
+            "code, then give the option --trust-remote-code (`trust_remote_code=True` of hpo.Study), or the "
+            "study's own file."
         )
     use_code(config.code, f"The study `{config.name}` of the database")
     if config.code:
@@ -169,7 +160,7 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
 
 
 def _open_existing(url: str, stop: Stop | None) -> Storage | None:
-    """The database at `url`; None: it is not there, or holds no study yet."""
+    """Open the database at `url`; None: there is none, or it holds no study yet."""
     try:
         return open_storage(url, create=False, stop=stop)
     except NoDatabaseError:
@@ -182,9 +173,6 @@ def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedS
 
     If the trials run elsewhere, a missing device is no error: the study is checked on the CPU.
     """
-    with collector_paused():
-        from hpo.training.distributed import world_size
-
     try:
         device = probe_device(config.device)
         resolved = resolve_study(config, device)
@@ -223,9 +211,6 @@ def check_precisions(study: ResolvedStudy) -> dict[str, str]:
 
 
 def _build_executor(resolved: ResolvedStudy, runs_dir: Path) -> Executor:
-    with collector_paused():
-        from hpo.trial.own_executor import build_executor
-
     amp = share_memory(resolved.amp, resolved.device, _num_on_device())
     return build_executor(replace(resolved, amp=amp), runs_dir)
 
@@ -238,76 +223,5 @@ def _fit_pruner(executor: Executor) -> StudyConfig:
 
 
 def _num_on_device() -> int:
-    """How many processes of this run, this one included, have this one's device."""
+    """Return the number of processes of this run with this one's device, itself included."""
     return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
-
-
-def run_study(
-    study: OpenStudy, processes: WorkerProcesses | None = None, *, stop: Stop | None = None
-) -> RunSummary:
-    """Run the study's trials on this machine until its budget is used up or `stop` is set.
-
-    A study that is paused or cancelled `ended` as `closed`. After the last trial the best one is evaluated in
-    detail (`evaluate_best`).
-
-    Args:
-        processes: the worker processes that run the trials, if they do not run in this one.
-        stop: from `stop_on_signals`.
-
-    Raises:
-        StudyChangedError: the study had other data.
-        InputError: the data cannot be used.
-        RunError: the workers ended before the study did.
-    """
-    config, stop = study.config, stop or Stop()
-    if study.stored.state != "open":
-        return RunSummary("closed")
-    if study.stored.counts["done"] == config.n_trials:
-        return RunSummary("finished")
-    stop.can_checkpoint = True
-    try:
-        if study.executor is not None:
-            return _run_here(study, study.executor, stop)
-        assert processes is not None
-        more = [*processes.arguments, *trusting(config.code, config.class_names)]
-        processes = replace(processes, allow=allowing(config), arguments=more)
-        if config.model.trust_remote_code:
-            processes = replace(processes, arguments=[*processes.arguments, "--trust-remote-code"])
-        summary = run_workers(config, study.storage, study.runs_dir, processes, stop)
-    finally:
-        stop.can_checkpoint = False
-    if summary.ended != "elsewhere":
-        return summary
-    return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
-
-
-def _run_here(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
-    """Be a worker of the study in this process."""
-    from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
-
-    config, storage = study.config, study.storage
-    bind_data(storage, config.name, executor.fingerprint)
-    stored = storage.load_study(config.name)
-    folder = partial(executor.trial_folder, storage.study_token(config.name))
-    study_folder = folder(0).parent
-    note_database(study_folder, storage)
-    remote = open_remote_store(config.checkpoint)
-    shared, removed = _num_on_device() > 1, set[int]()
-    runner = TrialRunner(executor, storage, stop, remote=remote, shared_device=shared)
-    options = WorkerOptions(
-        deadline=stop.deadline,
-        after_trial=partial(
-            keep_best_checkpoints, stored, study_folder, config.checkpoint.top_k, remote, removed
-        ),
-    )
-    device = WorkerDevice(
-        executor.device.device_id,
-        memory_limit(executor.device, executor.amp.memory_fraction),
-        study.lacking,
-        executor.device.kind,
-        checked_on(executor.device),
-    )
-    summary = run_worker(config, storage, runner, options, device=device, stop=stop)
-    if summary.ended == "finished" and config.comparison is None:
-        evaluate_best(executor, storage, folder, stop, remote)
-    return summary
