@@ -9,18 +9,18 @@ from typing import Any, get_args
 
 from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
-from hpo.compare.companion import open_comparison, unlabelled_in_test
-from hpo.compare.looks import run_looks
+from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
 from hpo.compare.planning import Request
-from hpo.config.questions import CONFIGURATIONS, Question
+from hpo.compare.sequential import run_rounds
+from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet, load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
-from hpo.report.in_advance import limit_in_advance, trials_in_advance
+from hpo.report.plan import comparison_cost, comparison_limit
 from hpo.study.reading.study_record import StudyRecord
-from hpo.study.running.run import check_trust
+from hpo.study.running.open_study import check_trust
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import check_data
 
@@ -56,7 +56,7 @@ def run_comparison(
         )
     device, data = probe_device(config.device), load_data(config.data)
     check_data(database, search.name, data.fingerprint)
-    if unlabelled := unlabelled_in_test(config, data):
+    if unlabelled := unlabelled_test_tasks(config, data):
         tasks = " and ".join(f"`{name}`" for name in unlabelled)
         _logger.warning("The validation split is scored: the test split has no labels of %s.", tasks)
     has_test = "test" in data.splits and not unlabelled
@@ -65,13 +65,13 @@ def run_comparison(
     in_advance = _in_advance(search, config, data, comparison_study)
     make_runs_folder(comparison_study.name)
 
-    def run_step(study: StudyConfig) -> StudyRecord:
+    def run_round(study: StudyConfig) -> StudyRecord:
         result = run(study)
         if result.ended != "finished":
             raise ComparisonStopped(result)
         return result.record
 
-    result = run_looks(database, comparison_study, search, data.tasks, run_step, in_advance)
+    result = run_rounds(database, comparison_study, search, data.tasks, run_round, in_advance)
     content: Mapping[str, Any] = json_safe(result.content)
     return content
 
@@ -83,7 +83,7 @@ def _in_advance(
     plan = comparison_study.comparison
     assert plan is not None
     margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
-    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
+    in_advance = [comparison_limit(config, data, margin), comparison_cost(search, plan)]
     for sentence in in_advance:
         _logger.info("%s", sentence)
     return in_advance

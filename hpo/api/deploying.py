@@ -15,12 +15,12 @@ import torch
 
 from hpo.api.models import checkpoint_of
 from hpo.api.opening import RUNS, check_positive
-from hpo.compare.companion import unlabelled_in_test
-from hpo.compare.planning import by_rank
+from hpo.compare.comparison_study import unlabelled_test_tasks
+from hpo.compare.planning import ranked_trials
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.deploy.artifacts import NAMES, parse_names
-from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
+from hpo.deploy.deployment import DeploymentRequest, DeployTarget, deploy
 from hpo.deploy.result import Deployment
 from hpo.deploy.timing import BATCH_SIZES
 from hpo.device import limit_threads, probe_device
@@ -78,7 +78,7 @@ def deploy_best(
 
 def best_model_of(record: StudyRecord) -> TrialRecord:
     """Return the best trial by the first objective about the model. Raises RunError if there is none."""
-    ranked = by_rank(record)
+    ranked = ranked_trials(record)
     if not ranked:
         none_yet = f"the study {record.name} has no complete trial yet, so there is no model to deploy."
         raise RunError(nearest_message(record) or none_yet)
@@ -94,10 +94,9 @@ def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, sto
     metric = quality_objective(config.objective).metric
     if max_drop is None and unit_of(metric) != "points":
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
-    has_test = "test" in data.splits and not unlabelled_in_test(config, data)
-    return DeploymentRequest(
-        names, 1.0 if max_drop is None else max_drop, batch, has_test, ends=partial(_reason_to_end, stop)
-    )
+    has_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
+    max_drop = 1.0 if max_drop is None else max_drop
+    return DeploymentRequest(names, max_drop, batch, has_test, stop_reason=partial(_reason_to_end, stop))
 
 
 def _reason_to_end(stop: Stop) -> str:
@@ -124,10 +123,10 @@ def _deploy(
     torch.set_num_threads(options.threads or torch.get_num_threads())
     source = TrialSource(trial.number, trial.params, trial.telemetry)
     exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
-    place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
+    target = DeployTarget(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
     stop.can_checkpoint = True  # from here on, an interrupt keeps the scored forms
     try:
-        return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
+        return deploy(study[0], executor.dataset, exported, request, target)
     except Preempted as error:
         if stop.is_set():
             raise DeploymentStopped("Interrupted before fp32 was scored: nothing is kept.") from None

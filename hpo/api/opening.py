@@ -15,7 +15,7 @@ from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.errors import InputError, NoDatabaseError, NoStudyFileError, StudyFileError, printable
 from hpo.study.running.stopping import Stop
-from hpo.study.store.database import URL_FROM_FILE, place, storage_url
+from hpo.study.store.database import URL_FROM_FILE, shown_url, storage_url
 from hpo.study.store.storage import Storage, open_storage
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -81,7 +81,7 @@ def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyCon
     A name means the study in the database, if there is one, even if `studies/` has such a file. `stop` as in
     `existing_database`.
     """
-    unknown = f"There is no study `{study}` in {place(url)}."
+    unknown = f"There is no study `{study}` in {shown_url(url)}."
     if not is_path(study):
         try:
             with existing_database(url, stop) as storage:

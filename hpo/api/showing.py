@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from pathlib import Path
 
 from hpo.api.opening import RUNS, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
-from hpo.config.trackers import TrackerName
+from hpo.config.choices import TrackerName
 from hpo.errors import InputError
 from hpo.report.dashboard import Dashboard, open_dashboard
 from hpo.report.report import write_report
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import end_of_job, stop_at_end_of_input, stop_on_signals
-from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
+from hpo.track.follow import Follower, open_tracker
 
 
 def report(study: StoredStudy, folder: str | Path | None = None) -> Path:
@@ -78,8 +77,7 @@ def track(
         tracker = open_tracker(to, record, token, folder or default)
         follower = Follower(lambda: read_study(database, record.name), token, tracker)
         try:
-            idle_seconds = math.inf if with_parent else IDLE_SECONDS
-            shown = follower.follow(stop, idle_seconds) if follow else follower.look()
+            shown = follower.follow(stop) if follow else follower.update()
         finally:
             tracker.close()
         was_stopped = stop.signal is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.api.opening import RUNS, existing_database, is_path, load_file, progress_shown, trust
-from hpo.code import names_of, use_code
+from hpo.code import unknown_names_allowed, use_code
 from hpo.config.known import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
@@ -23,7 +23,7 @@ from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, NoDatabaseError, RunError
 from hpo.extensions import own_loop_of
 from hpo.redaction import redact
-from hpo.report.formats import how_to_resume, trials_done
+from hpo.report.messages import progress_message, resume_message
 from hpo.report.status import study_status
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
@@ -31,7 +31,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
-from hpo.study.store.database import DEFAULT_URL, place, storage_url
+from hpo.study.store.database import DEFAULT_URL, shown_url, storage_url
 from hpo.study.store.lifecycle import StudyState
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
@@ -81,12 +81,12 @@ class StateChange(StudyResult):
     """Number of unfinished trials that the cancellation ended."""
 
     def text(self) -> str:
-        done = trials_done(self.trials)
+        done = progress_message(self.trials)
         if self.state == "open":
             again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
             return f"The study {self.study} {again}: {done}. To continue it: hpo worker {self.study}"
         ends = f", {self.ended} of them by this command" if self.ended else ""
-        return f"The study {self.study} is {self.state}: {done}{ends}. {how_to_resume(self.study)}"
+        return f"The study {self.study} is {self.state}: {done}{ends}. {resume_message(self.study)}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Copied(StudyResult):
     place: str
 
     def text(self) -> str:
-        text = f"{self.study} is in {self.place}: {self.trials} trials; {trials_done(self.counts)}."
+        text = f"{self.study} is in {self.place}: {self.trials} trials; {progress_message(self.counts)}."
         if self.counts["done"] == sum(self.counts.values()):
             return text
         return f"{text}\nContinue only this copy: both studies would write to the same checkpoints."
@@ -197,7 +197,7 @@ class StoredStudy:
     @property
     def place(self) -> str:
         """The database in words, without a password."""
-        return place(storage_url(self._storage))
+        return shown_url(storage_url(self._storage))
 
     def status(self) -> dict[str, Any]:
         """Return the content of `hpo status --json`."""
@@ -221,7 +221,7 @@ class StoredStudy:
         with self._stored() as (database, name):
             definition = database.read_definition(name)
             config = stored_study(name, definition)
-            with names_of(config.code), own_loop_of(definition):
+            with unknown_names_allowed(config.code), own_loop_of(definition):
                 fixed = {key: encode(value) for key, value in parse_params(params).items()}
             if config.comparison is not None:
                 raise InputError(f"`{name}` is a comparison: its trials are planned.")
@@ -269,7 +269,7 @@ class StoredStudy:
                     "stops them."
                 )
             done = database.trial_counts(name)["done"]
-            confirm(f"the study {name} with {done} finished trials from {place(database.url)}")
+            confirm(f"the study {name} with {done} finished trials from {shown_url(database.url)}")
             noted, had_folder = noted_database(database), folder.exists()
             lifecycle.delete_study(database, name)  # raises if a worker has joined: then nothing is removed
             uploads = remove_uploads(config, folder, noted)
@@ -287,7 +287,7 @@ class StoredStudy:
             num_trials = copy.copy_study(source, target, name)
             if checkpoints.is_dir():  # it stays, and belongs to the copy
                 note_database(checkpoints, target)
-            return Copied(name, num_trials, target.trial_counts(name), place(target.url))
+            return Copied(name, num_trials, target.trial_counts(name), shown_url(target.url))
 
     def _set_state(self, state: StudyState) -> StateChange:
         """Change the state; unless it is `open`, wait until the workers have left."""

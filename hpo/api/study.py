@@ -10,9 +10,11 @@ The commands about a study call its methods. Both do the same in the same databa
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +36,18 @@ from hpo.api.running import (
     RunResult,
     WorkResult,
     ranks_of_torchrun,
-    run_here,
-    work_here,
+    run_result,
+    shown,
+    work_result,
     worker_processes,
 )
 from hpo.api.stored import StoredStudy
 from hpo.cluster.batch.slurm import requeue_this_job
 from hpo.compare.planning import Request
 from hpo.config.checkpoint_config import NOT_SHARED
-from hpo.config.questions import Question
+from hpo.config.choices import Question, TrackerName
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import StudyConfig, stored_study
-from hpo.config.trackers import TrackerName
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
 from hpo.report.dashboard import Dashboard
@@ -54,17 +56,19 @@ from hpo.report.plan import Plan
 from hpo.report.tables import StudyTables
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
-from hpo.study.running.run import OpenOptions, check_trust, open_study
-from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
+from hpo.study.running.open_study import OpenOptions, TrialsRun, check_trust, open_study
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop, end_of_job, stop_on_signals
+from hpo.study.running.supervisor import WorkerProcesses
+from hpo.study.running.worker import run_study
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
-from hpo.trial.callbacks import Callbacks
+from hpo.track.background import track_in_background
+from hpo.training.evaluate import Evaluation
 from hpo.trial.diagnosis import Diagnosis
 from hpo.trial.executor import Executor
 from hpo.trial.own_executor import build_executor
 from hpo.trial.reproduction import Reproduction
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 from hpo.trial.verify import PrecisionCheck, check_precision, verify
-from hpo.trial.verify_parts import PartsCheck, verify_parts
 
 _logger = logging.getLogger(__name__)
 
@@ -116,7 +120,20 @@ class Study(StoredStudy):
         with self._stopping(until, timeout) as stop:
             config = to_run(self.file, n_trials, hours)
             processes = worker_processes(config, self._storage, workers, workers_per_device)
-            return run_here(config, processes, stop, self._storage, quiet=self.quiet)
+            return self._run(config, processes, stop)
+
+    def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop) -> RunResult:
+        """Create or resume a study and run its trials in this process, or in `processes` if there are any."""
+        trials_run: TrialsRun = "in workers" if processes.shares else "in this process"
+        options = OpenOptions(trials_run=trials_run, is_file=True)
+        with open_study(config, storage_url(self._storage), RUNS, options) as opened:
+            url = processes.storage_as_given or opened.storage.url
+            with (
+                track_in_background(config.name, config.tracker, url, RUNS),
+                shown(opened, quiet=self.quiet),
+            ):
+                summary = run_study(opened, processes, stop=stop)
+            return run_result(opened, summary)
 
     def work(
         self,
@@ -138,13 +155,33 @@ class Study(StoredStudy):
                 else:
                     config, is_file = to_run(self.file), True
                 processes = worker_processes(config, self._storage, workers, workers_per_device)
-                options = OpenOptions(is_file=is_file, trust_remote_code=self._trusts, stop=stop)
-                result = work_here(config, processes, options, self._storage, quiet=self.quiet)
+                result = self._work(config, processes, stop, is_file=is_file)
             except StoppedError:  # while the database was away
                 requeue_this_job("stopped", stop)
                 raise
             requeue_this_job(result.ended, stop)
             return result
+
+    def _work(
+        self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, *, is_file: bool
+    ) -> WorkResult:
+        """Be one or more workers of a study, and keep its number of trials."""
+        here = not processes.shares
+        options = OpenOptions(
+            resize=False,
+            trials_run="in this process" if here else "in workers",
+            is_file=is_file,
+            trust_remote_code=self._trusts,
+            stop=stop,
+        )
+        with (
+            open_study(config, storage_url(self._storage), RUNS, options) as opened,
+            shown(opened, quiet=self.quiet, own=here),
+        ):
+            summary = run_study(opened, processes, stop=stop)
+            if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
+                summary = replace(summary, outcomes={})
+            return work_result(opened, summary)
 
     def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
         """Check the study of the file, and make the tables and the study, before workers start."""
@@ -156,7 +193,7 @@ class Study(StoredStudy):
             return read_study(opened.storage, config.name)
 
     def train(
-        self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
+        self, params: Mapping[str, Any], show: Callable[[Evaluation], None] = lambda _: None
     ) -> TrialResult:
         """Run one trial without a database or checkpoint; call `show` with each evaluation."""
         config = to_run(self.file)
@@ -175,16 +212,11 @@ class Study(StoredStudy):
 
         `repeats`: number of timed passes of each precision; the fastest counts.
         """
-        with self._executor(repeats) as executor:
+        check_positive(repeats=repeats)
+        config = to_run(self.config)
+        with progress_shown(quiet=self.quiet):
+            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
             return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
-
-    def verify_parts(self, repeats: int = 3) -> list[PartsCheck]:
-        """Measure each part of the model in bf16 and fp16, and find the parts that need fp32.
-
-        `repeats`: number of timed passes with each part in fp32, and without any.
-        """
-        with self._executor(repeats) as executor:
-            return verify_parts(executor, repeats)
 
     def plan(
         self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None
@@ -276,8 +308,7 @@ class Study(StoredStudy):
         with self._stopping(until) as stop, self.opened() as (database, record):
 
             def run(config: StudyConfig) -> RunResult:
-                processes = worker_processes(config, self._storage, workers)
-                return run_here(config, processes, stop, self._storage, quiet=self.quiet)
+                return self._run(config, worker_processes(config, self._storage, workers), stop)
 
             return comparing.run_comparison(database, record, self.config_of(record), request, run)
 
@@ -305,7 +336,7 @@ class Study(StoredStudy):
 
         Args:
             to: `mlflow`, `tensorboard` or `wandb`.
-            follow: update the tracker until the study ends or is without workers for 10 minutes.
+            follow: update the tracker until the study ends.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
         """
         return showing.track(self, to, follow=follow, folder=folder)
@@ -353,13 +384,6 @@ class Study(StoredStudy):
             ranks_of_torchrun(),
         ):
             yield stop
-
-    @contextmanager
-    def _executor(self, repeats: int) -> Iterator[Executor]:
-        check_positive(repeats=repeats)
-        config = to_run(self.config)
-        with progress_shown(quiet=self.quiet):
-            yield Executor(resolve_study(config, probe_device(config.device)), RUNS)
 
     def _use_best(self, **use: Any) -> dict[str, Any]:
         record, used = self.use_best(**use)

@@ -109,7 +109,7 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
     """Find faults of a database, its studies and checkpoints. Exit code 1: a fault remains."""
     from hpo.api.opening import RUNS, load_file
     from hpo.cluster.doctor.doctor import examine, summary
-    from hpo.study.store.database import place, storage_url
+    from hpo.study.store.database import shown_url, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
@@ -121,7 +121,7 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
             typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
-    return Answer(content, summary(findings, place(url)), int(is_left))
+    return Answer(content, summary(findings, shown_url(url)), int(is_left))
 
 
 _DEFAULT = Path("runs/postgres")

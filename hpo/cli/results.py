@@ -12,8 +12,7 @@ import typer
 
 import hpo
 from hpo.cli.options import IN_POINTS, TRUST, Answer, answer, flag, folder, option, optional, study_command
-from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS
-from hpo.config.trackers import TrackerName
+from hpo.config.choices import CONFIGURATIONS, MOST_SEEDS, TrackerName
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 
 @study_command(
     needs_torch=False,
-    watch=flag(
-        "--watch", "Update every 5 s until the end of the study, or Ctrl-C (exit code 130)."
-    ),
+    watch=flag("--watch", "Update every 5 s until the end of the study, or Ctrl-C (exit code 130)."),
 )
 def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
@@ -72,7 +69,7 @@ def best(study: StoredStudy, *, reproduce: bool, into: Path | None = None, **opt
 
     With several objectives, show the Pareto front, and use the best trial by the first objective.
     """
-    from hpo.report.screens import best_as_json, best_model
+    from hpo.report.best_screens import best_as_json, best_model
     from hpo.study.reading.study_record import choosable_trials
 
     if into and not reproduce:
@@ -176,7 +173,7 @@ def dashboard(study: StoredStudy, *, as_json: bool, **options: Any) -> None:
 @study_command(
     needs_torch=False,
     to=option(TrackerName, "NAME", "mlflow, tensorboard or wandb; set its location by its own variables."),
-    follow=flag("--follow", "Update until the end of the study, or 10 minutes without a worker."),
+    follow=flag("--follow", "Update until the end of the study."),
     folder=folder("Files of tensorboard and of wandb.", default="runs/STUDY/tensorboard, runs/STUDY"),
     with_parent=flag("--with-parent", "End at the end of the standard input.", hidden=True),
 )

@@ -40,20 +40,14 @@ def check(study: hpo.Study) -> Any:
 @study_command(
     *TRUST,
     repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
-    parts=flag("--parts", "Measure each part of the model in bf16 and fp16, to choose fp32_parts."),
 )
-def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
+def verify(study: hpo.Study, **options: Any) -> Answer:
     """Check each precision on this machine: support, errors, speed and memory against fp32."""
     from hpo.device import probe_device
-    from hpo.report.part_screens import parts_verification
-    from hpo.report.screens import verification
+    from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
     device = probe_device(study.config.device)
-    if parts:
-        measured = study.verify_parts(**options)
-        content = {"device": asdict(device), "precisions": [asdict(one) for one in measured]}
-        return Answer(content, parts_verification(measured, device.describe()))
     checks = study.verify(**options)
     advice = recommendation(checks)
     rows = [asdict(one) for one in checks]
@@ -79,7 +73,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database, and print its record."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.screens import evaluation, trial, trial_record
+    from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]

@@ -31,7 +31,7 @@ def test_best_shows_the_evaluation_of_the_run(ran: Path) -> None:
     for part in (
         r"^ +test, 24 rows: score -?\d\.\d.* \(best constant prediction 0\.\d",
         r"^best trial \d: score \S+ \(best constant prediction 0\.\d",
-        r"^Trial \d on validation, as the search measured it",
+        r"^Trial \d on validation, measured by the search",
         r"^ +task +metric +value +best constant",
         r"^Trial \d on test: 24 rows",
     ):
@@ -53,7 +53,7 @@ def test_best_stores_its_evaluation(folder: Path) -> None:
     again = ok(hpo_command(folder, "best", "tiny", "--json", "--evaluate", "test")).json
     assert again["evaluation"]["detailed"] == before["test"], "the run's evaluation"
     text = ok(hpo_command(folder, "best", "tiny", "--evaluate", "validation")).out
-    assert "as the search measured it" not in text
+    assert "measured by the search" not in text
 
 
 def test_best_does_not_evaluate_by_a_changed_file(folder: Path) -> None:

@@ -21,8 +21,8 @@ from hpo.study.store.studies import create_or_resume_study
 RATES = {"learning_rate": {"type": "categorical", "choices": [1.0, 2.0, 3.0, 4.0, 5.0]}}
 """The higher the rate, the better the score and the more memory, in GB. The fifth trial ends early."""
 COUNTS = (
-    "{met} of 4 complete trials meet all limits of the study. 1 trial ended early because it broke a "
-    "limit. `peak_memory_bytes <= {limit}` is broken by {broken} trials."
+    "{met} of 4 complete trials within all limits. Ended early over a limit: 1 trial. "
+    "Not within `peak_memory_bytes <= {limit}`: {broken} trials."
 )
 
 
@@ -74,7 +74,7 @@ def test_every_command_chooses_the_best_trial_within_the_limits(tmp_path: Path) 
     assert [one.params["learning_rate"] for one in plan.configurations] == [2.0, 1.0]
     note = study_note(StudyTables(record))
     assert counts in note
-    assert f"- Trial {trial['number']}: score **0.2**" in note
+    assert f"- best trial {trial['number']}: score 0.2" in note
     page = tmp_path / ok(hpo_command(tmp_path, "report", "tiny.yaml", "--json")).json["report"]
     assert re.sub("`(.+)`", r"<code>\1</code>", counts.replace("<", "&lt;")) in page.read_text()
 
@@ -93,4 +93,4 @@ def test_without_a_trial_within_the_limits_the_nearest_is_shown(tmp_path: Path) 
         refused = hpo_command(tmp_path, *command, width=1000)
         assert refused.exit_code == exit_code
         assert nearest in refused.err
-    assert f"- Nearest, trial {number}: score **0.1**" in study_note(StudyTables(record))
+    assert f"- nearest trial {number}: score 0.1" in study_note(StudyTables(record))

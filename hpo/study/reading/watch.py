@@ -23,7 +23,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
-from hpo.study.store.failures import database_errors
+from hpo.study.store.failures import DATABASE_ERRORS
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage, count_trials
 
@@ -59,7 +59,7 @@ class StudyWatch:
         """Return the study now; its last state if the database is away, or the study was deleted."""
         try:
             self._last = self._read()
-        except database_errors(KeyError):
+        except (*DATABASE_ERRORS, KeyError):
             self._last = replace(self._last, ended=())
         return self._last
 
