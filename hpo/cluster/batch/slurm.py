@@ -29,9 +29,9 @@ from hpo.code import Code
 from hpo.config.allowed import ALLOW, DATA_DIR
 from hpo.errors import HpoError, InputError, RunError
 from hpo.redaction import redact
-from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, storage_url
+from hpo.study.store.process import this_job
 
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""

@@ -25,7 +25,6 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion
 from hpo.study.store.optuna_internals import (
     end_trial,
@@ -36,7 +35,7 @@ from hpo.study.store.optuna_internals import (
     study_id_of,
     trial_id_of,
 )
-from hpo.study.store.schema import claims, evaluations
+from hpo.study.store.schema import EvaluationRow, claims, evaluations
 from hpo.study.store.storage import Storage, is_stored
 from hpo.trial.telemetry import Progress, TrialResult
 

@@ -43,7 +43,7 @@ from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, num_open, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
@@ -67,7 +67,7 @@ from hpo.study.store.optuna_internals import (
     trial_id_of,
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
-from hpo.study.store.storage import is_stored
+from hpo.study.store.storage import is_stored, num_open
 from hpo.trial.telemetry import TrialResult
 
 MAX_REFUSALS = 20

@@ -23,8 +23,8 @@ from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import read_trials
-from hpo.study.store.schema import claims, studies, workers
-from hpo.study.store.storage import Storage
+from hpo.study.store.schema import claims, workers
+from hpo.study.store.storage import Storage, num_begun, num_open
 
 DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
@@ -216,18 +216,6 @@ class Watch:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)
             seen.promoted = [seen.trials[number] for number in promoted]
             seen.fallen_behind = [seen.trials[number] for number in self._standings.fallen_behind(rungs)]
-
-
-def num_begun(connection: sa.Connection, study: str) -> int:
-    """Count the begun ones of a study's `n_trials`."""
-    counted = (claims.c.study == study, claims.c.counts)
-    return int(connection.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
-
-
-def num_open(connection: sa.Connection, study: str) -> int:
-    """Count the `n_trials` of a study that have not begun; negative after `n_trials` was lowered."""
-    size = connection.execute(sa.select(studies.c.n_trials).where(studies.c.name == study)).scalar()
-    return (size or 0) - num_begun(connection, study)
 
 
 def num_trials_of_points(connection: sa.Connection, study: str) -> dict[str, int]:

@@ -18,10 +18,10 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
 from hpo.study.claims.lease import Lease
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.pace import Pace
 from hpo.study.running.stopping import Stop
 from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR
+from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
 from hpo.trial.callbacks import Callbacks
 

@@ -29,6 +29,7 @@ from hpo.config.search_space import refusal
 from hpo.errors import DeviceLostError, HpoError, LeaseLostError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
@@ -36,7 +37,6 @@ from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from sqlalchemy.exc import IntegrityError
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
-from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
 from hpo.study.store.availability import Availability
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
+from hpo.study.store.process import is_running, this_machine
 from hpo.study.store.schema import claims, compat, studies, workers
 
 T = TypeVar("T")
@@ -85,6 +85,18 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     for row in sizes:
         counts[row.name]["open"] += max(0, row.n_trials - counts[row.name].total())
     return {name: dict(of_study) for name, of_study in counts.items()}
+
+
+def num_begun(connection: sa.Connection, study: str) -> int:
+    """Count the begun ones of a study's `n_trials`."""
+    counted = (claims.c.study == study, claims.c.counts)
+    return int(connection.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
+
+
+def num_open(connection: sa.Connection, study: str) -> int:
+    """Count the `n_trials` of a study that have not begun; negative after `n_trials` was lowered."""
+    size = connection.execute(sa.select(studies.c.n_trials).where(studies.c.name == study)).scalar()
+    return (size or 0) - num_begun(connection, study)
 
 
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:

@@ -19,8 +19,8 @@ from support.tiny import write_study
 
 from hpo.cluster.batch.slurm import WorkerArray, requeue_this_job, seconds_of
 from hpo.errors import InputError
-from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import Stop
+from hpo.study.store.process import this_job
 from hpo.study.store.storage import open_storage
 
 URL = "postgresql://me:secret@host/db"

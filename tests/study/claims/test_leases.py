@@ -21,11 +21,12 @@ from support.worker_process import (
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, OutageError
 from hpo.study.claims import snapshot
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.samplers import build_pruner
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers

@@ -29,6 +29,7 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.reader import read_study
@@ -37,7 +38,7 @@ from hpo.study.running.worker import RunSummary, WorkerOptions
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 

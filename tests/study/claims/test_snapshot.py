@@ -13,12 +13,12 @@ from support.worker_process import begin, change_worker, evaluate, make_and_run,
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, StorageError
 from hpo.study.claims import snapshot
-from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.ending import end_unclaimed, end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 

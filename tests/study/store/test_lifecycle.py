@@ -22,13 +22,13 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
-    end_unfinished,
     read_state,
     set_state,
     wait_for_workers,

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import wait_for
 
-from hpo.study.claims.process import process_start, this_machine
+from hpo.study.store.process import process_start, this_machine
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 

@@ -17,8 +17,8 @@ from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims import lease as lease_module
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.store.lifecycle import checkpoints_folder
+from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
 
