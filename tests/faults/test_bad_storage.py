@@ -15,7 +15,6 @@ from support.worker_process import study
 
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError
-from hpo.study.reading.reader import read_study
 from hpo.study.store import connection as bounds
 from hpo.study.store.failures import explain
 from hpo.study.store.schema import compat
@@ -130,28 +129,21 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
     no_password = postgres_url.replace(postgres_server.url(name).split("@")[0], f"postgresql://{USER}")
     guest = postgres_server.url(name, user="guest", password="guest secret")
     refused = "the server refuses this user and password"
-    for url, message in (
+    expected = (
         (postgres_server.url(name, password="secret"), refused),
-        (postgres_server.url(name, user="nobody", password="secret"), refused),
         (no_password, refused),
         (postgres_server.url("nowhere"), "the server has no such database"),
         (f"{postgres_url}?options=-c%20default_transaction_read_only%3Don", "must be writable"),
         (guest, "must be allowed to create tables"),
-        (postgres_url, ""),
-        (guest, "must be allowed to create tables"),  # the tables are there, but not for this user
-    ):
-        if message:
-            error = refusal(url)
-            assert isinstance(error, StorageError)
-            assert message in str(error)
-        else:
-            open_storage(url).close()
+    )
+    for url, message in expected:
+        assert message in str(refusal(url))
+    open_storage(postgres_url).close()
+    assert "must be allowed to create tables" in str(refusal(guest)), "with tables of another user"
 
 
 @pytest.mark.postgres
-def test_unquoted_braces_and_percent_in_a_password(
-    postgres_server: PostgresServer, postgres_url: str
-) -> None:
+def test_braces_and_percent_in_a_password(postgres_server: PostgresServer, postgres_url: str) -> None:
     name = postgres_url.rpartition("/")[2]
     with postgres_server.connect(name) as connection:
         connection.execute("DROP ROLE IF EXISTS brace")
@@ -169,8 +161,6 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
         with open_storage(trusted) as storage, storage.engine.connect() as connection:
             query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
             assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
-            create_or_resume_study(storage, study(2))
-            assert read_study(storage, "tiny").counts["open"] == 2
         assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
 
 
@@ -179,12 +169,12 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
     ("options", "message"),
     [
         ("sslmode=disable", "the server refuses such a connection.*no encryption"),
-        ("sslmode=verify-full&sslrootcert={other}", "vouches for.*certificate verify failed"),
+        ("sslmode=verify-full&sslrootcert={other}", "vouch for.*certificate verify failed"),
         ("sslmode=verify-full&sslrootcert={own}&hostaddr=127.0.0.1", "for this host's name.*elsewhere"),
         ("sslmode=require&colour=red", "does not know such an option.*colour"),
     ],
 )
-def test_connections_that_tls_refuses(
+def test_refused_tls_connections(
     tls_server: PostgresServer, tmp_path: Path, options: str, message: str
 ) -> None:
     other = certificate(tmp_path, ["127.0.0.1"], {})
@@ -216,20 +206,6 @@ def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -
 
 
 # Errors in the middle of a run
-
-
-@pytest.mark.postgres
-def test_long_outage_ends_the_run(postgres_server: PostgresServer, postgres_url: str) -> None:
-    with open_storage(postgres_url) as storage:
-        storage.patience_seconds = 0.2
-        postgres_server.stop()
-        try:
-            with pytest.raises(RunError, match="no database answers there") as raised:
-                storage.trial_counts("tiny")
-        finally:
-            postgres_server.start()
-        assert raised.value.exit_code == 1
-        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 0}
 
 
 @pytest.mark.postgres

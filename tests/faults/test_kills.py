@@ -63,7 +63,7 @@ def test_killed_worker_is_continued(
         assert {line["number"] for line in before} <= set(runs)
 
 
-def test_configuration_that_kills_its_process_ends_as_crashed(sqlite_url: str, tmp_path: Path) -> None:
+def test_deadly_configuration_ends_as_crashed(sqlite_url: str, tmp_path: Path) -> None:
     config, log = study(6), tmp_path / "log"
     with open_storage(sqlite_url) as storage:
         opened = create_or_resume_study(storage, config)

@@ -146,8 +146,7 @@ class RemoteStore:
 class RemoteCheckpoints:
     """The checkpoints of one trial in a store (a `CheckpointMirror`)."""
 
-    wait_seconds = 60.0
-    """Wait of a continued or ended trial for an unavailable store."""
+    wait_seconds = 60.0  # wait of a continued or ended trial for an unavailable store
     retry_seconds = 5.0
 
     def __init__(self, store: RemoteStore, lease: Lease, folder: Path, stop: threading.Event) -> None:

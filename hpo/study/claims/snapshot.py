@@ -36,37 +36,23 @@ DEATH_CHECKS_AT_ONCE = 8
 class Snapshot:
     """A study as seen by a worker without a trial."""
 
-    trials: Mapping[int, FrozenTrial]
-    """Trials of hpo, by number."""
-    rows: Mapping[int, sa.Row[Any]]
-    """Claims of the unfinished trials, by the trial's number."""
-    num_open: int
-    """Number of the study's `n_trials` that have not begun."""
-    new: Sequence[Point]
-    """Possible parameters of a new trial; [{}]: any."""
-    is_spent: bool
-    """True if the study has spent its budget."""
-    hosts: Set[str] = frozenset()
-    """Machines of other live workers."""
-    num_new: int = 0
-    """Trials that may still begin within the budget."""
-    num_planned: int = 0
-    """Begun trials and `num_new`."""
-    may_begin: bool = False
-    """True if a live worker may begin another trial."""
-    free: list[FrozenTrial] = field(default_factory=list)
-    """RUNNING, without a worker, not paused."""
-    running: list[FrozenTrial] = field(default_factory=list)
-    """RUNNING with other live workers."""
-    num_unseen: int = 0
-    """Trials that began between the readings of trials and claims."""
+    trials: Mapping[int, FrozenTrial]  # trials of hpo, by number
+    rows: Mapping[int, sa.Row[Any]]  # claims of the unfinished trials, by the trial's number
+    num_open: int  # number of the study's `n_trials` that have not begun
+    new: Sequence[Point]  # possible parameters of a new trial; [{}]: any
+    is_spent: bool  # true if the study has spent its budget
+    hosts: Set[str] = frozenset()  # machines of other live workers
+    num_new: int = 0  # trials that may still begin within the budget
+    num_planned: int = 0  # begun trials and `num_new`
+    may_begin: bool = False  # true if a live worker may begin another trial
+    free: list[FrozenTrial] = field(default_factory=list)  # RUNNING, without a worker, not paused
+    running: list[FrozenTrial] = field(default_factory=list)  # RUNNING with other live workers
+    num_unseen: int = 0  # trials that began between the readings of trials and claims
     paused: list[FrozenTrial] = field(default_factory=list)
     waiting: list[FrozenTrial] = field(default_factory=list)
     """Enqueued trials, and retries of failed attempts, which count among the `n_trials` already."""
-    promoted: Sequence[FrozenTrial] = ()
-    """Paused trials that continue now."""
-    fallen_behind: Sequence[FrozenTrial] = ()
-    """Paused trials that never continue."""
+    promoted: Sequence[FrozenTrial] = ()  # paused trials that continue now
+    fallen_behind: Sequence[FrozenTrial] = ()  # paused trials that never continue
 
     def unfinished(self) -> list[Mapping[str, Any]]:
         """Return the known parameters of the trials that must run before the study is finished.

@@ -91,12 +91,10 @@ evaluations = sa.Table(
 class EvaluationRow:
     """One evaluation of one trial."""
 
-    step: int
-    """Step of the trial; increases with each evaluation."""
+    step: int  # step of the trial; increases with each evaluation
     epoch: float
     seconds: float
-    metrics: Mapping[str, Any]
-    """Task -> metric -> value, and the objectives by name."""
+    metrics: Mapping[str, Any]  # task -> metric -> value, and the objectives by name
     train_examples_per_second: float | None = None
     train_tokens_per_second: float | None = None
 

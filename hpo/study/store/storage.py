@@ -116,10 +116,8 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
 class Storage:
     """An open study database."""
 
-    lease_seconds = 60.0
-    """A worker is dead after this silence, unless its process runs on this machine."""
-    patience_seconds = 3600.0
-    """Longest wait of a call for an unavailable database (restart, network)."""
+    lease_seconds = 60.0  # a worker is dead after this silence, unless its process runs on this machine
+    patience_seconds = 3600.0  # longest wait of a call for an unavailable database (restart, network)
 
     def __init__(self, url: str, create: bool, stop: threading.Event | None) -> None:
         self.url = url

@@ -172,16 +172,6 @@ def test_trial_leaves_the_machine_of_a_dead_worker(storage: Storage) -> None:
             assert begin(other)[0].number == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"read_points": lambda: [{"fp_precision": "fp16"}]}])
-def test_study_with_trials_for_another_device_is_unfinished(
-    storage: Storage, options: dict[str, Any]
-) -> None:
-    lacking = frozenset({"fp16"}) if options else frozenset(PRECISIONS)
-    with worker_on(storage, study(1), runnable=Runnable(PRECISIONS, lacking), **options) as worker:
-        assert worker.claim() is None
-        assert worker.runnable.lacks(worker.left) == tuple(name for name in PRECISIONS if name in lacking)
-
-
 # Rows of other programs
 
 
