@@ -204,24 +204,6 @@ def through_proxy(url: str, proxy: Proxy) -> str:
     return re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
 
 
-def test_worker_is_killed_during_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """Its trial waits at an unstored evaluation, and continues from the checkpoint before."""
-    config = study(1, pruner={"name": "none"})
-    [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
-    wait_for_steps(tmp_path, 30)
-    postgres_server.stop(immediate=True)
-    try:
-        wait_for(lambda: steps_made(tmp_path) + 1 in EVALUATED)
-        saved = steps_made(tmp_path) - 19
-        os.kill(worker.pid, signal.SIGKILL)
-        worker.join()
-    finally:
-        postgres_server.start()
-    finish(*start_workers(url, config, tmp_path, 2.0, count=1))
-    assert [line["step"] for line in log_of(tmp_path, "started")] == [0, saved]
-    check_whole(url, config, tmp_path)
-
-
 def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     """Another worker has its trial then, so its writes are refused."""
     config = study(1, pruner={"name": "none"})

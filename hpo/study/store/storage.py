@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy as sa
+from optuna.study import Study
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
@@ -293,7 +294,7 @@ class Storage:
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
 
-    def load_study(self, name: str) -> optuna.Study:
+    def load_study(self, name: str) -> Study:
         """Load the study. Raises StorageError like `check_study`."""
         self.check_study(name)
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))

@@ -32,7 +32,7 @@ from hpo.report.status import study_status
 from hpo.study.claims.budget import DeviceClock, StudyBudget
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.running.worker import RunSummary, WorkerOptions
 from hpo.study.sampling.promotion import (
     PAUSED_ATTR,
     RESUMED_ATTR,
@@ -181,14 +181,6 @@ def test_no_trial_begins_at_the_cost_of_promoted_trials(
         budget = StudyBudget("tiny", promotion)
         budget.add_ended(unsupported)
         assert (budget.forecast(connection, rungs, paused, 0, 9).num_new > 0) == may_begin
-
-
-def test_enqueued_trials_do_not_count_as_running(storage: Storage) -> None:
-    first = [{"learning_rate": 10.0**-index} for index in range(4, 5)] * 3
-    config = study(1000, pruner=PRUNERS[0], budget={"hours": 2.0 / 3600}, first=first)
-    create_or_resume_study(storage, config)
-    summary = run_worker(config, storage, lambda *_: time.sleep(0.1) or result("complete"))
-    assert summary.outcomes["complete"] > 3
 
 
 def test_idle_workers_share_no_device(storage: Storage) -> None:

@@ -31,7 +31,6 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
-from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
 from hpo.study.running.worker import RunSummary, WorkerOptions
@@ -208,56 +207,6 @@ def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Stora
     for trial in storage.load_study(CONFIG.name).trials:
         assert (trial.state.name, trial.value) == ("PRUNED", value(trial.params, 2))
     assert storage.is_finished(CONFIG.name)
-
-
-def test_lowered_n_trials_keeps_begun_trials(storage: Storage, tmp_path: Path) -> None:
-    pause_all(storage)
-    create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
-    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 0, "paused": 8}
-    work(storage.url, tmp_path / "log")
-    check(storage, ended={7, 8})
-
-
-def test_retry_of_a_promoted_trial_starts_anew(storage: Storage) -> None:
-    pause_all(storage)
-    with worker_on(storage) as worker:
-        lease, trial = begin(worker)
-        worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        while lease := worker.claim():
-            worker.record_outcome(lease, train(storage, Path(os.devnull), lease.trial, lease, None))
-    trials = storage.load_study(CONFIG.name).trials
-    assert trials[trial.number].state.name == "FAIL"
-    assert trials[8].user_attrs["retry_of"] == trial.number
-    assert trials[8].params == trials[trial.number].params
-    complete = {trial.params["batch_size"] for trial in trials if trial.state.name == "COMPLETE"}
-    assert {7, 8} <= complete
-
-
-def test_trials_wait_for_a_capable_device(storage: Storage) -> None:
-    """A worker leaves the best two trials to another worker that can run them, as long as it lives."""
-    space = {**SPACE, "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]}}
-    config = study(8, sampler={"name": "random"}, search_space=space, pruner=PRUNER)
-    create_or_resume_study(storage, config)
-    only_fp32 = Runnable(("fp32", "fp16"), frozenset({"fp16"}))
-    with worker_on(storage, config, read_points=None) as worker:
-        for index in range(16):
-            lease, trial = begin(worker)
-            trial.suggest_categorical("fp_precision", ["fp32", "fp16"])
-            rung = 0.05 if index < 8 else 0.45
-            lease.pause(rung, [float(trial.params["fp_precision"] == "fp16")])
-            worker.record_outcome(lease, result("paused"))
-    precision_of = [trial.params["fp_precision"] for trial in storage.load_study(config.name).trials]
-    assert precision_of.count("fp16") >= 2, "the seed gives a mixture"
-    with (
-        worker_on(storage, config, read_points=None),
-        worker_on(storage, config, read_points=None, runnable=only_fp32) as other,
-    ):
-        assert other.claim() is None
-        assert [params["fp_precision"] for params in other.left] == ["fp16", "fp16"]
-    with worker_on(storage, config, read_points=None, runnable=only_fp32) as alone:
-        lease = alone.claim()
-        assert lease is not None
-        assert lease.trial.params["fp_precision"] == "fp32", "the device with fp16 is gone"
 
 
 def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:

@@ -110,17 +110,13 @@ def test_n_trials_can_be_raised_and_lowered(storage: Storage) -> None:
     run_trials(storage, study(4), result("complete"), result("failed", traceback="x"), result("preempted"))
     create_or_resume_study(storage, study(6))
     assert storage.trial_counts("tiny") == {"open": 4, "running": 1, "done": 1}
+    create_or_resume_study(storage, study(1), resize=False)
+    assert storage.trial_counts("tiny")["open"] == 4
     create_or_resume_study(storage, study(1))
     assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
     run_trials(storage, study(1), result("complete"))
     assert storage.is_finished("tiny")
     assert len(read_study(storage, "tiny").trials) == 3
-
-
-def test_joining_worker_does_not_resize(storage: Storage) -> None:
-    create_or_resume_study(storage, study(5))
-    create_or_resume_study(storage, study(3), resize=False)
-    assert storage.trial_counts("tiny")["open"] == 5
 
 
 def test_study_of_another_program_is_refused(storage: Storage) -> None:
