@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 import pytest
 from support.worker_process import (
-    PLACES,
+    KILL_POINTS,
     begin,
     change_worker,
     die_at,
@@ -144,26 +144,26 @@ def test_concurrent_workers_promote_the_same_trials(storage_url: str, tmp_path: 
 
 
 RARE = {"trial made": (2, 7), "half of the outcome": (1, 2), "trial ended": (1, 2)}
-"""Rare places. Each start and each promotion passes the others."""
+"""Rare points. Each start and each promotion passes the others."""
 
 
 def kills() -> Iterator[Any]:
-    """Yield the kills. On PostgreSQL only three of them are fast tests."""
-    for place in ("pause noted", *(place for place in PLACES if place not in ("training", "half suggested"))):
-        for kill_at in RARE.get(place, (2, 9)):
-            is_fast = kill_at != 2 and place in ("trial made", "half of the outcome", "pause noted")
-            marks = [pytest.mark.postgres, *([] if is_fast else [pytest.mark.slow])]
-            yield pytest.param("sqlite", place, kill_at)
-            yield pytest.param("postgres", place, kill_at, marks=marks)
+    """Yield the kills: all with SQLite, and the most dangerous ones with PostgreSQL."""
+    for point in ("pause noted", *KILL_POINTS):
+        for kill_at in RARE.get(point, (2, 9)):
+            if point not in ("training", "half suggested"):
+                yield pytest.param("sqlite", point, kill_at)
+            if kill_at != 2 and point in ("trial made", "half of the outcome", "pause noted"):
+                yield pytest.param("postgres", point, kill_at, marks=pytest.mark.postgres)
 
 
-@pytest.mark.parametrize(("kind", "place", "kill_at"), list(kills()))
-def test_kill_at_any_place_loses_no_trial(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
+@pytest.mark.parametrize(("kind", "point", "kill_at"), list(kills()))
+def test_kill_at_any_point_loses_no_trial(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, point: str, kill_at: int
 ) -> None:
     """The 2nd time is in a start, the 9th in a continued trial or its claim."""
     storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
-    run_until_killed(work, storage_url, log, place, kill_at)
+    run_until_killed(work, storage_url, log, point, kill_at)
     work(storage_url, log)
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8})
