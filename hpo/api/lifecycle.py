@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpo.api.opening import RUNS
-from hpo.code import names_of
+from hpo.code import unknown_names_allowed
 from hpo.config.known import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, RunError
 from hpo.extensions import own_loop_of
-from hpo.report.formats import how_to_resume, trials_done
+from hpo.report.messages import progress_message, resume_message
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.claims.ending import end_unfinished
@@ -74,12 +74,12 @@ class StateChange(StudyResult):
     """Number of unfinished trials that the cancellation ended."""
 
     def text(self) -> str:
-        done = trials_done(self.trials)
+        done = progress_message(self.trials)
         if self.state == "open":
             again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
             return f"The study {self.study} {again}: {done}. To continue it: hpo worker {self.study}"
         ends = f", {self.ended} of them by this command" if self.ended else ""
-        return f"The study {self.study} is {self.state}: {done}{ends}. {how_to_resume(self.study)}"
+        return f"The study {self.study} is {self.state}: {done}{ends}. {resume_message(self.study)}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Copied(StudyResult):
     place: str
 
     def text(self) -> str:
-        text = f"{self.study} is in {self.place}: {self.trials} trials; {trials_done(self.counts)}."
+        text = f"{self.study} is in {self.place}: {self.trials} trials; {progress_message(self.counts)}."
         if self.counts["done"] == sum(self.counts.values()):
             return text
         return f"{text}\nContinue only this copy: both studies would write to the same checkpoints."
@@ -119,7 +119,7 @@ def enqueue(
     """Store a configuration for a worker to try, see `hpo.Study.enqueue`."""
     definition = database.read_definition(name)
     config = stored_study(name, definition)
-    with names_of(config.code), own_loop_of(definition):
+    with unknown_names_allowed(config.code), own_loop_of(definition):
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")

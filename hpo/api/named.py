@@ -56,7 +56,7 @@ class NamedStudy:
 
     def __repr__(self) -> str:
         """Describe the study by its file and, if that is a file, its database. This never fails or waits."""
-        from hpo.report.formats import objectives_text, trials_done
+        from hpo.report.messages import objectives_text, progress_message
         from hpo.study.reading.overview import glance
 
         file = None
@@ -71,7 +71,7 @@ class NamedStudy:
             facts["objective"] = objectives_text(metrics, directions)
         none = f"none of {file.num_trials} yet" if file else "none yet"
         has_budget = definition.get("budget") is not None
-        progress = trials_done(counts, has_budget=has_budget) if counts else none
+        progress = progress_message(counts, has_budget=has_budget) if counts else none
         facts["trials"] = "not read" if seen is None else progress
         return f"Study({', '.join([repr(name), *(f'{key}={value!r}' for key, value in facts.items())])})"
 
@@ -183,7 +183,7 @@ class NamedStudy:
             yield database, self._word if is_name else self.file.name
 
     def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
-        from hpo.study.running.run import check_trust  # not for those that only look
+        from hpo.study.running.open_study import check_trust  # not for those that only look
 
         check_trust(config, of_file, self._trusts)
 

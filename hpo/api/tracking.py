@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpo.api.lifecycle import StudyResult
 from hpo.api.opening import RUNS
-from hpo.config.trackers import TrackerName
+from hpo.config.choices import TrackerName
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.stopping import Stop, stop_at_end_of_input
 from hpo.study.store.storage import Storage
-from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
+from hpo.track.follow import Follower, open_tracker
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def track(
     tracker = open_tracker(to, record, token, folder or default)
     follower = Follower(lambda: read_study(database, record.name), token, tracker)
     try:
-        idle_seconds = math.inf if with_parent else IDLE_SECONDS
-        shown = follower.follow(stop, idle_seconds) if follow else follower.look()
+        shown = follower.follow(stop) if follow else follower.update()
     finally:
         tracker.close()
     was_stopped = stop.signal is not None

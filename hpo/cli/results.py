@@ -11,8 +11,7 @@ import typer
 
 import hpo
 from hpo.cli.options import IN_POINTS, TRUST, Answer, answer, flag, folder, option, optional, study_command
-from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS
-from hpo.config.trackers import TrackerName
+from hpo.config.choices import CONFIGURATIONS, MOST_SEEDS, TrackerName
 from hpo.errors import InputError
 
 
@@ -71,7 +70,7 @@ def best(study: hpo.Study, *, reproduce: bool, into: Path | None = None, **optio
         return _reproduced(study, into, options)
     if into:
         raise InputError("--into is where --reproduce keeps its checkpoints: give --reproduce, too.")
-    from hpo.report.screens import best_as_json, best_model
+    from hpo.report.best_screens import best_as_json, best_model
     from hpo.study.reading.study_record import choosable_trials
 
     record, used = study.use_best(**options)
@@ -163,7 +162,7 @@ def dashboard(study: hpo.Study, *, as_json: bool, **options: Any) -> None:
 
 @study_command(
     to=option(TrackerName, "NAME", "mlflow, tensorboard or wandb. Its own variables say where it is."),
-    follow=flag("--follow", "Keep up until the study ends or has had no worker for 10 minutes."),
+    follow=flag("--follow", "Keep the tracker up to date until the study ends."),
     folder=folder("Files of tensorboard and of wandb.", default="runs/STUDY/tensorboard, runs/STUDY"),
     with_parent=flag("--with-parent", "End when the standard input does.", hidden=True),
 )

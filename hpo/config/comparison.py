@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
-from hpo.config.questions import CONFIGURATIONS, MOST_SEEDS, Question
+from hpo.config.choices import CONFIGURATIONS, MOST_SEEDS, Question
 from hpo.config.search_space import encode
 from hpo.config.trial_settings import Positive, TrialSettings
 from hpo.precision.table import (

@@ -21,7 +21,7 @@ from hpo.section import Count, Switch, Whole
 
 def _is_other(own: Registry[Extension]) -> Callable[[Any], bool]:
     """Whether a name is that of a class, or one that the study's code brings."""
-    return lambda name: is_class_name(name) or own.takes(name)
+    return lambda name: is_class_name(name) or own.accepts(name)
 
 
 class _Algorithm(CheckedSection):

@@ -24,9 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.code import is_class_name, names_of
+from hpo.code import is_class_name, unknown_names_allowed
 from hpo.config.budget import MAX_TRIALS, BudgetConfig
 from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.choices import TrackerName
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
@@ -42,7 +43,6 @@ from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace
 from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
 from hpo.config.study_name import study_name
 from hpo.config.study_places import find_study_file
-from hpo.config.trackers import TrackerName
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import InputError, StorageError
 from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
@@ -253,7 +253,7 @@ class StudyConfig(CheckedSection):
     @classmethod
     def _take_names_of_code(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         code = content.get("code", {}) if isinstance(content, Mapping) else {}
-        with names_of(code), own_loop_of(content):
+        with unknown_names_allowed(code), own_loop_of(content):
             return handler(content)
 
     @model_validator(mode="before")

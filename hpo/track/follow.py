@@ -1,52 +1,51 @@
-"""Keeps a tracker in step with a study. The database is the truth; the tracker is a copy that may be away.
+"""Keeps a tracker up to date with a study.
 
-A run counts as shown only when the tracker has taken all of it, so a later look brings what it missed.
-Nothing is written to the database, and no worker waits for a tracker.
+The database is the truth, and the tracker is a copy that may be unreachable. An update sends each run that
+has changed since the tracker last accepted it. Nothing is written to the database, and no worker waits for a
+tracker.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from hpo.config.trackers import TrackerName
+from hpo.config.choices import TrackerName
 from hpo.errors import InputError, TrackerError
 from hpo.redaction import without_secrets
+from hpo.report.report import write_report
 from hpo.study.reading.study_record import StudyRecord, is_over
+from hpo.track.mlflow_runs import MlflowTracker
 from hpo.track.runs import Run, digest_of, runs_of
 from hpo.track.settings import without_secret_settings
+from hpo.track.tensorboard_files import TensorboardTracker
+from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
 
-LOOK_SECONDS = 5.0
-"""Time between two looks, or 20 times the time to read the study if this is longer."""
-REPORT_SECONDS = 600.0
-"""Time between two reports of a study that is followed; the last look always brings one."""
-IDLE_SECONDS = 600.0
-"""How long a study without workers is followed: perhaps no device can run the rest, or its time is over."""
+UPDATE_SECONDS = 5.0
+"""Time between two updates, or 20 times the time to read the study if this is longer."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A place to show runs. All methods may raise TrackerError."""
+    """A program that shows runs. All methods may raise TrackerError."""
 
     @property
     def where(self) -> str:
-        """The place, for people."""
+        """Address or folder, for people."""
 
     def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
-        """Show the trial or the study as in `run`, and return True if this changed anything.
+        """Show a trial or a study; return True if this changed anything.
 
-        `write_files` writes into a folder what a tracker with a place for files keeps with the run.
+        `write_files` writes the report into a folder, for a tracker that stores files with a run.
         """
 
     def close(self) -> None:
@@ -55,16 +54,14 @@ class Tracker(Protocol):
 
 @dataclass
 class Shown:
-    """The work of a command on a tracker."""
+    """The state of a tracker after an update."""
 
-    runs: int = 0
-    """Runs of the study at the last look."""
-    changed: int = 0
-    """Runs made or changed in the tracker."""
-    is_over: bool = False
+    runs: int
+    """Number of trials in the tracker."""
+    changed: int
+    """Number of trials that this command has added or changed."""
+    is_over: bool
     """True if the study has ended."""
-    idle_seconds: float = math.inf
-    """Since a worker was last seen in it; infinite: none ever was."""
 
 
 class Follower:
@@ -75,13 +72,9 @@ class Follower:
         self._digests: dict[str, str] = {}
         self._changed: set[str] = set()
         self._read_seconds = 0.0
-        self._reported, self._report_of = time.monotonic(), ""
-        """The time of the last report, and the digest of its trials; empty: there is none."""
-        self._heartbeats: dict[str, datetime] = {}
-        self._heard = time.monotonic()
 
-    def look(self, *, is_last: bool = True) -> Shown:
-        """Bring the tracker to the study as it is now. Raises TrackerError."""
+    def update(self, *, is_last: bool = True) -> Shown:
+        """Show the present state of the study, with its report if `is_last`. Raises TrackerError."""
         started = time.monotonic()
         record = self._read()
         self._read_seconds = time.monotonic() - started
@@ -89,71 +82,53 @@ class Follower:
         for run in runs:
             if self._show(run):
                 self._changed.add(run.key)
-        if runs:
-            self._show_study(record, runs, is_last=is_last or is_over(record))
-        heartbeats = {worker.id: worker.last_seen for worker in record.workers}
-        if heartbeats != self._heartbeats:
-            self._heartbeats, self._heard = heartbeats, time.monotonic()
-        return Shown(len(runs), len(self._changed), is_over(record), time.monotonic() - self._heard)
+        if runs and runs[0].study is not None:
+            study, write = runs[0].study, None
+            if is_last or is_over(record):
+                report_of = digest_of([run.digest for run in runs])  # makes a run without this report differ
+                study = replace(study, facts={**study.facts, "report_of": report_of})
+                write = partial(write_files, record)
+            self._show(study, write)
+        return Shown(len(runs), len(self._changed), is_over(record))
 
-    def _show(self, run: Run, write_files: Callable[[Path], None] | None = None) -> bool:
+    def _show(self, run: Run, write: Callable[[Path], None] | None = None) -> bool:
         if self._digests.get(run.key) == run.digest:
             return False
-        has_changed = self._tracker.show(run, write_files)
+        has_changed = self._tracker.show(run, write)
         self._digests[run.key] = run.digest
         return has_changed
 
-    def _show_study(self, record: StudyRecord, runs: Sequence[Run], *, is_last: bool) -> None:
-        """Show the run of the study, from time to time and at the end with its report."""
-        study, report_of = runs[0].study, self._report_of
-        assert study is not None
-        is_due = is_last or time.monotonic() - self._reported > REPORT_SECONDS
-        if is_due:
-            self._reported, report_of = time.monotonic(), digest_of([run.digest for run in runs])
-        run = replace(study, facts={**study.facts, "report_of": report_of} if report_of else study.facts)
-        self._show(run, partial(write_files, record) if is_due else None)
-        self._report_of = report_of
+    def follow(self, stop: threading.Event) -> Shown:
+        """Update the tracker until the study has ended or `stop` is set.
 
-    def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
-        """Look again and again until the study has ended or `stop` is set, and once after that; or until no
-        worker was in it for so many seconds.
-
-        A tracker that is away is said once, and tried again. Raises TrackerError where the last look fails.
+        If the tracker is unreachable, log this once and try again. Raises TrackerError if the last update
+        fails.
         """
-        away = False
+        is_away = False
         while True:
             is_last = stop.is_set()
             try:
-                shown = self.look(is_last=is_last)
+                shown = self.update(is_last=is_last)
             except TrackerError as error:
                 if is_last:
                     raise
-                if not away:
+                if not is_away:
                     _logger.warning("%s It is tried again; nothing is lost.", error)
-                away = True
+                is_away = True
             else:
-                if away:
+                if is_away:
                     _logger.warning("The tracker is back.")
-                away = False
+                is_away = False
                 if is_last or shown.is_over:
                     return shown
-                if shown.idle_seconds > idle_seconds:
-                    _logger.warning(
-                        "No worker was in the study for %g s, which has trials left. Once one is, call this "
-                        "again: it adds what is new.",
-                        idle_seconds,
-                    )
-                    return shown
-            stop.wait(max(LOOK_SECONDS, 20 * self._read_seconds))
+            stop.wait(max(UPDATE_SECONDS, 20 * self._read_seconds))
 
 
 def write_files(record: StudyRecord, folder: Path) -> None:
-    """Write the report of a study and its whole definition, without secrets.
+    """Write the report of a study and its definition, without secrets.
 
-    Raises TrackerError if a record that somebody has changed breaks the report.
+    Raises TrackerError if a damaged record breaks the report.
     """
-    from hpo.report.report import write_report
-
     record = replace(record, definition=without_secret_settings(record.definition))
     try:
         write_report(record, folder / "report")
@@ -168,21 +143,15 @@ def write_files(record: StudyRecord, folder: Path) -> None:
 
 
 def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
-    """Return the tracker of this name for a study. It may write files into `folder`.
+    """Return the tracker of this name for a study. Its files go to `folder`.
 
     Raises InputError if its package is not installed or its address is unknown.
     """
     try:
         if name == "mlflow":
-            from hpo.track.mlflow_runs import MlflowTracker
-
             return MlflowTracker(record.name, token)
         if name == "tensorboard":
-            from hpo.track.tensorboard_files import TensorboardTracker
-
             return TensorboardTracker(folder, token)
-        from hpo.track.wandb_runs import WandbTracker
-
         return WandbTracker(record.name, folder)
     except ImportError as error:
         raise InputError(f"{name} must be installed, but: {error}. {install_hint(name)}") from None

@@ -1,9 +1,8 @@
-"""Runs of MLflow: an experiment of the study's name, with a run for the study and
-one below it for each trial.
+"""Runs of MLflow: an experiment named like the study, with one run for the study and a child run per trial.
 
-Two commands may both make the run of a trial. Each then keeps the one with the first id and deletes the
-others. Whether an evaluation is in a run is read from the run itself: the `marker` is the last metric that is
-written. MLflow refuses another value of a param, so a param of an earlier call keeps its value.
+Two commands may both create the run of a trial. Each then keeps the run with the first id and deletes the
+others. The run itself shows which evaluations it has: its `marker` is the last metric to be written. MLflow
+refuses another value of a param, so a param keeps its first value.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from hpo.errors import InputError, TrackerError, shorten
 from hpo.redaction import redact, without_secrets
 from hpo.study.store.database import sqlite_path
-from hpo.track.runs import FACTS, Point, Run, fact_names
+from hpo.track.runs import Run
 
 ADDRESS = "MLFLOW_TRACKING_URI"
 KEY, STUDY, DIGEST = "hpo.trial", "hpo.study", "hpo.digest"
-"""Tags of a run: its trial, its study and the state that it shows."""
+"""Tags of a run: its trial, its study and the digest of its content."""
 _STATUS = {
     "running": "RUNNING",
     "waiting": "SCHEDULED",
@@ -36,8 +35,7 @@ _STATUS = {
     "stopped": "KILLED",
     "failed": "FAILED",
 }
-# MLflow by default waits minutes for a server that is away, prints and logs its progress, and reports to its
-# makers.
+# By default MLflow waits minutes for an unreachable server, prints its progress, and reports usage.
 _DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -46,24 +44,23 @@ _DEFAULTS = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
 MAX_PARAMS, MAX_METRICS = 100, 900
-"""The limits of MLflow for the params, or the tags, and the metrics of one request; together 1000."""
+"""MLflow's limits for one request: params or tags, and metrics; together 1000."""
 
 
 @dataclass
 class _Known:
-    """What MLflow has of a trial."""
+    """Content of a run in MLflow."""
 
     run_id: str
     digest: str = ""
-    results: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
-    facts: set[str] = field(default_factory=set)
     steps: set[int] | None = None
-    """The steps of its points; None: they were not asked for yet."""
+    """Steps of the run's points; None: not read yet."""
 
 
 class MlflowTracker:
-    """Raises InputError where MLFLOW_TRACKING_URI is not set; `show` does where it is no address."""
+    """Raises InputError if MLFLOW_TRACKING_URI is missing. `show` raises it if the variable is no address."""
 
     def __init__(self, study: str, token: str) -> None:
         address = os.environ.get(ADDRESS)
@@ -75,11 +72,9 @@ class MlflowTracker:
 
         self._new_client = MlflowClient
         self._client: Any = None
-        """None: nothing was asked yet."""
         self._address, self._token = redact(address), token
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or study
         self._experiment_id = ""
-        """Empty: it was not asked for yet."""
         self._known: dict[str, _Known] = {}
 
     @property
@@ -88,79 +83,73 @@ class MlflowTracker:
         return f"{self._address}{page}, experiment {self._experiment}"
 
     def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
-        with self._asking():
+        with self._errors_explained():
             self._connect()
             known = self._find(run)
             if known.digest == run.digest:
                 return False
             try:
-                self._bring(known, run)
+                self._send(known, run)
                 if write_files:
                     with TemporaryDirectory() as folder:
                         write_files(Path(folder))
                         self._client.log_artifacts(known.run_id, folder)
-                self._finish(known, run)
+                self._send_tags(known, run)
             except Exception:
-                self._experiment_id = ""  # the run may be gone: deleted by a person, or by another command
+                self._experiment_id = ""  # read all again: a person or another command may have deleted it
                 raise
             return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no run is open."""
 
     def _connect(self) -> None:
-        """Make the client, which makes or migrates the tables where the address is that of a database."""
+        """Create the client. If the address is a database, this creates or migrates its tables."""
         if self._client is None:
             address = os.environ[ADDRESS]
-            # Two that make the tables of a SQLite file at once leave one that MLflow never opens again.
+            # Two processes that create the tables of a SQLite file at once damage it.
             path = sqlite_path(sa.make_url(address)) if address.startswith("sqlite:") else None
-            if path is not None and not path.parent.is_dir():  # FileLock would make it
+            if path is not None and not path.parent.is_dir():  # FileLock would create it
                 raise InputError(
                     f"{ADDRESS}: the folder `{path.parent}` must exist. Make it, or name another."
                 )
             with FileLock(f"{path}.lock") if path else nullcontext():
                 self._client = self._new_client(tracking_uri=address)
 
-    def _bring(self, known: _Known, run: Run) -> None:
-        from mlflow.entities import Param
+    def _send(self, known: _Known, run: Run) -> None:
+        """Send the metrics, params and state that MLflow does not have yet."""
+        from mlflow.entities import Metric, Param
 
         if known.steps is None:
             history = self._client.get_metric_history(known.run_id, run.marker)
             known.steps = {metric.step for metric in history}
         new = [point for point in run.points if point.step not in known.steps]
-        at = (int((run.ended or run.started) * 1000), run.points[-1].step if run.points else 0)
-        results = {name: value for name, value in run.results.items() if known.results.get(name) != value}
-        metrics = [metric for point in new for metric in _metrics(point)]
-        metrics += [_metric(name, value, *at) for name, value in results.items()]
+        metrics = [
+            Metric(name, value, int(point.time * 1000), point.step)
+            for point in new
+            for name, value in point.metrics.items()
+        ]
+        end, last = int((run.ended or run.started) * 1000), run.points[-1].step if run.points else 0
+        results = {name: value for name, value in run.results.items() if known.metrics.get(name) != value}
+        metrics += [Metric(name, value, end, last) for name, value in results.items()]
         params = {name: str(value) for name, value in run.params.items() if name not in known.params}
-        self._log(known.run_id, metrics, [Param(*item) for item in params.items()])
+        left = [Param(*item) for item in params.items()]
+        while metrics or left:  # in few requests: a server with passwords needs long for each
+            self._client.log_batch(known.run_id, metrics=metrics[:MAX_METRICS], params=left[:MAX_PARAMS])
+            metrics, left = metrics[MAX_METRICS:], left[MAX_PARAMS:]
         if run.ended is None:
             self._client.update_run(known.run_id, status=_STATUS[run.status])
         else:
-            self._client.set_terminated(known.run_id, _STATUS[run.status], int(run.ended * 1000))
+            self._client.set_terminated(known.run_id, _STATUS[run.status], end)
         known.steps |= {point.step for point in new}
-        known.results |= results
+        known.metrics |= results
         known.params |= params.keys()
 
-    def _log(self, run_id: str, metrics: list[Any], params: list[Any]) -> None:
-        """Send all in as few requests as possible: a server with passwords takes long for each."""
-        while metrics or params:
-            self._client.log_batch(run_id, metrics=metrics[:MAX_METRICS], params=params[:MAX_PARAMS])
-            metrics, params = metrics[MAX_METRICS:], params[MAX_PARAMS:]
-
-    def _finish(self, known: _Known, run: Run) -> None:
-        """Set the tags. The last one notes the state that the run shows, after all of it is there."""
+    def _send_tags(self, known: _Known, run: Run) -> None:
+        """Set the tags. The last tag is the digest, after all other content."""
         from mlflow.entities import RunTag
-        from mlflow.exceptions import MlflowException
 
-        for name in known.facts - run.facts.keys():  # no longer true, such as the reason of a pause
-            try:
-                self._client.delete_tag(known.run_id, name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another command has deleted it
-                    raise
-        known.facts = set(run.facts)
-        tags = {**run.facts, "mlflow.runName": run.name, FACTS: ",".join(run.facts)}
+        tags = {**run.facts, "mlflow.runName": run.name}
         if run.study:
             tags["mlflow.parentRunId"] = self._find(run.study).run_id
         left = [RunTag(*item) for item in {**tags, DIGEST: run.digest}.items()]
@@ -170,32 +159,37 @@ class MlflowTracker:
         known.digest = run.digest
 
     def _find(self, run: Run) -> _Known:
+        """Return the content of the run in MLflow; create the run if it is missing."""
         if not self._experiment_id:
             experiment = self._find_experiment()
             self._known = self._search(experiment)
             self._experiment_id = experiment
         if run.key not in self._known:
             tags = {KEY: run.key, STUDY: self._token, "mlflow.source.name": "hpo"}
-            at = int(run.started * 1000)
-            self._client.create_run(self._experiment_id, start_time=at, tags=tags, run_name=run.name)
+            start = int(run.started * 1000)
+            self._client.create_run(self._experiment_id, start_time=start, tags=tags, run_name=run.name)
             self._known |= self._search(self._experiment_id, run.key)
         return self._known[run.key]
 
     def _search(self, experiment: str, key: str = "") -> dict[str, _Known]:
-        """The runs of the study's trials, or of one of them, by their keys; of several of a trial one."""
+        """Read the runs of the study, or the run of `key`; delete all but the first run of a trial."""
         condition = f"tags.`{KEY}` = '{key}'" if key else f"tags.`{STUDY}` = '{self._token}'"
-        found: dict[str, list[Any]] = {}
+        runs: dict[str, list[Any]] = {}
         page = None
         while page != "":
-            runs = self._client.search_runs([experiment], condition, max_results=500, page_token=page)
-            for run in runs:
-                found.setdefault(run.data.tags.get(KEY, ""), []).append(run)
-            page = runs.token or ""
-        for same in found.values():
-            same.sort(key=lambda run: run.info.run_id)
-            for run in same[1:]:
+            found = self._client.search_runs([experiment], condition, max_results=500, page_token=page)
+            for run in found:
+                runs.setdefault(run.data.tags.get(KEY, ""), []).append(run)
+            page = found.token or ""
+        known = {}
+        for key, same in runs.items():
+            first, *others = sorted(same, key=lambda run: run.info.run_id)
+            for run in others:
                 self._client.delete_run(run.info.run_id)
-        return {key: _known(first) for key, (first, *_) in found.items()}
+            metrics, digest = dict(first.data.metrics), first.data.tags.get(DIGEST, "")
+            steps = None if metrics else set[int]()
+            known[key] = _Known(first.info.run_id, digest, metrics, set(first.data.params), steps)
+        return known
 
     def _find_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -204,7 +198,7 @@ class MlflowTracker:
         if experiment is None:
             try:
                 return str(self._client.create_experiment(self._experiment))
-            except MlflowException:  # another command has just made it, or it cannot be made
+            except MlflowException:  # another command has just created it, or it cannot be created
                 experiment = self._client.get_experiment_by_name(self._experiment)
                 if experiment is None:
                     raise
@@ -216,24 +210,24 @@ class MlflowTracker:
         return str(experiment.experiment_id)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _errors_explained(self) -> Iterator[None]:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
 
         try:
             yield
         except (UnsupportedModelRegistryStoreURIException, ArgumentError) as error:
-            told = shorten(without_secrets(str(error)), 300)
+            message = shorten(without_secrets(str(error)), 300)
             raise InputError(
                 f"{ADDRESS} must say where MLflow is, e.g. http://127.0.0.1:5000, but is {self._address}. "
-                f"Correct it. ({told})"
+                f"Correct it. ({message})"
             ) from error
         except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
-            told = shorten(without_secrets(str(error)), 300)
-            raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({told})") from error
+            message = shorten(without_secrets(str(error)), 300)
+            raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({message})") from error
 
     def _meaning(self, error: Exception) -> str:
-        """What the error means and what to do."""
+        """Explain the error and its remedy."""
         status = _status_of(error)
         if status == 401:
             return "must know this user. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
@@ -248,28 +242,10 @@ class MlflowTracker:
 
 
 def _status_of(error: Any) -> int:
-    """Return the HTTP status of an error of MLflow or, for artifacts, of `requests`."""
-    if isinstance(error, ImportError):  # of a library for the store of the artifacts
+    """Return the HTTP status of an error of MLflow, or of `requests` for artifacts."""
+    if isinstance(error, ImportError):  # the store of the artifacts needs another library
         return 400
     if hasattr(error, "get_http_status_code"):
         return int(error.get_http_status_code())
-    # A database that two commands make at once, or that is locked, is one that is away.
+    # A locked database, or one in creation, counts as unreachable.
     return int(getattr(getattr(error, "response", None), "status_code", 500))
-
-
-def _known(run: Any) -> _Known:
-    metrics, tags = dict(run.data.metrics), run.data.tags
-    steps = None if metrics else set[int]()
-    facts = tags.keys() & fact_names(tags.get(FACTS))
-    return _Known(run.info.run_id, tags.get(DIGEST, ""), metrics, set(run.data.params), facts, steps)
-
-
-def _metrics(point: Point) -> list[Any]:
-    at = (int(point.time * 1000), point.step)
-    return [_metric(name, value, *at) for name, value in point.metrics.items()]
-
-
-def _metric(name: str, value: float, milliseconds: int, step: int) -> Any:
-    from mlflow.entities import Metric
-
-    return Metric(name, value, milliseconds, step)

@@ -1,5 +1,6 @@
-"""The folders of TensorBoard and W&B, each with a note of the trial's state in it. A run whose note is out of
-date is written anew, since a file does not tell what a killed command left in it.
+"""Notes in the run folders of TensorBoard and W&B: the state of the trial that a folder shows.
+
+A folder with an outdated note is written anew, because files do not show what a killed command left in them.
 """
 
 from __future__ import annotations
@@ -15,24 +16,20 @@ NOTE = "hpo.json"
 
 
 def is_noted(folder: Path, run: Run) -> bool:
-    return _note(folder / NOTE) == _content(run)
+    return _note(folder / NOTE) == {"key": run.key, "digest": run.digest}
 
 
 def note(folder: Path, run: Run) -> None:
     temporary = folder / f".{NOTE}"
-    temporary.write_text(json.dumps(_content(run)))
+    temporary.write_text(json.dumps({"key": run.key, "digest": run.digest}))
     temporary.replace(folder / NOTE)
 
 
 def forget_other_studies(folder: Path, token: str) -> None:
-    """Remove the runs of a study of another token, which had the same name and was deleted."""
+    """Remove the runs of a deleted study of the same name, which had another token."""
     for path in folder.glob(f"*/{NOTE}"):
         if not str(_note(path).get("key")).startswith(f"{token}-"):
             shutil.rmtree(path.parent)
-
-
-def _content(run: Run) -> dict[str, Any]:
-    return {"key": run.key, "digest": run.digest}
 
 
 def _note(path: Path) -> dict[str, Any]:

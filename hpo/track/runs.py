@@ -1,8 +1,8 @@
-"""The runs that a tracker shows: one for the study and one for each trial, made from its tables alone.
+"""The runs of a study in a tracker: one for the study and one for each trial, made from its tables alone.
 
-The key of a run is the same in any database, so another machine or a copy of the study finds it again. A
-trial that paused and continues is one run. Anybody who can write to the database decides on names and texts,
-so control characters, and in names what MLflow refuses, are replaced. Passwords and tokens are replaced too.
+The key of a run is the same in any database, so another machine or a copy of the study finds the run again. A
+paused and continued trial is one run. Anybody who can write to the database controls names and texts, so
+control characters and names that MLflow refuses are replaced. Passwords and tokens are replaced too.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
-from hpo.report.formats import format_value, observed_precision
+from hpo.report.formats import format_value
+from hpo.report.trial_precision import observed_precision
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, is_over
 from hpo.study.store.schema import EvaluationRow
 from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000
-"""MLflow takes 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
-FACTS = "hpo.facts"
-"""The fact of a tracker's run that lists the names of all others, so that those no longer true can go."""
+"""MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
 _DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
-"""Names of facts about the device; the others begin with `device.`."""
+"""Names of facts about the device. All others begin with `device.`."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +37,40 @@ class Point:
 
     step: int
     time: float
-    """Seconds since 1970: the start of the trial and what it had trained."""
+    """Seconds since 1970: start of the trial plus its training time."""
     metrics: Mapping[str, float]
-    """As `task/metric`; the last is the `marker` of the run."""
+    """Values by `task/metric`. The last metric is the `marker` of the run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trial, or a study, as it is shown."""
+    """Content of a run: a trial or a study."""
 
     key: str
-    """The token of the study, and the number of the trial that started or `study`."""
+    """Token of the study, and number of the trial or `study`."""
     name: str
     status: Status
-    """`waiting`: it is paused or preempted; `stopped`: by the pruner, a limit or a person."""
+    """`waiting`: paused or preempted. `stopped`: by the pruner, a limit or a person."""
     started: float
-    """Seconds since 1970, as `ended`."""
+    """Seconds since 1970, like `ended`."""
     ended: float | None
     params: Mapping[str, str | float]
-    """The settings that cannot change: those that were searched, and those that the study fixes."""
+    """Settings that cannot change, searched and fixed."""
     facts: Mapping[str, str]
-    """The study's tags, the settings that may change, the outcome, the device and the precisions."""
+    """Tags of the study, changeable settings, outcome, device and precisions."""
     points: Sequence[Point]
     results: Mapping[str, float]
-    """Of the whole trial, each as `trial/NAME`; empty while it runs."""
+    """Final values by `trial/NAME`; empty while the trial runs."""
     study: Run | None = None
-    """The run of the study that the trial belongs to; None: this is a study."""
+    """Run of the trial's study. None: this is a study."""
 
     @property
     def marker(self) -> str:
-        """The metric that each point has, as its last one."""
+        """Last metric of every point."""
         return "epoch" if self.study else "trials_ended"
 
     @property
     def digest(self) -> str:
-        """A short name of the content."""
         return digest_of(asdict(replace(self, study=None)))
 
 
@@ -81,8 +79,8 @@ def digest_of(content: Any) -> str:
 
 
 def runs_of(record: StudyRecord, token: str) -> list[Run]:
-    """Return a run for each trial that has started, in their order. `token` is that of the study."""
-    begun = [trial for trial in record.trials if trial.started is not None]  # the others wait
+    """Return a run for each started trial, in order. `token` identifies the study."""
+    begun = [trial for trial in record.trials if trial.started is not None]
     if not begun:
         return []
     study = _study_run(record, token, begun)
@@ -152,9 +150,12 @@ def _params(settings: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def _facts(record: StudyRecord, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the study's tags and `facts`, which win over a tag of the same name."""
+    """Return the study's tags and `facts`. A fact replaces a tag of the same name.
+
+    `outcome_reason` may be empty: the reason of a pause must not stay on a continued trial.
+    """
     known = {**section(record.definition, "tags"), **facts}
-    kept = ((name, value) for name, value in known.items() if value not in (None, ""))
+    kept = (item for item in known.items() if item[1] not in (None, "") or item[0] == "outcome_reason")
     return {name: str(_value(name, value)) for name, value in named(kept)}
 
 
@@ -185,7 +186,7 @@ def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _agreement(stored: Mapping[str, Any]) -> str | None:
-    """Return the verdict on what was observed; None if nothing was."""
+    """Return whether the observed precision agrees; None if none was observed."""
     if not stored.get("observed"):
         return None
     return "unverified" if stored.get("agrees") is None else format_value(stored["agrees"])
@@ -211,7 +212,7 @@ def _results(record: StudyRecord, trial: TrialRecord) -> Iterator[tuple[str, flo
 
 
 def _numbers(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers among nested values, as `outer/inner`."""
+    """Yield the finite numbers among nested values, named `outer/inner`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{above}{name}/")
@@ -220,21 +221,18 @@ def _numbers(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The items by names that every tracker takes, each another one; in their order."""
-    taken: set[str] = set()
+    """Yield the items under unique names that every tracker accepts."""
+    used: set[str] = set()
     for name, value in items:
         cleaned = re.sub(r"[^\w./\- :]", "_", _text(name))[:MAX_NAME]
-        # MLflow refuses what would be another path: `a//b`, `./a`, `..a`.
+        # MLflow refuses paths that are not normal: `a//b`, `./a`, `..a`.
         cleaned = "/".join(re.sub(r"^\.+", "_", part) or "_" for part in cleaned.split("/"))
-        again = (f"{cleaned}_{count}" for count in range(2, len(taken) + 3))
-        unique = cleaned if cleaned not in taken else next(one for one in again if one not in taken)
-        taken.add(unique)
+        unique, count = cleaned, 1
+        while unique in used:
+            count += 1
+            unique = f"{cleaned}_{count}"
+        used.add(unique)
         yield unique, value
-
-
-def fact_names(listed: object) -> set[str]:
-    """Return the names in a list that a tracker stored, and that anybody may have edited."""
-    return set(re.findall(r"[\w./\- :]+", str(listed)))
 
 
 def _value(name: str, value: Any) -> str | float:
@@ -244,7 +242,7 @@ def _value(name: str, value: Any) -> str | float:
 
 
 def _text(value: Any) -> str:
-    """Return `value` as text that can be sent and shown: without secrets and halves of surrogate pairs."""
+    """Return `value` as text without secrets, control characters and halves of surrogate pairs."""
     return _sendable(str(value))
 
 

@@ -1,7 +1,7 @@
-"""The settings of a study and of its trials as flat names and texts, without secrets.
+"""The settings of a study and of its trials as flat names and values, without secrets.
 
-A setting has its name in the study file, such as `data.source`. The settings of `training` have their bare
-names, because the search uses these too: `learning_rate` is one column, whether a study fixes or searches it.
+A setting has its name in the study file, such as `data.source`. A setting of `training` has its bare name,
+so that `learning_rate` is one column, whether a study fixes or searches it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from hpo.config.definition import CHANGEABLE
 from hpo.config.trial_settings import BUDGETS
 from hpo.redaction import HIDDEN
 
-_NO_SECRETS = (
-    "pad|cls|mask|sep|bos|eos|unk|start|end|first|last|special|image|audio|study|forward|backward|text|label|"
-    "group|sort|primary|foreign"
-)
-"""Words before `_token`, `_key` or `_pass` in the names of other settings, such as those of a tokenizer."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
     r"(?:hf|api|access|auth|secret|private)[_-]?(?:key|token)s?|[_-](?:key|token))$"
 )
-_OTHER_NAME = re.compile(rf"(?i)(?:^|[._-])(?:{_NO_SECRETS})[_-](?:key|token|pass)$")
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a setting of this name may hold a password or a token."""
+    return bool(_SECRET_NAME.search(name))
 
 
 def without_secret_settings(content: Any) -> Any:
-    """Return the content of a study file with `***` in place of settings that are named like a secret."""
+    """Return the content of a study file with `***` for the values of secret settings."""
     if isinstance(content, Mapping):
         return {
             name: HIDDEN if value and is_secret(name) else without_secret_settings(value)
@@ -37,37 +36,25 @@ def without_secret_settings(content: Any) -> Any:
 
 
 def is_changeable(name: str) -> bool:
-    """Return True if the setting may change while the study goes on."""
+    """Return True if the setting of an existing study may change."""
     return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
 
 
 def study_settings(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a study by their names: the distributions of the search, and fixed values.
-
-    A distribution has the name `search_space.NAME`.
-    """
+    """Return the settings of a study: distributions, named `search_space.NAME`, and fixed values."""
     space = section(definition, "search_space")
     settings = {f"search_space.{name}": distribution for name, distribution in space.items()}
     return settings | _fixed(definition, space)
 
 
 def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a trial: the values that the search gave it, and those that its study fixes.
-
-    Settings of how the study is run, such as `n_trials`, are those of the study alone.
-    """
-    return {
-        **params,
-        **{
-            name: value
-            for name, value in _fixed(definition, params).items()
-            if name.partition(".")[0] not in CHANGEABLE
-        },
-    }
+    """Return the settings of a trial: searched values, and fixed values that cannot change."""
+    fixed = _fixed(definition, params).items()
+    return {**params, **{name: value for name, value in fixed if name.partition(".")[0] not in CHANGEABLE}}
 
 
 def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that `searched` does not replace."""
+    """Return the fixed settings that `searched` does not replace."""
     left_out = ("given", "name", "tags", "search_space", "training")
     fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
     training = section(definition, "training")
@@ -86,14 +73,9 @@ def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[s
 
 
 def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of the mapping of this name; empty if there is none."""
+    """Return a copy of the mapping of this name, or {} if there is none."""
     value = content.get(name)
     return dict(value) if isinstance(value, Mapping) else {}
-
-
-def is_secret(name: str) -> bool:
-    """Return True if a setting of this name holds a password or a token."""
-    return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
 
 
 def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Event files of TensorBoard: a folder for each trial and one for the study, with their numbers as scalars
-and, at the end, the settings and facts as HPARAMS and as a table under TEXT.
+"""Event files of TensorBoard: one folder for each trial and one for the study.
 
-A folder that is written anew begins with `purge_step`, which makes TensorBoard drop what it had read before.
+Numbers are scalars. At the end of a run, its settings and facts are HPARAMS and a table under TEXT. A folder
+that is written anew begins with `purge_step`, so that TensorBoard drops its earlier content.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
-
 from hpo.track.run_folders import forget_other_studies, is_noted, note
 from hpo.track.runs import Run
 
 
 class TensorboardTracker:
-    """Writes into `folder`, from which trials of a deleted study of this name are removed."""
+    """Writes into `folder`; removes from it the trials of a deleted study of the same name."""
 
     def __init__(self, folder: Path, token: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._new_writer, self._hparams = SummaryWriter, hparams
         self._folder = folder
-        self._open: dict[str, tuple[SummaryWriter, int]] = {}
-        """By the keys of runs that go on, with the number of their evaluations that are written."""
+        self._open: dict[str, tuple[Any, int]] = {}
+        """Writers of running trials by key, each with its number of written evaluations."""
         forget_other_studies(folder, token)
 
     @property
@@ -38,7 +39,7 @@ class TensorboardTracker:
             if is_noted(folder, run):
                 return False
             shutil.rmtree(folder, ignore_errors=True)
-            self._open[run.key] = SummaryWriter(str(folder), purge_step=0), 0
+            self._open[run.key] = self._new_writer(str(folder), purge_step=0), 0
         writer, num_written = self._open[run.key]
         for point in run.points[num_written:]:
             for name, value in point.metrics.items():
@@ -53,7 +54,7 @@ class TensorboardTracker:
             writer.add_scalar(name, value, last, run.ended)
         events: Any = writer.file_writer
         settings = {**run.params, **run.facts}
-        for summary in hparams(settings, dict(run.results)):
+        for summary in self._hparams(settings, dict(run.results)):
             events.add_summary(summary)
         writer.add_text("settings", _table(settings), last, run.ended)
         writer.close()
@@ -67,7 +68,6 @@ class TensorboardTracker:
 
 
 def _table(settings: Mapping[str, Any]) -> str:
-    """Return a table in Markdown."""
     rows = (
         f"| {name} | {html.escape(str(value)).replace('|', '&#124;')} |" for name, value in settings.items()
     )

@@ -29,8 +29,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
-from hpo.study.running.trial_runner import TrialRunner
-from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.running.worker import TrialRunner, WorkerOptions, run_worker
 from hpo.study.store import connection
 from hpo.study.store.connection import BoundedConnection
 from hpo.study.store.storage import open_storage

@@ -61,7 +61,7 @@ def test_kill_in_the_middle_of_a_trial(folder: Path) -> None:
     assert before.trials[1].outcome == "preempted"
     status = ok(hpo_command(folder, "status", "tiny.yaml")).out
     assert "1 of 2 trials ended, 0 running, 1 not started" in status
-    assert "1 trial was interrupted. The next worker continues there." in status
+    assert "1 interrupted trial: the next worker continues there." in status
     newest = saved_steps(folder, trial=1)[-1]
 
     assert "Study tiny (resumed): 1 of 2 trials ended" in resume(folder)

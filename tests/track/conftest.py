@@ -17,7 +17,7 @@ def server_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mlfl
 
 @pytest.fixture
 def mlflow_server(server_of_session: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
-    """A running server, which a test may stop. A test has an experiment of its own in it, by its study."""
+    """A running server. A test may stop it."""
     server_of_session.start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server_of_session.url)
     return server_of_session
@@ -25,7 +25,7 @@ def mlflow_server(server_of_session: MlflowServer, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def tracked(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrackedStudy]:
-    """A study that no trial has begun, with a name of its own, in the default database of `tmp_path`."""
+    """A new study in the default database of `tmp_path`."""
     name = "".join(letter for letter in request.node.name if letter.isalnum())[:80]
     with TrackedStudy(tmp_path, name) as study:
         yield study

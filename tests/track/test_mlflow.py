@@ -19,7 +19,6 @@ from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
 from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
-from hpo.track.runs import FACTS
 
 
 def client() -> Any:
@@ -33,10 +32,7 @@ def experiment_of(name: str) -> str:
 
 
 def runs(name: str) -> dict[str, Any]:
-    """Return the active runs of an experiment's trials by their names, with the history of each metric.
-
-    The experiment also has one run of its study, which all the others are below.
-    """
+    """Return the runs of an experiment's trials by name; check that the study's run is their parent."""
     found = all_runs(name)
     studies = {run["id"] for run in found.values() if run["tags"]["hpo.trial"].endswith("-study")}
     trials = {name: run for name, run in found.items() if run["id"] not in studies}
@@ -71,17 +67,15 @@ def values(run: dict[str, Any], metric: str) -> list[float]:
     return [value for _, value, _ in run["points"][metric]]
 
 
-def test_each_trial_is_a_run_with_all_that_is_known(
-    mlflow_server: MlflowServer, tracked: TrackedStudy
-) -> None:
+def test_each_trial_is_one_run(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
     tracked.run("complete", "pruned", "nonfinite", "incompatible", "failed", "complete")
     tracked.leave_running(alive=True)
     tracked.leave_running()
     tracked.study.enqueue_trial({"learning_rate": 1e-4})
-    told = tracked.tracked("mlflow")
+    answer = tracked.tracked("mlflow")
     page = f"{mlflow_server.url}/#/experiments/{experiment_of(tracked.name)}/runs"
-    assert told["where"].startswith(page)
-    assert (told["trials"], told["changed"]) == (8, 8)
+    assert answer["where"].startswith(page)
+    assert (answer["trials"], answer["changed"]) == (8, 8)
 
     found = runs(tracked.name)
     assert {name: run["status"] for name, run in found.items()} == {
@@ -118,14 +112,17 @@ def test_each_trial_is_a_run_with_all_that_is_known(
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_called_again_it_adds_what_is_new_and_nothing_else(tracked: TrackedStudy) -> None:
+def test_repeated_call_adds_changes_alone(tracked: TrackedStudy) -> None:
+    tracked.change(tags={"team": "search", "outcome": "not this"})
     tracked.run("complete", "pruned")
     tracked.leave_running()
     assert tracked.tracked("mlflow")["changed"] == 3
     before = runs(tracked.name)
+    tags = before["trial 0"]["tags"]
+    assert (tags["team"], tags["outcome"]) == ("search", "complete")
     assert tracked.tracked("mlflow")["changed"] == 0
     assert runs(tracked.name) == before
-    tracked.run("complete")  # the trial of the dead worker goes on
+    tracked.run("complete")  # continues the trial of the dead worker
     assert tracked.tracked("mlflow")["changed"] == 1
     after = runs(tracked.name)
     assert {**after, "trial 2": None} == {**before, "trial 2": None}
@@ -133,22 +130,14 @@ def test_called_again_it_adds_what_is_new_and_nothing_else(tracked: TrackedStudy
     assert after["trial 2"]["status"] == "FINISHED"
     assert [step for step, _, _ in after["trial 2"]["points"]["score"]] == [10, 20, 30]
 
-
-def test_a_server_that_is_away_is_one_clear_error(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
-    tracked.run("complete")
-    mlflow_server.stop()
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 1
-    assert finished.err.count("Error:") == 1
-    assert f"MLflow at {mlflow_server.url} did not answer" in finished.err
-    assert not finished.out
-    mlflow_server.start()
-    assert tracked.tracked("mlflow")["changed"] == 1
+    client().set_tag(after["trial 0"]["id"], "mine", "kept")
+    tracked.change(tags={"ticket": "7"}, n_trials=4, stall_seconds=60.0)
+    assert tracked.tracked("mlflow")["changed"] == 3
+    tags = runs(tracked.name)["trial 0"]["tags"]
+    assert (tags["mine"], tags["ticket"]) == ("kept", "7")
 
 
-def test_followed_it_is_waited_for_and_loses_nothing(
-    mlflow_server: MlflowServer, tracked: TrackedStudy
-) -> None:
+def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
     tracked.resize(3)
     tracked.run("complete")
     process = start_hpo(tracked.folder, "track", tracked.name, "--to", "mlflow", "--follow")
@@ -157,14 +146,16 @@ def test_followed_it_is_waited_for_and_loses_nothing(
     mlflow_server.stop()
     tracked.run("nonfinite")
     line = process.stderr.readline()
-    assert "did not answer" in line
+    assert f"MLflow at {mlflow_server.url} did not answer" in line
     assert "It is tried again" in line
+    once = tracked.track("mlflow")
+    assert once.exit_code == 1
+    assert once.err.count("Error:") == 1
     tracked.run("complete")
     mlflow_server.start()
     finished = finish(process)
     assert finished.exit_code == 0, "the study has ended"
     assert finished.err == "The tracker is back.\n"
-    assert f"trials of {tracked.name}: 3" in finished.out
     statuses = {name: run["status"] for name, run in runs(tracked.name).items()}
     assert statuses == {"trial 0": "FINISHED", "trial 1": "FAILED", "trial 2": "FINISHED"}
 
@@ -188,13 +179,13 @@ def _die_after(folder: Path, name: str, calls: int) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_killed_at_any_request_the_next_call_doubles_nothing(tracked: TrackedStudy) -> None:
+def test_call_after_kill_repeats_no_content(tracked: TrackedStudy) -> None:
     tracked.run("complete", "complete")
-    for calls in (1, 3, 6, 14, 40):  # each process goes on from where the one before was killed
+    for calls in (1, 3, 6, 14, 40):  # each process continues after the kill of the previous one
         process = start_process(_die_after, tracked.folder, tracked.name, calls)
         process.join(60)
         assert process.exitcode in (-signal.SIGKILL, 0)
-    assert process.exitcode == 0, "killed too often: nothing was left to the last"
+    assert process.exitcode == 0, "too many kills: the last process had nothing to do"
     tracked.tracked("mlflow")
     found = runs(tracked.name)
     assert len(found) == 2
@@ -204,13 +195,13 @@ def test_killed_at_any_request_the_next_call_doubles_nothing(tracked: TrackedStu
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_of_two_runs_of_a_trial_one_is_kept(tracked: TrackedStudy) -> None:
-    """Two commands made them at the same moment, and the other one goes on with the one that is deleted."""
+def test_duplicate_runs_are_deleted(tracked: TrackedStudy) -> None:
+    """Two commands created them at the same moment, and one continues with the deleted run."""
     tracked.run("complete")
     trial = tracked.leave_running(alive=True)
     token = tracked.storage.study_token(tracked.name)
     one = Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token))
-    one.look()
+    one.update()
     experiment = experiment_of(tracked.name)
     for number in (0, 1, 1, 1, 1):
         client().create_run(experiment, tags={KEY: f"{token}-{number}", STUDY: token})
@@ -220,9 +211,9 @@ def test_of_two_runs_of_a_trial_one_is_kept(tracked: TrackedStudy) -> None:
     assert runs(tracked.name)["trial 1"]["id"] == first
 
     tracked.evaluate(trial, 2)
-    with suppress(TrackerError):  # where the run that it knows is deleted; then it finds the other one
-        one.look()
-    one.look()
+    with suppress(TrackerError):  # its run is deleted; then it finds the other run
+        one.update()
+    one.update()
     assert tracked.tracked("mlflow")["changed"] == 0
     assert [step for step, _, _ in runs(tracked.name)["trial 1"]["points"]["score"]] == [10, 20]
     assert len(runs(tracked.name)) == 2
@@ -232,7 +223,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe \ud800 ' OR 1=1 -- <img src=x on
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_hostile_names_and_texts(tracked: TrackedStudy) -> None:
+def test_hostile_names_are_replaced(tracked: TrackedStudy) -> None:
     tracked.run("complete", reason=HOSTILE)
     names = [HOSTILE, "..", "a/../b", "//x//", ".", "", "a" * 400, "x\n", "x\t", "é☃"]
     metrics = {name: {"f1": 0.5} for name in names} | {"score": 0.5, "epoch": float("nan"), "big": 1e308}
@@ -242,14 +233,14 @@ def test_hostile_names_and_texts(tracked: TrackedStudy) -> None:
         first = connection.execute(sa.select(params).limit(1)).one()
         evil = sa.update(params).where(params.c.param_id == first.param_id)
         connection.execute(evil.values(param_name="..\x1b[2J"))
-    for _ in range(2):  # half of a surrogate pair breaks the report, and the trials are shown
+    for _ in range(2):  # half of a surrogate pair breaks the report alone
         finished = tracked.track("mlflow")
         assert finished.exit_code == 1
         assert "All trials are shown, but the report could not be written: UnicodeEncodeError" in finished.err
         assert finished.err.count("\n") == 1
     (run,) = runs(tracked.name).values()
     of_names = [name for name in run["points"] if re.search(r"f1(_\d)?$", name)]
-    assert len(of_names) == len(names) - 1, "each has its own, but that which is longer than MLflow takes"
+    assert len(of_names) == len(names) - 1, "unique names, except the longest one"
     assert "a" * 200 in run["points"]
     shown = repr(run)
     for unsafe in ("\\x1b", "\\x07", "\\u202e", "\\ud800"):
@@ -257,41 +248,32 @@ def test_hostile_names_and_texts(tracked: TrackedStudy) -> None:
     assert "OR 1=1" in run["tags"]["outcome_reason"]
 
 
-def test_where_it_is_comes_from_the_environment(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 2
-    assert "MLFLOW_TRACKING_URI must say where MLflow is" in finished.err
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 0, "there is no trial to show, and nothing is asked"
-    tracked.run("complete")
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 1
-    assert "secret" not in finished.err + finished.out
-    assert "user:***@127.0.0.1:9" in finished.err
-
-
 @pytest.mark.parametrize(
-    "address",
-    ["foo://user:secret@x", "sqlite:x", "sqlite:////no/such/folder/x.db", f"foo://u:{'secret' * 99}@x"],
+    ("address", "exit_code", "message"),
+    [
+        ("", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
+        ("http://user:secret@127.0.0.1:9", 1, "user:***@127.0.0.1:9"),
+        ("foo://user:secret@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
+        ("sqlite:x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
+        ("sqlite:////no/such/folder/x.db", 2, "the folder `/no/such/folder` must exist"),
+        (f"foo://u:{'secret' * 99}@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
+    ],
+    ids=["none", "unreachable", "unknown scheme", "no path", "no folder", "long password"],
 )
-def test_what_is_no_address_for_mlflow_is_one_clear_error(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str
+def test_bad_address_is_one_error(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str, exit_code: int, message: str
 ) -> None:
     tracked.run("complete")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    for options in ((), ("--follow",)):
-        finished = tracked.track("mlflow", *options)
-        assert finished.exit_code == 2
-        assert finished.err.startswith("Error: ")
-        assert "Traceback" not in finished.err
-        assert "secret" not in finished.err
+    finished = tracked.track("mlflow")
+    assert finished.exit_code == exit_code
+    assert finished.err.count("Error: ") == 1
+    assert message in finished.err
+    assert "Traceback" not in finished.err
+    assert "secret" not in finished.err + finished.out
 
 
-def test_two_that_make_its_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.folder}/new.db")
     tracked.run("complete", "complete")
     command = ("track", tracked.name, "--to", "mlflow")
@@ -304,11 +286,9 @@ def test_two_that_make_its_database_at_once(tracked: TrackedStudy, monkeypatch: 
         assert sorted(names) == [f"study {tracked.name}", "trial 0", "trial 1"]
 
 
-@pytest.mark.filterwarnings("ignore")  # those of MLflow's own models and migrations
-def test_a_database_that_cannot_be_used_is_away(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that another program of MLflow is just making: a table is there, and no version."""
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own models and migrations
+def test_unfinished_database_is_one_error(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another MLflow program is just creating it: it has a table, but no version yet."""
     place = tracked.folder / "half.db"
     with sa.create_engine(f"sqlite:///{place}").begin() as connection:
         connection.exec_driver_sql("CREATE TABLE _alembic_tmp_tags (a INT)")
@@ -322,7 +302,7 @@ def test_a_database_that_cannot_be_used_is_away(
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_the_study_is_a_run_with_its_report(tracked: TrackedStudy) -> None:
+def test_run_of_study_has_report(tracked: TrackedStudy) -> None:
     tracked.run("complete", "pruned")
     tracked.tracked("mlflow")
     study = all_runs(tracked.name)[f"study {tracked.name}"]
@@ -346,62 +326,3 @@ def test_the_study_is_a_run_with_its_report(tracked: TrackedStudy) -> None:
     assert (study["status"], study["tags"]["n_trials"]) == ("FINISHED", "3")
     folder = Path(client().download_artifacts(study["id"], "", str(tracked.folder)))
     assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 4
-
-
-@pytest.mark.usefixtures("mlflow_server")
-def test_facts_disappear_and_the_tags_of_the_user_stay(tracked: TrackedStudy) -> None:
-    tracked.change(tags={"team": "search"})
-    tracked.leave_running(alive=True)
-    tracked.tracked("mlflow")
-    run = runs(tracked.name)["trial 0"]
-    assert run["tags"]["team"] == "search"
-    client().set_tag(run["id"], "mine", "kept")
-    tracked.change(tags={})
-    assert tracked.tracked("mlflow")["changed"] == 1
-    tags = runs(tracked.name)["trial 0"]["tags"]
-    assert tags["mine"] == "kept"
-    assert "team" not in tags
-
-
-@pytest.mark.usefixtures("mlflow_server")
-def test_two_followers_remove_the_same_fact(tracked: TrackedStudy) -> None:
-    tracked.change(tags={"team": "search"})
-    tracked.run("complete")
-    token = tracked.storage.study_token(tracked.name)
-    both = [Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token)) for _ in range(2)]
-    for follower in both:
-        follower.look()
-    assert all(run["tags"]["team"] == "search" for run in all_runs(tracked.name).values())
-    tracked.change(tags={})
-    for follower in both:
-        follower.look()
-    assert not any("team" in run["tags"] for run in all_runs(tracked.name).values())
-
-
-@pytest.mark.usefixtures("mlflow_server")
-@pytest.mark.parametrize("text", ["[", "study,outc", "7", ""], ids=["bracket", "cut", "number", "empty"])
-def test_an_edited_list_of_facts_stops_no_tracker(tracked: TrackedStudy, text: str) -> None:
-    tracked.run("complete")
-    tracked.tracked("mlflow")
-    client().set_tag(runs(tracked.name)["trial 0"]["id"], FACTS, text)
-    tracked.change(tags={"team": "search"})
-    assert tracked.tracked("mlflow")["changed"] == 1
-    assert runs(tracked.name)["trial 0"]["tags"]["team"] == "search"
-    tracked.change(tags={})
-    assert tracked.tracked("mlflow")["changed"] == 1
-    assert "team" not in runs(tracked.name)["trial 0"]["tags"]
-
-
-@pytest.mark.usefixtures("mlflow_server")
-def test_a_resumed_study_may_change_its_tags_and_the_number_of_trials(tracked: TrackedStudy) -> None:
-    tracked.change(tags={"team": "search", "outcome": "not this"})
-    tracked.run("complete")
-    tracked.tracked("mlflow")
-    first = runs(tracked.name)["trial 0"]
-    assert (first["tags"]["team"], first["tags"]["outcome"]) == ("search", "complete")
-    tracked.change(tags={"ticket": "7"}, n_trials=4, stall_seconds=60.0)
-    assert tracked.tracked("mlflow")["changed"] == 1
-    again = runs(tracked.name)["trial 0"]
-    assert again["id"] == first["id"]
-    assert again["tags"]["ticket"] == "7"
-    assert "team" not in again["tags"]

@@ -13,7 +13,7 @@ from hpo.track.tensorboard_files import TensorboardTracker
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The points of each scalar of a trial; none may be there twice."""
+    """Return the points of each scalar; check that no point is repeated."""
     reader = EventAccumulator(str(folder), purge_orphaned_data=False)
     reader.Reload()
     found = {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
@@ -42,21 +42,21 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_each_trial_is_a_folder(tracked: TrackedStudy) -> None:
+def test_each_trial_is_one_folder(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite")
     tracked.leave_running()
-    told = tracked.tracked("tensorboard")
+    answer = tracked.tracked("tensorboard")
     folder = tracked.folder / "runs" / tracked.name / "tensorboard"
-    assert (told["trials"], told["changed"]) == (3, 3)
+    assert (answer["trials"], answer["changed"]) == (3, 3)
     assert sorted(path.name for path in folder.iterdir()) == ["study", "trial-0", "trial-1", "trial-2"]
     for number, trial in enumerate(tracked.record.trials):
         points = scalars(folder / f"trial-{number}")
         steps = [10, 20, 30] if number < 2 else [10]
         assert points["criteria/f1_macro"] == [(step, pytest.approx(step / 100)) for step in steps]
-        told_of = hparams(folder / f"trial-{number}")
-        assert told_of["learning_rate"] == trial.params["learning_rate"]
-        assert told_of["fp_precision"] == trial.params["fp_precision"]
-        assert told_of["outcome"] == trial.outcome
+        values = hparams(folder / f"trial-{number}")
+        assert values["learning_rate"] == trial.params["learning_rate"]
+        assert values["fp_precision"] == trial.params["fp_precision"]
+        assert values["outcome"] == trial.outcome
     assert scalars(folder / "trial-0")["trial/score"] == [(30, 0.5)]
     assert hparams(folder / "trial-1")["precision_effective"] == "fp32"
     settings = hparams(folder / "trial-0")
@@ -72,28 +72,27 @@ def test_each_trial_is_a_folder(tracked: TrackedStudy) -> None:
     before = files(folder)
     assert tracked.tracked("tensorboard")["changed"] == 0
     assert files(folder) == before
-    tracked.run("complete")  # the trial of the dead worker goes on
+    tracked.run("complete")  # continues the trial of the dead worker
     assert tracked.tracked("tensorboard")["changed"] == 1
     assert len(scalars(folder / "trial-2")["score"]) == 3
     assert hparams(folder / "trial-2")["outcome"] == "complete"
 
 
-def test_what_a_killed_command_left_is_not_doubled(tracked: TrackedStudy) -> None:
-    """A trial is followed, the command dies, the trial goes on, and another command takes over."""
+def test_command_after_kill_repeats_no_point(tracked: TrackedStudy) -> None:
     trial = tracked.leave_running(alive=True)
     folder = tracked.folder / "other"
     token = tracked.storage.study_token(tracked.name)
-    left = Follower(lambda: tracked.record, token, TensorboardTracker(folder, token))
-    left.look()
+    killed = Follower(lambda: tracked.record, token, TensorboardTracker(folder, token))
+    killed.update()
     tracked.evaluate(trial, 2)
-    left.look()  # and its file is never closed
+    killed.update()  # never closes its file
     assert len(scalars(folder / "trial-0")["score"]) == 2
     tracked.evaluate(trial, 3)
     assert tracked.tracked("tensorboard", "--folder", str(folder))["changed"] == 1
     assert [step for step, _ in scalars(folder / "trial-0")["score"]] == [10, 20, 30]
 
 
-def test_trials_of_a_deleted_study_of_that_name_are_removed(tracked: TrackedStudy) -> None:
+def test_remove_trials_of_deleted_study(tracked: TrackedStudy) -> None:
     tracked.run("complete", "complete")
     tracked.tracked("tensorboard")
     folder = tracked.folder / "runs" / tracked.name / "tensorboard"

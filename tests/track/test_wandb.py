@@ -14,10 +14,6 @@ import wandb
 from support.command_line import finish, start_hpo
 from tracked_study import TrackedStudy
 
-from hpo.track.follow import Follower
-from hpo.track.runs import FACTS
-from hpo.track.wandb_runs import WandbTracker
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +21,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Of a `.wandb` file: protobufs in a log of LevelDB (blocks of 32 KiB, chunks with 7 bytes of header)."""
+    """Read a `.wandb` file: protobufs in a LevelDB log (blocks of 32 KiB, chunks with 7 bytes of header)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -54,9 +50,9 @@ def run_of(folder: Path, number: int | str) -> dict[str, Any]:
         if kind == "history":
             items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
             found["history"].append({"step": record.history.step.num, **items})
-        for of in ("config", "summary"):
-            for item in getattr(record, of).update if kind == of else ():
-                found[of][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        for part in ("config", "summary"):
+            for item in getattr(record, part).update if kind == part else ():
+                found[part][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
         if kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
             manifest = record.request.log_artifact.artifact.manifest
             found["files"] = {entry.path for entry in manifest.contents}
@@ -67,7 +63,7 @@ def run_of(folder: Path, number: int | str) -> dict[str, Any]:
     return found
 
 
-def test_each_trial_is_a_run_with_its_own_id(tracked: TrackedStudy) -> None:
+def test_each_trial_is_one_run(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite", "pruned")
     tracked.leave_running()
     assert tracked.tracked("wandb")["changed"] == 4
@@ -76,7 +72,7 @@ def test_each_trial_is_a_run_with_its_own_id(tracked: TrackedStudy) -> None:
     found = [run_of(folder, number) for number in range(4)]
     assert [run["id"] for run in found] == [f"{token}-{number}" for number in range(4)]
     assert {run["project"] for run in found} == {tracked.name}
-    assert [run["exit"] for run in found] == [0, 1, 0, 1], "failed, or to go on"
+    assert [run["exit"] for run in found] == [0, 1, 0, 1], "1: failed or unfinished"
     for number, run in enumerate(found):
         steps = [10, 20, 30] if number < 3 else [10]
         assert [row["step"] for row in run["history"] if "score" in row] == steps
@@ -101,9 +97,7 @@ def test_each_trial_is_a_run_with_its_own_id(tracked: TrackedStudy) -> None:
     assert run_of(folder, 3)["exit"] == 0
 
 
-def test_a_run_is_written_again_in_the_same_second(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_rewritten_in_the_same_second(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb.sdk.wandb_settings as settings  # names a folder by the second
 
     monkeypatch.setattr(
@@ -118,50 +112,17 @@ def test_a_run_is_written_again_in_the_same_second(
     assert run["exit"] == 0
 
 
-def test_the_error_without_an_account_names_the_remedy(tracked: TrackedStudy) -> None:
+def test_error_without_account_names_remedy(tracked: TrackedStudy) -> None:
     tracked.run("complete")
-    there = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
-    there["NETRC"] = str(tracked.folder / "none")
-    finished = finish(start_hpo(tracked.folder, "track", tracked.name, "--to", "wandb", **there))
+    environment = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
+    environment["NETRC"] = str(tracked.folder / "none")
+    finished = finish(start_hpo(tracked.folder, "track", tracked.name, "--to", "wandb", **environment))
     assert finished.exit_code == 1
     assert "W&B does not take the runs. Log in (`wandb login`), or set WANDB_MODE=offline" in finished.err
     assert "Traceback" not in finished.err
 
 
-def test_a_fact_that_is_no_longer_true_is_emptied(tracked: TrackedStudy) -> None:
-    tracked.change(tags={"team": "search"})
-    tracked.leave_running(alive=True)
-    token = tracked.storage.study_token(tracked.name)
-    tracker = WandbTracker(tracked.name, tracked.folder)
-    follower = Follower(lambda: tracked.record, token, tracker)
-    follower.look()
-    tracked.change(tags={})
-    follower.look()
-    tracker.close()
-    config = run_of(tracked.folder, 0)["config"]
-    assert (config["team"], config["study"]) == ("", tracked.name)
-
-
-@pytest.mark.parametrize("facts", ["study,team", "team,mine_not", "team", 7, ["team", "study"], None])
-def test_a_resumed_run_keeps_the_config_of_the_user(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, facts: Any
-) -> None:
-    """W&B gives the config of the run on its server to the one that goes on with it."""
-    init = wandb.init
-    there = {"team": "search", "mine": "kept", FACTS: facts}
-    monkeypatch.setattr(wandb, "init", lambda **options: init(**options, config=there))
-    tracked.run("complete")
-    tracked.tracked("wandb")
-    config = run_of(tracked.folder / "runs" / tracked.name, 0)["config"]
-    assert config.get("team") == (None if facts in (7, None) else "")
-    assert "mine" not in config, "nothing was written"
-    assert config["outcome"] == "complete"
-
-
-def test_an_error_of_wandb_hides_a_long_password(
-    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The password is hidden before the text is cut."""
+def test_error_hides_long_password(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
     tracked.run("complete")
     url = f"http://me:{'secret' * 99}@127.0.0.1:9"
     monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError(f"no answer of {url}")))
@@ -172,8 +133,10 @@ def test_an_error_of_wandb_hides_a_long_password(
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])
-def test_a_missing_package(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    imported = [name for name in sys.modules if name.split(".")[0] == to or name.startswith("hpo.track.")]
+def test_missing_package_is_one_error(
+    tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    imported = [name for name in sys.modules if name.split(".")[0] == to]
     for name in [*imported, "torch.utils.tensorboard"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, to, None)

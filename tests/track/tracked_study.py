@@ -1,4 +1,4 @@
-"""A study for trackers: its trials end as a test says, without training."""
+"""A study for trackers, whose trials end without training."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class TrackedStudy:
                 lease, trial = self.begin(worker)
                 self.evaluate(trial, *range(1, evaluations + 1))
                 bug = "Traceback" if outcome == "failed" else None
-                told = {"reason": f"it was {outcome}", "telemetry": TELEMETRY, "traceback": bug} | changes
-                worker.record_outcome(lease, result(outcome, **told))
+                record = {"reason": f"it was {outcome}", "telemetry": TELEMETRY, "traceback": bug} | changes
+                worker.record_outcome(lease, result(outcome, **record))
 
     def leave_running(self, *, alive: bool = False) -> Any:
-        """Begin a trial, which is returned, whose worker dies after an evaluation, or lives on."""
+        """Begin and return a trial; after an evaluation its worker dies, or stays `alive`."""
         worker = WorkerLease(self.storage, self.study, max_retries=1)
         worker.__enter__()
         _, trial = self.begin(worker)

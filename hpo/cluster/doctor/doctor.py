@@ -1,8 +1,7 @@
-"""Problems of the studies in a database and of their checkpoints, each with a way to mend it.
+"""Problems of the studies in a database and of their checkpoints, each with a repair.
 
-A check is a function that yields findings. To add one, write it and put it into `CHECKS`. Mending is safe
-while workers run. A folder of checkpoints is removed only if this database is known to have had its study,
-because several databases may share one `runs/`.
+Repairs are safe while workers run. Several databases may share one `runs/`, so a folder of checkpoints is
+removed only if a study of this database made it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.config.allowed import check_allowed, checkpoint_place
+from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
@@ -26,7 +27,6 @@ from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.failures import DATABASE_ERRORS, explain
 from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lifecycle import checkpoint_config
@@ -42,13 +42,13 @@ from hpo.study.store.storage import Storage, open_storage
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem."""
+    """A problem, found by one of the checks."""
 
+    check: str
     problem: str
     remedy: str = ""
-    """The effect of `mend` or, without it, the remedy."""
+    """Effect of `mend`, or advice for the user."""
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
-    check: str = ""
     mended: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -59,39 +59,49 @@ class Finding:
         how = "Mended. " if self.mended else "--fix: " if self.mend else ""
         return printable(f"  {self.problem}" + (f"\n  {how}{self.remedy}" if self.remedy else ""))
 
-
-@dataclass(frozen=True)
-class Examined:
-    """An open database with the tables of this hpo, and this host."""
-
-    storage: Storage
-    runs_dir: Path
-    named: str | None = None
-
-    def studies(self) -> list[sa.Row[Any]]:
-        """The rows of `hpo_studies` of the studies that are there, but for damaged ones."""
-        rows = self.storage.read(self.storage.studies)
-        return [row for row in rows if self.named in (None, row.name) and _is_readable(row)]
+    def repaired(self) -> Finding:
+        """Repair the problem if possible. The remedy reports a failure."""
+        if self.mend is None:
+            return self
+        try:
+            self.mend()
+        except (HpoError, OSError) as error:
+            return replace(self, remedy=f"{self.remedy} That failed: {error}", mend=None)
+        return replace(self, mended=True)
 
 
-def _is_readable(row: sa.Row[Any]) -> bool:
+def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
+    """Yield the problems of all studies, or of `study` alone, in the database at `url` and on this host.
+
+    With `fix`, mend each problem before it is yielded, if possible.
+
+    Raises:
+        StorageError: there is no such database, it does not answer, or it has no such study.
+        HpoError: the database failed meanwhile.
+    """
     try:
-        checkpoint_config(row.name, json.loads(row.definition))
-    except (ValueError, AttributeError, StorageError) as error:
-        say_damaged(row.name, str(error))
-        return False
-    return True
+        with open_storage(url, create=False) as storage:
+            if study is not None:
+                storage.load_study(study)
+            findings = chain(
+                _lost_trials(storage, study), _orphans(storage, study), _checkpoints(storage, runs_dir, study)
+            )
+            for finding in findings:
+                yield finding.repaired() if fix else finding
+    except DATABASE_ERRORS as error:
+        raise explain(url, error) from error
 
 
-def lost_trials(about: Examined) -> Iterator[Finding]:
-    """Trials that are RUNNING, and that no worker of the study made."""
-    for row in about.studies():
-        lost = in_state(row.name, "RUNNING").where(is_foreign(row.name))
-        for trial_id, number in about.storage.read(partial(_ids_and_numbers, lost)):
+def _lost_trials(storage: Storage, study: str | None) -> Iterator[Finding]:
+    """Find RUNNING trials that no worker of the study made."""
+    for name in [row.name for row in storage.read(storage.studies) if study in (None, row.name)]:
+        lost = in_state(name, "RUNNING").where(is_foreign(name))
+        for trial_id, number in storage.read(partial(_ids_and_numbers, lost)):
             yield Finding(
-                f"Study {row.name}: trial {number} is RUNNING, but no worker of the study made it.",
+                "lost trials",
+                f"Study {name}: trial {number} is RUNNING, but no worker of the study made it.",
                 "Ends it as FAIL, which samplers do not see.",
-                partial(about.storage.write, partial(_give_up, trial_id)),
+                partial(storage.write, partial(_give_up, trial_id)),
             )
 
 
@@ -105,110 +115,83 @@ def _give_up(trial_id: int, connection: sa.Connection) -> None:
     end_trial(connection, trial_id, TrialState.FAIL, user_attrs=attributes)
 
 
-def orphans(about: Examined) -> Iterator[Finding]:
-    """Rows whose study or trial is gone."""
-    storage = about.storage
-    if about.named is None and (counts := storage.read(count_optuna_orphans)):
+def _orphans(storage: Storage, study: str | None) -> Iterator[Finding]:
+    """Find rows without their study or trial."""
+    if study is None and (counts := storage.read(count_optuna_orphans)):
         listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        yield Finding(
-            f"Rows of Optuna's tables whose study or trial is gone: {listed}. A new study would have them.",
-            "Removes them.",
-            partial(storage.write, remove_optuna_orphans),
-        )
+        problem = f"Rows of Optuna's tables whose study or trial is gone: {listed}."
+        remedy = "Removes them. Else a new study would have them."
+        yield Finding("orphans", problem, remedy, partial(storage.write, remove_optuna_orphans))
     for name in storage.read(partial(deleted_studies, storage)):
-        if about.named in (None, name):
-            what = f"Study {name} was deleted, but this database still has rows of it."
-            yield Finding(what, "Removes them.", partial(remove_deleted, storage, name))
+        if study in (None, name):
+            problem = f"Study {name} was deleted, but this database still has rows of it."
+            yield Finding("orphans", problem, "Removes them.", partial(remove_deleted, storage, name))
 
 
-def checkpoints(about: Examined) -> Iterator[Finding]:
-    """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
-    rows = {f"checkpoints-{row.token[:8]}": row for row in Examined(about.storage, about.runs_dir).studies()}
-    configs = {row.name: checkpoint_config(row.name, json.loads(row.definition)) for row in rows.values()}
-    for name, config in configs.items():
+def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterator[Finding]:
+    """Find folders of checkpoints, in `runs/` and in the locations of studies, that no trial will read."""
+    known: dict[str, tuple[str, CheckpointConfig | None]] = {}
+    roots = {runs_dir}
+    for row in storage.read(storage.studies):
+        known[f"checkpoints-{row.token[:8]}"] = row.name, None
+        if study not in (None, row.name):
+            continue
         try:
-            check_allowed(name, checkpoint_place(config))
+            config = checkpoint_config(row.name, json.loads(row.definition))
+            check_allowed(row.name, checkpoint_place(config))
+        except (ValueError, AttributeError, StorageError) as error:  # the definition is damaged
+            say_damaged(row.name, str(error))
+            continue
         except InputError as error:
-            yield Finding(f"Study {name}: its checkpoints are not looked at.", str(error))
-            configs[name] = config.model_copy(update={"location": None})
-    folders = [configs[row.name].folder_of(row.name, row.token, about.runs_dir) for row in rows.values()]
-    roots = {about.runs_dir, *(folder.parents[1] for folder in folders)}
-    here = noted_database(about.storage)
+            yield Finding("checkpoints", f"Study {row.name}: its checkpoints were not examined.", str(error))
+            config = config.model_copy(update={"location": None})
+        folder = config.folder_of(row.name, row.token, runs_dir)
+        known[folder.name] = row.name, config
+        roots.add(folder.parents[1])
+    here = noted_database(storage)
     for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
-        if not folder.is_dir() or not is_of(folder, here):
+        is_known = folder.name in known
+        name, settings = known.get(folder.name, (folder.parent.name, None))
+        if study not in (None, name) or not folder.is_dir() or not is_of(folder, here):
             continue
-        row = rows.get(folder.name)
-        if about.named not in (None, folder.parent.name if row is None else row.name):
-            continue
-        if row is None:
-            what = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
-            yield Finding(what, "Removes it.", partial(shutil.rmtree, folder))
-            continue
-        of_trials = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-        record = read_study(about.storage, row.name, brief=True)
-        trials = {trial.number for trial in record.trials}
-        gone = without_checkpoints(_ended(record), record.directions, configs[row.name].top_k)
-        for of_trial in of_trials:
-            number = int(of_trial.name.removeprefix("trial-"))
-            if number not in trials or number in gone:
-                why = "one of the best" if number in trials else "of this study"
-                what = f"{of_trial} ({_mib(of_trial)}) is of trial {number}, which is not {why}."
-                yield Finding(what, "Removes it.", partial(shutil.rmtree, of_trial))
-        config = configs[row.name]
-        if config.is_remote and (remote := open_remote_store(config)) and remote.trials(folder) & gone:
-            what = f"Study {row.name}: {config.location} has checkpoints of trials that keep none."
-            yield Finding(what, "Removes them.", partial(remote.remove_trials, folder, gone))
+        if settings is not None:
+            yield from _unread_checkpoints(storage, name, settings, folder)
+        elif not is_known:
+            problem = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
+            yield Finding("checkpoints", problem, "Removes it.", partial(shutil.rmtree, folder))
 
 
-def _ended(record: StudyRecord) -> list[Ended]:
-    return [
+def _unread_checkpoints(
+    storage: Storage, study: str, config: CheckpointConfig, folder: Path
+) -> Iterator[Finding]:
+    trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
+    record = read_study(storage, study, brief=True)
+    trials = {trial.number for trial in record.trials}
+    ended = [
         Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)
         for trial in record.trials
         if trial.ended is not None
     ]
+    gone = without_checkpoints(ended, record.directions, config.top_k)
+    for trial_folder in trial_folders:
+        number = int(trial_folder.name.removeprefix("trial-"))
+        if number not in trials or number in gone:
+            why = "one of the best" if number in trials else "of this study"
+            problem = f"{trial_folder} ({_mib(trial_folder)}) is of trial {number}, which is not {why}."
+            yield Finding("checkpoints", problem, "Removes it.", partial(shutil.rmtree, trial_folder))
+    if config.is_remote and (remote := open_remote_store(config)) and remote.trials(folder) & gone:
+        problem = f"Study {study}: {config.location} has checkpoints of trials that keep none."
+        remove = partial(remote.remove_trials, folder, gone)
+        yield Finding("checkpoints", problem, "Removes them.", remove)
 
 
 def _mib(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
 
 
-CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, orphans, checkpoints)
-
-
 def summary(findings: Sequence[Finding], place: str) -> str:
-    """State how many problems were mended, and how many are left."""
+    """Count the mended and the remaining problems in a sentence."""
     left = [finding for finding in findings if not finding.mended]
     can, mended = sum(finding.mend is not None for finding in left), len(findings) - len(left)
     to_mend = f"{mended} mended, {len(left) or 'nothing'} left" if mended else f"{len(left) or 'nothing'}"
     return f"{place}: {to_mend} to mend." + (f" `hpo doctor --fix` mends {can}." if can else "")
-
-
-def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
-    """Yield the problems of the studies (or of `study` alone) in the database at `url` and on this host.
-
-    With `fix`, each problem is mended before it is yielded, where it can be.
-
-    Raises:
-        StorageError: there is no such database, it does not answer, or it has no such study.
-        HpoError: the database failed meanwhile.
-    """
-    try:
-        with open_storage(url, create=False) as storage:
-            if study is not None:
-                storage.load_study(study)
-            for check in CHECKS:
-                for finding in check(Examined(storage, runs_dir, study)):
-                    named = replace(finding, check=check.__name__.replace("_", " "))
-                    yield _mended(named) if fix and finding.mend is not None else named
-    except DATABASE_ERRORS as error:
-        raise explain(url, error) from error
-
-
-def _mended(finding: Finding) -> Finding:
-    """Mend a problem; where that fails, say so in its remedy."""
-    assert finding.mend is not None
-    try:
-        finding.mend()
-    except (HpoError, OSError) as error:
-        return replace(finding, remedy=f"{finding.remedy} That failed: {error}", mend=None)
-    return replace(finding, mended=True)

@@ -1,18 +1,18 @@
-"""A private PostgreSQL server for a study that outgrows SQLite where nobody runs a database.
+"""A private PostgreSQL server, for studies that outgrow SQLite where nobody runs a database.
 
-One folder holds all of it:
+Its folder contains:
 
-    data/        PostgreSQL's files, with its log; they belong to the user that the server runs as
-    url          how workers reach it, with the password; for its owner alone (`--storage @FOLDER/url`)
-    server.crt   what `sslrootcert` in that URL names, where others than this machine may connect
-    lock         held by the server's processes; its text is the host that they run on
+    data/        files and log of PostgreSQL, owned by the user of the server
+    url          URL with the password, readable by its owner alone (`--storage @FOLDER/url`)
+    server.crt   certificate for `sslrootcert` in the URL, if other machines may connect
+    lock         lock of the server's processes; its text is their host
 
-fsync stays on, so stored results outlive a power cut. The role of the workers is no superuser, the superuser
-cannot connect, and a server that listens on more than loopback refuses connections without TLS.
+fsync stays on, so stored results survive a power failure. The role of the workers is no superuser, the
+superuser cannot connect, and a server on more than loopback refuses connections without TLS.
 
-Two servers on one data folder would destroy it, and PostgreSQL's guard, a process id, does not reach other
-hosts of a shared file system. So the server inherits a lock on a file, which the kernel releases when the
-last of its processes ends.
+Two servers on one data folder would destroy it. PostgreSQL's guard, a process id, does not reach the other
+hosts of a shared file system. So the server inherits a lock on a file. The kernel releases the lock when the
+last process of the server ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from hpo.study.store.database import URL_FROM_FILE, storage_url
 
 ROLE = DATABASE = "hpo"
 START_SECONDS = 600
-"""How long a server may take to be ready: after a crash it first replays its log."""
+"""Time limit of a start. After a crash the server first replays its log."""
 OTHER_SECONDS = 60.0
+"""Time limit for the answer of a server that another process has started."""
 STOP_SECONDS = 120
 
 _SETTINGS = """
@@ -61,15 +62,15 @@ tcp_keepalives_interval = 10
 tcp_keepalives_count = 6
 tcp_user_timeout = 60s
 """
-"""At the end of `postgresql.conf` of a new database, for its owner to change."""
+"""End of the `postgresql.conf` of a new database."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server."""
+    """A server that runs."""
 
     url: str
-    """With the password; empty where it has not been written yet."""
+    """URL with the password; empty: not written yet."""
     host: str
     is_new: bool = False
 
@@ -78,7 +79,7 @@ class Running:
         return {"running": True, "url": redact(self.url), "host": self.host, "url_file": file}
 
     def text(self, folder: Path, runs: str = "runs") -> str:
-        """Name the host of the database in `folder`, and state how to use the database."""
+        """Describe the server for people."""
         facts = self.as_json(folder)
         return (
             f"The database in {folder} {runs} on {self.host}.\n"
@@ -89,7 +90,7 @@ class Running:
 
 @dataclass(frozen=True)
 class PostgresServer:
-    """The server of one folder, which need not be there yet."""
+    """The server of one folder. The folder need not exist."""
 
     folder: Path
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -107,12 +108,12 @@ class PostgresServer:
         return self.folder / "url"
 
     def start(self, host: str = "127.0.0.1", port: int = 0) -> Running:
-        """Make the database where there is none, start its server, and return when it answers.
+        """Start the server and wait for its answer; create the database if there is none.
 
         Args:
-            host: an address or name of this machine to listen on, or `0.0.0.0` for all of them. Connections
-                without TLS are refused unless `host` is a loopback address.
-            port: 0 takes that of last time, or a free one.
+            host: address or name of this machine to listen on, or `0.0.0.0` for all. TLS is required unless
+                `host` is a loopback address.
+            port: 0: the previous port, or a free one.
 
         Raises InputError if the folder, host or port cannot be used, RunError if the server does not start.
         """
@@ -126,13 +127,13 @@ class PostgresServer:
                 return running
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"A process of {running.host if running else 'another host'} has the database in "
-                    f"{self.folder}, but it does not answer. `hpo database stop` ends it; see {self.log}."
+                    f"The database in {self.folder} runs on {running.host if running else 'another host'}, "
+                    f"but does not answer. `hpo database stop` stops it; see {self.log}."
                 )
             time.sleep(0.1)
 
     def running(self) -> Running | None:
-        """Return the server if there is one, also on another host."""
+        """Return the server that runs, also on another host; None if there is none."""
         if not self.folder.is_dir():
             return None
         with self._locked() as lock:
@@ -142,9 +143,10 @@ class PostgresServer:
         return Running(url, (self.folder / "lock").read_text().strip())
 
     def stop(self, mode: str = "fast") -> bool:
-        """End the server without waiting for its clients; False: there is none.
+        """Stop the server without waiting for its clients. Return False if none runs.
 
-        `mode` is that of `pg_ctl`. Raises InputError if it runs on another host, RunError if it does not end.
+        `mode` is the option of `pg_ctl`. Raises InputError if the server runs on another host, RunError if it
+        does not stop.
         """
         running = self.running()
         if running is None:
@@ -154,30 +156,30 @@ class PostgresServer:
                 f"The database in {self.folder} runs on {running.host}. Stop it there, or cancel its job."
             )
         self._pg_ctl(self._programs(), "stop", "-m", mode, "-t", STOP_SECONDS)
-        while self.running() is not None:  # its last process ends after its file with the process id
+        while self.running() is not None:  # the last process ends later than pg_ctl
             time.sleep(0.02)
         return True
 
     def single_user(self, programs: Programs, *statements: str, data: Path | None = None) -> None:
-        """Run SQL as the superuser, without a server. Nothing else may use the data meanwhile."""
+        """Run SQL as the superuser, without a server. No server may use the data meanwhile."""
         text = "".join(f"{statement};\n" for statement in statements)
         done = programs.run("postgres", "--single", "-D", data or self.data, "postgres", input=text)
         if done.returncode or re.search("ERROR|FATAL|PANIC", done.stderr):
             raise RunError(f"The database in {self.folder} cannot be prepared: {_errors(done.stderr)}")
 
     def prepare(self) -> Programs:
-        """Make the database where there is none, and return the programs that serve it.
+        """Create the database if there is none, and return its programs.
 
-        Raises InputError if the folder holds something else, or there are no such programs.
+        Raises InputError if the folder has other files, or if PostgreSQL is not installed.
         """
-        held = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
-        if held and not self.data.exists():
+        files = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
+        if files and not self.data.exists():
             raise InputError(
-                f"{self.folder} must be empty or made by `hpo database start`, but it holds "
-                f"{', '.join(sorted(held)[:3])} and no database. Name another with --folder."
+                f"{self.folder} must be empty or made by `hpo database start`, but it has "
+                f"{', '.join(sorted(files)[:3])} and no database. Name another with --folder."
             )
         programs = self._programs()
-        if not held:
+        if not files:
             self._make_database(programs)
         return programs
 
@@ -188,9 +190,9 @@ class PostgresServer:
 
     @contextmanager
     def _locked(self) -> Iterator[IO[str] | None]:
-        """The folder's lock; None: a server has it, or who is about to start one."""
+        """Lock the folder; yield None if a server, or its start, has the lock."""
         try:
-            # Root's server is another user, who must be able to go through.
+            # With root, another user runs the server and must be able to enter.
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o711 if os.geteuid() == 0 else 0o700)
             lock = (self.folder / "lock").open("a+")
             try:
@@ -207,13 +209,14 @@ class PostgresServer:
             yield lock if is_free else None
 
     def _start(self, lock: IO[str], host: str, port: int) -> Running:
-        here, tls = socket.gethostname(), not is_loopback(host)
+        here, tls = socket.gethostname(), not _is_loopback(host)
         lock.seek(0)
-        before, last = lock.read().strip(), self._last_url()
+        before = lock.read().strip()
+        last = sa.make_url(self.url_file.read_text().strip()) if self.url_file.exists() else None
         if last and before not in ("", here) and not connection_problem(_text(last)):
             raise InputError(
-                f"The database in {self.folder} runs on {before}, but the lock that it holds is not seen on "
-                f"{here}: the file system does not share locks. Start it on {before} alone."
+                f"The database in {self.folder} runs on {before}, but its lock does not show on {here}: "
+                f"the file system does not share locks. Start it on {before} alone."
             )
         lock.truncate(0)
         lock.write(here)
@@ -228,7 +231,9 @@ class PostgresServer:
                 query = {"sslmode": "verify-full", "sslrootcert": str(self.folder / "server.crt")}
             kind, where = ("hostssl", "all") if tls else ("host", "samehost")
             (self.data / "pg_hba.conf").write_text(f"{kind} all all {where} scram-sha-256\n")
-            password = last.password if last else self._new_password(programs)
+            password = last.password if last else secrets.token_urlsafe(24)
+            if last is None:
+                self.single_user(programs, f"ALTER ROLE {ROLE} PASSWORD '{password}'")
             url = _text(sa.URL.create("postgresql", ROLE, password, name, port, DATABASE, query))
         except OSError as error:
             raise RunError(f"The database in {self.folder} cannot be started: {error}") from error
@@ -253,36 +258,24 @@ class PostgresServer:
             )
 
     def _make_database(self, programs: Programs) -> None:
-        new = self.folder / "data.new"  # an attempt that was killed is begun anew
+        new = self.folder / "data.new"  # replaces that of a killed attempt
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
         if programs.user:
             os.chown(new, programs.user["user"], programs.user["group"])
-        free = shutil.disk_usage(self.folder).free >> 20
         options = ("-U", "postgres", "-A", "reject", "-E", "UTF8", "--locale=C", "--data-checksums")
         done = programs.run("initdb", "-D", new, *options)
         if done.returncode:
             shutil.rmtree(new)
-            raise RunError(
-                f"The database in {self.folder} cannot be made ({free} MiB were free): {_errors(done.stderr)}"
-            )
+            raise RunError(f"The database in {self.folder} cannot be made: {_errors(done.stderr)}")
         with (new / "postgresql.conf").open("a") as settings:
             settings.write(_SETTINGS)
-        made = (f"CREATE ROLE {ROLE} LOGIN", f"CREATE DATABASE {DATABASE} OWNER {ROLE}")
-        self.single_user(programs, *made, data=new)
+        statements = (f"CREATE ROLE {ROLE} LOGIN", f"CREATE DATABASE {DATABASE} OWNER {ROLE}")
+        self.single_user(programs, *statements, data=new)
         new.rename(self.data)
 
-    def _last_url(self) -> sa.URL | None:
-        return sa.make_url(self.url_file.read_text().strip()) if self.url_file.exists() else None
 
-    def _new_password(self, programs: Programs) -> str:
-        password = secrets.token_urlsafe(24)
-        self.single_user(programs, f"ALTER ROLE {ROLE} PASSWORD '{password}'")
-        return password
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach what listens on `host`."""
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -290,7 +283,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """Return `wanted` if nothing listens there on `host`, else a port that is free."""
+    """Return the port `wanted` of `host` if it is free, or else a free port."""
     for port in (wanted, 0):
         with suppress(OSError), socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
@@ -298,7 +291,7 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 
 def certificate(folder: Path, names: list[str], user: Mapping[str, Any]) -> Path:
-    """Make a self-signed `server.crt` with its `server.key`, which belongs to `user`, in `folder`."""
+    """Create a self-signed `server.crt` in `folder`, with a `server.key` owned by `user`."""
     kinds = {name: "IP" if re.fullmatch(r"[\d.]+", name) else "DNS" for name in names}
     subject = "subjectAltName=" + ",".join(f"{kind}:{name}" for name, kind in kinds.items())
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "3650")
@@ -310,15 +303,15 @@ def certificate(folder: Path, names: list[str], user: Mapping[str, Any]) -> Path
         )
     except FileNotFoundError:
         raise InputError(
-            "TLS needs the program `openssl`, but it is not there. Install it, or listen on 127.0.0.1."
+            "TLS needs the program `openssl`, which is not installed. Install it, or listen on 127.0.0.1."
         ) from None
     if done.returncode:
         raise RunError(f"openssl cannot make a certificate for {names[0]}: {shorten(done.stderr, 300)}")
     return made
 
 
-def _errors(said: str) -> str:
-    lines = said.splitlines()
+def _errors(output: str) -> str:
+    lines = output.splitlines()
     errors = [line for line in lines if re.search("FATAL|PANIC|ERROR|error:|could not", line)]
     return shorten(" ".join(errors[-3:] or lines[-3:]), 500)
 
@@ -328,7 +321,7 @@ def _text(url: sa.URL) -> str:
 
 
 def connection_problem(url: str) -> str:
-    """Why the server at `url` does not answer; empty: it does."""
+    """Return the reason if the server at `url` does not answer, or else an empty text."""
     try:
         psycopg.connect(url, connect_timeout=5).close()
     except psycopg.OperationalError as error:
@@ -337,7 +330,7 @@ def connection_problem(url: str) -> str:
 
 
 def write_secret(file: Path, text: str) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file atomically, readable by its owner alone."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # 0600
     with os.fdopen(handle, "w") as opened:
         opened.write(f"{text}\n")

@@ -1,7 +1,7 @@
-"""PostgreSQL's programs: which of this machine are used, and as which user.
+"""The programs of PostgreSQL on this machine, and the user that runs them.
 
-The newest that the server's user can run make a new database. One that is there is served by the major
-version that made it: PostgreSQL reads no other. Debian and Red Hat keep it off the PATH.
+The newest programs create a new database. An existing database needs the major version that created it.
+Debian and Red Hat install PostgreSQL outside the PATH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from hpo.errors import InputError
 
 _INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")
-"""Under /usr: Debian, Red Hat."""
+"""Folders under /usr on Debian and on Red Hat."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Programs:
     folder: Path
     version: tuple[int, ...]
     user: Mapping[str, Any]
-    """Options of `subprocess` that make a program run as the user of the server."""
+    """Options of `subprocess` for the server's user."""
 
     def run(self, program: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, as the server's user."""
+        """Run a program as the server's user and wait for its end."""
         return _run([self.folder / program, *arguments], **self.user, **options)
 
 
 def server_user(data: Path) -> dict[str, Any]:
-    """Options of `subprocess` for the user that serves `data`: PostgreSQL refuses to run as root.
+    """Return the options of `subprocess` for the user of the server: PostgreSQL refuses to run as root.
 
-    Raises InputError where this process is root and there is no other user.
+    Raises InputError if this process is root and there is no other user.
     """
     if os.geteuid() != 0:
         return {}
@@ -57,36 +57,36 @@ def server_user(data: Path) -> dict[str, Any]:
 
 
 def find_programs(user: Mapping[str, Any], major: int | None = None) -> Programs:
-    """Return the newest programs that `user` can run, of a `major` version if given. Raises InputError."""
+    """Return the newest programs that `user` can run, of the `major` version if given. Raises InputError."""
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     folders += [folder for pattern in _INSTALLED_IN for folder in Path("/usr").glob(pattern)]
     versions = {folder: version for folder in folders if (version := _version(folder, user))}
     usable = {folder: version for folder, version in versions.items() if major in (None, version[0])}
     if usable:
         newest = max(usable, key=lambda folder: usable[folder])
-        return Programs((newest / "postgres").resolve().parent, usable[newest], user)  # with all of them
-    there = ", ".join(f"{version[0]} in {folder}" for folder, version in versions.items()) or "none"
+        return Programs((newest / "postgres").resolve().parent, usable[newest], user)
+    installed = ", ".join(f"{version[0]} in {folder}" for folder, version in versions.items()) or "none"
     raise InputError(
-        f"The programs of PostgreSQL {major or ''} must be there, but this machine has {there}. Install "
-        "them (Debian: `apt-get install postgresql`; without root: conda's package `postgresql`, or your "
-        "cluster's module), with the folder of `initdb` and `postgres` on the PATH."
+        f"PostgreSQL {major or ''} must be installed, but this machine has {installed}. Install it (Debian: "
+        "`apt-get install postgresql`; without root: conda's package `postgresql`, or a module of the "
+        "cluster), with the folder of `initdb` and `postgres` on the PATH."
     )
 
 
 def _version(folder: Path, user: Mapping[str, Any]) -> tuple[int, ...]:
-    """The version of the programs of a folder; empty where `user` cannot run them."""
+    """Return the version of the programs of a folder, or () if `user` cannot run them."""
     if not all(os.access(folder / name, os.F_OK) for name in ("initdb", "pg_ctl", "postgres")):
         return ()
     try:
-        told = _run([folder / "postgres", "--version"], **user).stdout
+        output = _run([folder / "postgres", "--version"], **user).stdout
     except OSError:
         return ()
-    version = re.search(r"\(PostgreSQL\) (\d+(?:\.\d+)*)", told)
+    version = re.search(r"\(PostgreSQL\) (\d+(?:\.\d+)*)", output)
     return tuple(map(int, version[1].split("."))) if version else ()
 
 
 def _run(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program that speaks English, without libpq's variables."""
+    """Run a program with English messages and without libpq's variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "HPO_"))}
     options = {"env": {**kept, "LC_ALL": "C"}, "cwd": "/", **options}
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)

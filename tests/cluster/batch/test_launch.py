@@ -1,4 +1,4 @@
-"""The script of a job, run by bash as a node would: set-up script, interpreter, container."""
+"""Job scripts, run by bash as on a node: set-up script, interpreter, container."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.command_line import hpo_command, ok
 from support.container import make_image, make_programs, path_with, why_no_container
-from support.tiny import write_study
+
+from hpo.cluster.batch.launch import Launch
+from hpo.cluster.batch.slurm import WorkerArray
 
 needs_root = pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 
@@ -21,23 +23,25 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def start(folder: Path, *options: str, query: str = "", **changes: object) -> subprocess.Popen[str]:
-    """Start the script that would be submitted; the file with the URL and the set-up script are there."""
-    write_study(folder, **changes)
-    url = f"postgresql://me:secret@host/db{query}"
-    given = ("tiny.yaml", "--slurm", "--dry-run", "--json", "--storage", url, *options)
-    script: str = ok(hpo_command(folder, "submit", *given)).json["script"]
-    made = folder / "runs" / "tiny"
-    made.mkdir(parents=True, exist_ok=True)
-    if (folder / "setup").exists():
-        [line] = [line for line in script.splitlines() if line.endswith("/setup.sh")]
-        Path(line.split()[-1]).parent.mkdir(parents=True)
-        Path(line.split()[-1]).write_text((folder / "setup").read_text())
-    [job_folder] = {line.partition("=")[2] for line in script.splitlines() if "--output=" in line}
-    Path(job_folder).parent.mkdir(parents=True, exist_ok=True)
+def start(
+    folder: Path, *, setup: str | None = None, allow: str | None = None, query: str = "", **launch: Any
+) -> subprocess.Popen[str]:
+    """Start the script of a job whose working folder is `folder`."""
+    job = folder / "runs" / "tiny" / "job"
+    job.mkdir(parents=True)
+    if setup is not None:
+        (job / "setup.sh").write_text(setup)
+    array = WorkerArray(
+        "tiny",
+        f"postgresql://me:secret@host/db{query}",
+        job,
+        sbatch={"chdir": str(folder)},
+        allow=allow,
+        launch=Launch(setup=None if setup is None else setup.encode(), **launch),
+    )
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1", "SLURMD_NODENAME": "n1"}
     return subprocess.Popen(
-        ["bash", "-c", script],
+        ["bash", "-c", array.script()],
         env={**os.environ, **slurm, "PATH": path_with(folder)},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -46,27 +50,23 @@ def start(folder: Path, *options: str, query: str = "", **changes: object) -> su
     )
 
 
-@pytest.mark.parametrize("container", [(), ("--apptainer", "image")], ids=["none", "apptainer"])
+@pytest.mark.parametrize("container", [{}, {"apptainer": "image"}], ids=["none", "apptainer"])
 @pytest.mark.parametrize(
     "text",
     ["false\ntrue", "exit 3", "exit 0", "module load none\ntrue", "return 4", "if true", "false | cat"],
 )
-def test_a_failing_setup_script_starts_no_worker(
-    tmp_path: Path, text: str, container: tuple[str, ...]
-) -> None:
+def test_failed_setup_script_starts_no_worker(tmp_path: Path, text: str, container: dict[str, str]) -> None:
     python = program(tmp_path / "python", "echo started")
-    (tmp_path / "setup").write_text(f"set -o pipefail\n{text}\n")
-    job = start(tmp_path, "--setup", "setup", "--python", str(python), *container)
+    job = start(tmp_path, setup=f"set -o pipefail\n{text}\n", python=str(python), **container)
     out, err = job.communicate()
     assert (job.returncode, out) == (1, "")
     assert err.count("hpo: the set-up script must succeed, but it ended with exit code ") == 1
     assert err.endswith("No worker starts.\n")
 
 
-def test_the_worker_has_the_environment_of_the_setup_script(tmp_path: Path) -> None:
+def test_worker_has_environment_of_setup_script(tmp_path: Path) -> None:
     program(tmp_path / "own-python", 'echo "$MARK $PWD $*"')
-    (tmp_path / "setup").write_text("set -euo pipefail\nexport MARK=7\ncd /\n")
-    job = start(tmp_path, "--setup", "setup", "--python", "own-python")
+    job = start(tmp_path, setup="set -euo pipefail\nexport MARK=7\ncd /\n", python="own-python")
     assert job.communicate() == (f"7 {tmp_path} -m hpo worker tiny --workers-per-device 1\n", "")
     assert job.returncode == 0
 
@@ -75,24 +75,24 @@ def test_the_worker_has_the_environment_of_the_setup_script(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "container", [False, pytest.param(True, marks=needs_root)], ids=["node", "container"]
 )
-def test_a_python_that_the_node_lacks(tmp_path: Path, kind: str, container: bool) -> None:
+def test_error_names_missing_python(tmp_path: Path, kind: str, container: bool) -> None:
     given = "no-such-python" if kind == "not on the path" else str(tmp_path / "python")
     if kind == "not executable":
         Path(given).write_text("")
     if kind == "folder":
         Path(given).mkdir()
     make_programs(tmp_path)
-    options = ("--apptainer", str(make_image(tmp_path))) if container else ()
-    job = start(tmp_path, "--python", given, *options)
+    options = {"apptainer": str(make_image(tmp_path))} if container else {}
+    job = start(tmp_path, python=given, **options)
     out, err = job.communicate()
     where = " in the container" if container else ""
-    expected = f"hpo: --python must name a program{where} on n1, not `{given}`, which is none.\n"
-    assert (job.returncode, out, err) == (2, "", expected)
+    assert (job.returncode, out) == (2, "")
+    assert f"--python must name a program{where} on n1, but `{given}` is no program." in err
 
 
 @needs_root
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
-def test_the_container_has_what_the_worker_needs_and_no_more(
+def test_container_has_mounts_of_worker_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     outside, work = tmp_path / "outside", tmp_path / "work folder"
@@ -104,38 +104,37 @@ def test_the_container_has_what_the_worker_needs_and_no_more(
     monkeypatch.setenv("HF_HUB_CACHE", str(outside / "hub"))
     make_programs(work)
     program(work / "srun-of-slurm", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
-    (work / "srun").write_text(
-        (work / "srun").read_text().replace("exec /usr/bin/srun", "exec srun-of-slurm")
-    )
-    look = program(tmp_path / "look", f'pwd; ls "{outside}"; ls -d runs/tiny')
-    image = make_image(tmp_path, look=look)
+    srun = (work / "srun").read_text().replace("exec /usr/bin/srun", "exec srun-of-slurm")
+    (work / "srun").write_text(srun)
+    list_folders = program(tmp_path / "list", f'pwd; ls "{outside}"; ls -d runs/tiny')
+    image = {runtime: str(make_image(tmp_path, list=list_folders))}
     job = start(
         work,
-        *(f"--{runtime}", str(image), "--python", "/opt/look", "--mount", str(outside / "more")),
+        allow=str(outside / "location"),
         query=f"?host={outside}/socket",
-        checkpoint={"location": str(outside / "location")},
+        python="/opt/list",
+        mount=[str(outside / "more")],
+        **image,
     )
     out, err = job.communicate()
     assert err == ""
-    expected = [str(work), *sorted(set(names) - {"private"}), "runs/tiny"]
-    assert out.splitlines() == expected
+    assert out.splitlines() == [str(work), *sorted(set(names) - {"private"}), "runs/tiny"]
 
 
 @needs_root
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 11), (signal.SIGTERM, 12)])
-def test_signals_and_requests_go_through_a_container(
+def test_container_forwards_signals_and_slurm_commands(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """The shell outside runs what the worker asks of Slurm, after the worker has ended."""
     make_programs(tmp_path)
     program(tmp_path / "scontrol", 'echo "asked: $*"')
     end = 'echo "scontrol requeue 7" > "$HPO_SLURM_REQUESTS"; echo ended; exit'
     text = f"trap '{end} 11' USR1; trap '{end} 12' TERM; echo up; while :; do sleep 0.05; done"
-    # A shell cannot listen to a signal that it was started without; Python can.
+    # A shell cannot trap a signal that was ignored at its start; Python can.
     worker = program(tmp_path / "worker", "")
     worker.write_text(f"#!/usr/bin/env -S --default-signal=USR1 bash\n{text}\n")
     image = make_image(tmp_path, worker=worker)
-    job = start(tmp_path, "--apptainer", str(image), "--python", "/opt/worker")
+    job = start(tmp_path, apptainer=str(image), python="/opt/worker")
     assert job.stdout is not None
     assert job.stdout.readline() == "up\n"
     job.send_signal(number)

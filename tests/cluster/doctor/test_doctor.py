@@ -11,17 +11,16 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
+from support.command_line import Finished, hpo_command, ok, refused
 from support.worker_process import begin, result, study
 
 from hpo.cluster.doctor.doctor import Finding, examine
 from hpo.errors import StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.store.schema import claims
+from hpo.study.store.schema import claims, studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-
-GIB = 2**30
 
 
 @pytest.fixture
@@ -32,31 +31,12 @@ def storage(sqlite_url: str) -> Iterator[Storage]:
 
 
 @pytest.fixture
-def either_storage(storage_url: str) -> Iterator[Storage]:
-    """On PostgreSQL too, for what tables are there."""
-    with open_storage(storage_url) as opened:
-        create_or_resume_study(opened, study(3))
-        yield opened
-
-
-@pytest.fixture
 def host(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def found(storage: Storage | str, host: Path, **options: Any) -> list[Finding]:
-    return list(examine(storage if isinstance(storage, str) else storage.url, host, **options))
-
-
-def mends(storage: Storage | str, host: Path, problem: str, **options: Any) -> None:
-    """That there is this problem alone, and that it is mended once and for all."""
-    (one,) = found(storage, host, **options)
-    assert problem in one.problem
-    assert not one.mended
-    (mended,) = found(storage, host, fix=True, **options)
-    assert mended.problem == one.problem
-    assert mended.mended
-    assert found(storage, host, **options) == []
+def found(storage: Storage, host: Path, **options: Any) -> list[Finding]:
+    return list(examine(storage.url, host, **options))
 
 
 def run_trial(worker: WorkerLease, outcome: str = "complete", **values: Any) -> int:
@@ -65,14 +45,7 @@ def run_trial(worker: WorkerLease, outcome: str = "complete", **values: Any) -> 
     return int(trial.number)
 
 
-def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Path) -> None:
-    assert found(storage, host) == []
-
-
-# Tables
-
-
-def test_tables_of_a_later_optuna_are_refused(storage: Storage, host: Path) -> None:
+def test_tables_of_later_optuna_are_refused(storage: Storage, host: Path) -> None:
     with storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v99.0.0.a'"))
         connection.execute(sa.text("UPDATE version_info SET library_version = '99.0.0'"))
@@ -80,7 +53,7 @@ def test_tables_of_a_later_optuna_are_refused(storage: Storage, host: Path) -> N
         found(storage, host, fix=True)
 
 
-def test_tables_of_an_earlier_optuna_are_upgraded_as_the_message_says(storage: Storage, host: Path) -> None:
+def test_upgrade_tables_of_earlier_optuna(storage: Storage, host: Path) -> None:
     with storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v3.0.0.d'"))
     with pytest.raises(StorageError, match=r"`optuna storage upgrade --storage URL`"):
@@ -90,10 +63,7 @@ def test_tables_of_an_earlier_optuna_are_upgraded_as_the_message_says(storage: S
     assert found(storage, host) == []
 
 
-# Trials and checkpoints
-
-
-def test_a_running_trial_without_a_claim_is_ended(storage: Storage, host: Path) -> None:
+def test_end_running_trials_without_claim(storage: Storage, host: Path) -> None:
     opened = storage.load_study("tiny")
     opened.add_trial(create_trial(state=TrialState.RUNNING))
     with WorkerLease(storage, opened, max_retries=0) as worker:
@@ -110,7 +80,7 @@ def test_a_running_trial_without_a_claim_is_ended(storage: Storage, host: Path) 
     assert found(storage, host) == []
 
 
-def test_trials_that_wait_or_continue_are_no_finding(storage: Storage, host: Path) -> None:
+def test_waiting_trials_are_no_problem(storage: Storage, host: Path) -> None:
     opened = storage.load_study("tiny")
     opened.enqueue_trial({"learning_rate": 1e-4})
     with WorkerLease(storage, opened, max_retries=1) as worker:
@@ -120,50 +90,89 @@ def test_trials_that_wait_or_continue_are_no_finding(storage: Storage, host: Pat
     assert found(storage, host) == []
 
 
-def make_checkpoint(folder: Path, name: str = "best-00000001") -> Path:
-    (folder / name).mkdir(parents=True)
-    (folder / name / "model.safetensors").write_bytes(b"x" * 2**20)
-    return folder / name
-
-
 @pytest.fixture
 def trial_folder(storage: Storage, host: Path) -> Callable[[int], Path]:
-    token = storage.study_token("tiny")[:8]
-    note_database(host / "tiny" / f"checkpoints-{token}", storage)
-    return lambda number: host / "tiny" / f"checkpoints-{token}" / f"trial-{number:05d}"
+    """Create folders of trials with a checkpoint of 1 MiB."""
+    folder = host / "tiny" / f"checkpoints-{storage.study_token('tiny')[:8]}"
+    note_database(folder, storage)
+
+    def make(number: int) -> Path:
+        weights = folder / f"trial-{number:05d}" / "best-00000001" / "model.safetensors"
+        weights.parent.mkdir(parents=True)
+        weights.write_bytes(b"x" * 2**20)
+        return folder / f"trial-{number:05d}"
+
+    return make
 
 
-def test_checkpoints_of_no_trial_are_removed(
+def test_remove_checkpoints_without_trial(
     storage: Storage, host: Path, trial_folder: Callable[[int], Path]
 ) -> None:
     with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
-        complete = run_trial(worker)
-        pruned = run_trial(worker, "pruned")
-        _, running = begin(worker)
-        for number in (complete, pruned, running.number, 7):
-            make_checkpoint(trial_folder(number))
+        complete = trial_folder(run_trial(worker))
+        pruned = trial_folder(run_trial(worker, "pruned"))
+        running, unknown = trial_folder(begin(worker)[1].number), trial_folder(7)
         assert [one.problem for one in found(storage, host, fix=True)] == [
-            f"{trial_folder(pruned)} (1.0 MiB) is of trial {pruned}, which is not one of the best.",
-            f"{trial_folder(7)} (1.0 MiB) is of trial 7, which is not of this study.",
+            f"{pruned} (1.0 MiB) is of trial 1, which is not one of the best.",
+            f"{unknown} (1.0 MiB) is of trial 7, which is not of this study.",
         ]
-        left = sorted(path.name for path in trial_folder(0).parent.glob("trial-*"))
-        assert left == [trial_folder(complete).name, trial_folder(running.number).name]
+        assert sorted(complete.parent.glob("trial-*")) == [complete, running]
         assert found(storage, host) == []
 
 
-def test_checkpoints_of_a_deleted_study_are_removed_if_they_were_of_this_database(
+def test_remove_checkpoints_of_deleted_study(
     storage: Storage, host: Path, trial_folder: Callable[[int], Path], tmp_path: Path
 ) -> None:
+    """Remove them only if the study was of this database."""
     with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
-        make_checkpoint(trial_folder(run_trial(worker)))
-    orphan = shutil.copytree(trial_folder(0).parent, host / "gone" / "checkpoints-0badcafe")
-    of_another = shutil.copytree(trial_folder(0).parent, host / "tiny" / "checkpoints-deadbeef")
+        kept = trial_folder(run_trial(worker))
+    deleted = shutil.copytree(kept.parent, host / "gone" / "checkpoints-0badcafe")
+    of_another = shutil.copytree(kept.parent, host / "tiny" / "checkpoints-deadbeef")
     with open_storage(f"sqlite:///{tmp_path}/other.db") as other:
         note_database(of_another, other)
-    of_whom = shutil.copytree(trial_folder(0).parent, host / "tiny" / "checkpoints-12345678")
-    (of_whom / "database").unlink()
-    mends(storage, host, f"{orphan} (1.0 MiB) is of a study that this database does not have.")
-    assert not orphan.exists()
+    unknown = shutil.copytree(kept.parent, host / "tiny" / "checkpoints-12345678")
+    (unknown / "database").unlink()
+    [finding] = found(storage, host)
+    assert finding.problem == f"{deleted} (1.0 MiB) is of a study that this database does not have."
+    assert found(storage, host, fix=True)[0].mended
+    assert found(storage, host) == []
+    assert not deleted.exists()
     assert of_another.exists()
-    assert of_whom.exists()
-    assert trial_folder(0).exists()
+    assert unknown.exists()
+    assert kept.exists()
+
+
+def test_checkpoints_of_damaged_study_stay(
+    storage: Storage, host: Path, trial_folder: Callable[[int], Path]
+) -> None:
+    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
+        kept = trial_folder(run_trial(worker))
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).values(definition="{"))
+    assert found(storage, host, fix=True) == []
+    assert kept.exists()
+
+
+def test_doctor_command(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Finished:
+        return hpo_command(tmp_path, "doctor", *arguments)
+
+    (tmp_path / "runs").mkdir()
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        create_or_resume_study(storage, study(1)).add_trial(create_trial(state=TrialState.RUNNING))
+    shown = ok(hpo_command(tmp_path, "status", "tiny", "--json")).json
+    assert shown["foreign_trials"] == 1, "status agrees"
+    first = run()
+    assert first.exit_code == 1
+    assert "warning (lost trials)" in first.out
+    assert "1 to mend. `hpo doctor --fix` mends 1." in " ".join(first.out.split())
+    as_json = run("tiny", "--json")
+    assert as_json.exit_code == 1
+    assert [one["check"] for one in as_json.json["findings"]] == ["lost trials"]
+    assert as_json.json["ok"] is False
+    mended = ok(run("tiny", "--fix"))
+    assert "Mended. Ends it as FAIL" in mended.out
+    assert "1 mended, nothing left to mend." in mended.out
+    assert ok(run("--json")).json["ok"] is True
+    refused(run("tiney"), "Did you mean `tiny`")
+    assert run("--storage", "mysql://a:b@c/d").exit_code == 2

@@ -8,45 +8,46 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from support.worker_process import start_process, study
+from support.worker_process import start_process
 
 from hpo.cluster.postgres import programs as postgres_programs
 from hpo.cluster.postgres.postgres_server import PostgresServer
 from hpo.cluster.postgres.programs import find_programs, server_user
 from hpo.errors import InputError
 from hpo.study.store.database import storage_url
-from hpo.study.store.storage import open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 pytestmark = pytest.mark.postgres
 
 
 def processes_with(text: str) -> list[str]:
-    """The command lines and variables of all processes that hold `text`."""
+    """List the command lines and environments of processes that contain `text`."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
             try:
                 if text in (process / name).read_text(errors="replace"):
                     found.append(f"{process}/{name}")
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
     return found
 
 
-def test_made_used_stopped_and_started_again(new_server: PostgresServer) -> None:
+def test_start_use_stop_and_restart(new_server: PostgresServer) -> None:
+    unfinished = new_server.folder / "data.new"  # of a killed start
+    unfinished.mkdir(parents=True)
+    (unfinished / "PG_VERSION").write_text("15\n")
     running = new_server.start()
     assert running.is_new
+    assert not unfinished.exists()
     url = storage_url(f"@{new_server.url_file}")
     assert url == running.url
     with psycopg.connect(url) as connection:
-        asked = "SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user"
-        assert connection.execute(asked).fetchone() == (False, False)
+        query = "SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user"
+        assert connection.execute(query).fetchone() == (False, False)
         assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000  # type: ignore[index]
         assert connection.execute("SHOW data_checksums").fetchone() == ("on",)
+        connection.execute("CREATE TABLE results (value int)")
         password = connection.info.password
-    with open_storage(url) as storage:
-        create_or_resume_study(storage, study(2))
     assert stat.S_IMODE(new_server.url_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(new_server.data.stat().st_mode) == 0o700
     assert not processes_with(password)
@@ -58,12 +59,12 @@ def test_made_used_stopped_and_started_again(new_server: PostgresServer) -> None
     assert new_server.running() is None
     assert not new_server.stop()
 
-    assert new_server.start().url == url, "workers that wait find it again"
-    with open_storage(url) as storage:
-        assert storage.trial_counts("tiny")["open"] == 2
+    assert new_server.start().url == url, "waiting workers can connect again"
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT count(*) FROM results").fetchone() == (0,)
 
 
-def test_nobody_comes_in_without_the_password(server: PostgresServer) -> None:
+def test_connections_need_password(server: PostgresServer) -> None:
     running = server.start()
     password = f":{sa.make_url(running.url).password}@"
     superuser = running.url.replace("//hpo:", "//postgres:")
@@ -73,10 +74,10 @@ def test_nobody_comes_in_without_the_password(server: PostgresServer) -> None:
     server.stop()
     server.url_file.unlink()
     again = server.start()
-    assert f":{sa.make_url(again.url).password}@" != password, "a lost one is made anew"
+    assert f":{sa.make_url(again.url).password}@" != password, "without the file there is a new password"
 
 
-def test_others_than_this_machine_need_tls(server: PostgresServer) -> None:
+def test_connections_of_other_machines_need_tls(server: PostgresServer) -> None:
     assert "sslmode" not in server.start("localhost").url
     server.stop()
     running = server.start("0.0.0.0")
@@ -89,7 +90,7 @@ def test_others_than_this_machine_need_tls(server: PostgresServer) -> None:
 
 
 def start_as_nobody(folder: Path) -> None:
-    sa.create_engine("postgresql+psycopg://").dispose()  # imports what only root may read
+    sa.create_engine("postgresql+psycopg://").dispose()  # imports files that only root may read
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -103,7 +104,7 @@ def start_as_nobody(folder: Path) -> None:
     assert server.stop()
 
 
-def test_as_a_user_who_is_not_root(folder: Path) -> None:
+def test_start_as_ordinary_user(folder: Path) -> None:
     process = start_process(start_as_nobody, folder)
     process.join(120)
     assert process.exitcode == 0
@@ -120,20 +121,12 @@ def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.Mon
         raise KeyError(name)
 
     monkeypatch.setattr(postgres_programs.pwd, "getpwnam", nobody)
-    assert server_user(server.data)["user"] == uid, "a database has its user"
+    assert server_user(server.data)["user"] == uid, "a database keeps its user"
     with pytest.raises(InputError, match="PostgreSQL refuses to run as root"):
         PostgresServer(server.folder.parent / "other").start()
 
 
-def test_a_first_start_that_was_killed_is_begun_anew(new_server: PostgresServer) -> None:
-    half = new_server.folder / "data.new"
-    half.mkdir(parents=True)
-    (half / "PG_VERSION").write_text("15\n")
-    new_server.start()
-    assert not half.exists()
-
-
-def test_the_newest_programs_that_the_user_can_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_newest_usable_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("initdb", "pg_ctl", "postgres"):
         (folder / name).write_text(f"#!/bin/sh\necho '{name} (PostgreSQL) 99.1'\n")
         (folder / name).chmod(0o700)
@@ -144,7 +137,9 @@ def test_the_newest_programs_that_the_user_can_run(folder: Path, monkeypatch: py
     (folder / "postgres").write_text("#!/bin/sh\nexit 3\n")
     assert find_programs({}).version != (99, 1)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert find_programs({}).folder.is_relative_to("/usr"), "Debian's and Red Hat's are off the PATH"
+    assert find_programs({}).folder.is_relative_to("/usr"), "Debian and Red Hat install outside the PATH"
+    with pytest.raises(InputError, match=r"PostgreSQL 9 must be installed, but this machine has 1\d in"):
+        find_programs({}, 9)
     monkeypatch.setattr(postgres_programs, "_INSTALLED_IN", ())
-    with pytest.raises(InputError, match=r"PostgreSQL .*this machine has none\. Install them"):
+    with pytest.raises(InputError, match=r"this machine has none\. Install it"):
         find_programs({})

@@ -32,7 +32,8 @@ from hpo.report.status import study_status
 from hpo.study.claims.budget import DeviceClock, StudyBudget
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import RunSummary, WorkerOptions
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import (
     PAUSED_ATTR,
     RESUMED_ATTR,

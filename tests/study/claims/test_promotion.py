@@ -33,7 +33,8 @@ from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
-from hpo.study.running.worker import RunSummary, WorkerOptions
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler

@@ -25,7 +25,8 @@ from hpo.errors import LeaseLostError, RunError
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import RunSummary, WorkerOptions
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,

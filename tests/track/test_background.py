@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.tiny import write_study
+from test_mlflow import runs
+
+from hpo.track import background
+
+STUDY: dict[str, Any] = {
+    "n_trials": 4,
+    "tracker": "mlflow",
+    "pruner": {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2},
+    "training": {"batch_size": 8, "max_length": 64, "fp_precision": "fp32", "max_steps": 60},
+    "evaluation": {"per_trial": 4},
+    "checkpoint": {"top_k": 9, "every_seconds": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_server")
+def test_resumed_trials_stay_one_run_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "killed and resumed")
+    write_study(tmp_path, **STUDY)
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path, trial=1)), process)
+    process.kill()
+    finish(process)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+
+    record, found = stored(tmp_path), runs("killed and resumed")
+    assert any(trial.attributes.get("resumed_at") for trial in record.trials), "no trial was promoted"
+    assert found.keys() == {f"trial {trial.number}" for trial in record.trials}
+    for trial in record.trials:
+        run = found[f"trial {trial.number}"]
+        assert run["status"] == ("FINISHED" if trial.outcome == "complete" else "KILLED")
+        assert [step for step, _, _ in run["points"]["score"]] == [row.step for row in trial.evaluations]
+    again = ok(hpo_command(tmp_path, "track", "tiny", "--to", "mlflow", "--json")).json
+    assert (again["trials"], again["changed"]) == (4, 0)
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Yield the address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+SHORT: dict[str, Any] = {"n_trials": 1, "tracker": "mlflow"}
+
+
+def test_run_leaves_silent_tracker(
+    tmp_path: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    monkeypatch.setattr(background, "LEAVE_SECONDS", 1.0)
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "The tracker mlflow: it took longer than 1 s." in finished.err
+    assert "To show what is missing there, run `hpo track tiny --to mlflow`." in finished.err
+    assert stored(tmp_path).trials[0].outcome == "complete"
+
+
+def test_run_reports_tracker_without_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert finished.err.count("The tracker mlflow: Error: MLFLOW_TRACKING_URI must say where MLflow is") == 1
+    assert "The tracker mlflow: its process ended with 2." in finished.err
+    assert stored(tmp_path).trials[0].outcome == "complete"
+
+
+def test_resumed_run_may_get_another_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new.db")
+    write_study(tmp_path, **SHORT)
+    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "The tracker" not in finished.err
+    assert not (tmp_path / "runs/tiny/track-mlflow.log").read_text()
+    write_study(tmp_path, n_trials=2, tracker="tensorboard")
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    folder = tmp_path / "runs/tiny/tensorboard"
+    assert sorted(path.name for path in folder.iterdir()) == ["study", "trial-0", "trial-1"]
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [(401, "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."), (403, "permission EDIT")],
+)
+def test_run_reports_refused_user_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, remedy: str
+) -> None:
+    with refusing_server(status) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        write_study(tmp_path, **SHORT | {"n_trials": 2})
+        finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert finished.err.count(remedy) == 1
+    assert "To show what is missing there, run `hpo track tiny --to mlflow`." in finished.err
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]
+
+
+@contextmanager
+def refusing_server(status: int) -> Iterator[str]:
+    """Start a server with this status in each answer."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"Permission denied"
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
