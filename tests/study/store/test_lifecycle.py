@@ -128,19 +128,6 @@ def test_rest_of_a_study_deleted_by_the_dashboard_is_removed(storage: Storage) -
     assert set(num_rows(storage).values()) == {0}
 
 
-def test_worker_of_a_deleted_study_leaves(storage: Storage) -> None:
-    """`delete` does not wait for a worker that seems dead."""
-    config = study(3)
-    create_or_resume_study(storage, config)
-    worker = Worker(storage.url, config)
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(schema.workers).values(state="dead"))
-    delete_study(storage, "tiny")
-    worker._thread.join(60)
-    assert not worker._thread.is_alive()
-    assert set(num_rows(storage).values()) == {0}
-
-
 def test_silent_worker_of_a_cancelled_trial_stores_nothing(storage: Storage) -> None:
     """It seemed dead, its trial ended, and the study was opened again before it returns."""
     config = study(3)

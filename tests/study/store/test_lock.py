@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.worker_process import finish, start_process, study, wait_for
+from support.worker_process import start_process, wait_for
 
 from hpo.errors import HpoError, StoppedError
 from hpo.study.store import connection as bounds
@@ -21,7 +21,6 @@ from hpo.study.store.database import connect
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import compat
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 
 def hold(url: str, log: Path, idle_seconds: float) -> None:
@@ -94,25 +93,6 @@ def test_stop_while_another_program_has_the_lock(
             StoppedError, match=r"^told to stop while another program has the database locked"
         ):
             storage.write(lambda connection: connection.execute(sa.delete(compat)))
-
-
-NUM_AT_ONCE = 8
-
-
-def create_tables(url: str, folder: Path, number: int) -> None:
-    """Open the database at the same moment as the others."""
-    (folder / str(number)).touch()
-    while len(list(folder.iterdir())) < NUM_AT_ONCE:
-        time.sleep(0.001)
-    open_storage(url).close()
-
-
-def test_processes_create_the_tables_concurrently(storage_url: str, tmp_path: Path) -> None:
-    folder = tmp_path / "ready"
-    folder.mkdir()
-    finish(*(start_process(create_tables, storage_url, folder, number) for number in range(NUM_AT_ONCE)))
-    with open_storage(storage_url) as storage:
-        create_or_resume_study(storage, study(1))
 
 
 def test_stop_while_waiting_for_the_lock(sqlite_url: str) -> None:

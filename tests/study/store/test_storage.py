@@ -10,8 +10,6 @@ from optuna.trial import TrialState
 from support.worker_process import begin, evaluate, result, study, worker_on
 
 from hpo.config.search_space import suggest
-from hpo.config.study_config import StudyConfig, stored_study
-from hpo.data.dataset import load_data
 from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims import lease as lease_module
 from hpo.study.claims.leases import WorkerLease
@@ -74,32 +72,6 @@ def test_first_worker_binds_the_data(storage: Storage) -> None:
             function(storage, "tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         bind_data(storage, "tinny", "as they were")
-
-
-def of_tasks(folder: Path, *names: str) -> StudyConfig:
-    """A study of a csv file with tasks and columns in the order of `names`."""
-    rows = ["text,one,two,three", *(f"text {number},{number},{number},{number}" for number in range(40))]
-    (folder / "train.csv").write_text("\n".join(rows))
-    columns = {"labels": {name: name for name in names}}
-    tasks = {name: {"kind": "regression"} for name in names}
-    return study(3, data={"source": "csv", "path": str(folder), "tasks": tasks, "columns": columns})
-
-
-def fingerprint(config: StudyConfig) -> str:
-    return load_data(config.data).fingerprint
-
-
-def test_first_file_decides_the_order_of_keys(storage: Storage, tmp_path: Path) -> None:
-    """The order of the tasks decides the order of the heads, and the fingerprint of the data."""
-    first = of_tasks(tmp_path, "two", "three", "one")
-    create_or_resume_study(storage, first)
-    bind_data(storage, "tiny", fingerprint(first))
-    assert fingerprint(stored_study("tiny", storage.read_definition("tiny"))) == fingerprint(first)
-    other = of_tasks(tmp_path, "one", "two", "three")
-    assert fingerprint(other) != fingerprint(first)
-    assert fingerprint(other.resumed(storage.read_definition("tiny"))) == fingerprint(first)
-    create_or_resume_study(storage, other)
-    assert fingerprint(stored_study("tiny", storage.read_definition("tiny"))) == fingerprint(first)
 
 
 # The size
