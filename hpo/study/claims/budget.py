@@ -74,8 +74,8 @@ class StudyBudget:
         """Return the device-seconds of the budget; infinite without a budget."""
         query = sa.select(studies.c.definition).where(studies.c.name == self.study)
         definition = json.loads(connection.execute(query).scalar() or "{}")
-        given = definition.get("budget")
-        return math.inf if given is None else BudgetConfig.model_validate(given).seconds
+        budget = definition.get("budget")
+        return math.inf if budget is None else BudgetConfig.model_validate(budget).seconds
 
     def left(self, connection: sa.Connection) -> float:
         """Return the unspent device-seconds, over all workers."""

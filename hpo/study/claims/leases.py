@@ -274,8 +274,8 @@ class WorkerLease(Membership):
         if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        given = {"fixed_params": fixed if point is None else point}
-        set_trial_attributes(connection, trial_id_of(trial), {}, given, is_new=True)
+        system_attrs = {"fixed_params": fixed if point is None else point}
+        set_trial_attributes(connection, trial_id_of(trial), {}, system_attrs, is_new=True)
         return self._insert(connection, trial.number, point)
 
     def _begin(
@@ -300,9 +300,9 @@ class WorkerLease(Membership):
         allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
         if all(point_key(point) in self._tried for point, _ in allowed):
             return None, {}
-        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
+        fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
         tried = num_trials_of_points(connection, self._name)
-        self._tried.update(tried, map(point_key, given))
+        self._tried.update(tried, map(point_key, fixed))
         left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
         return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
 
