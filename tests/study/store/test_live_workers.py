@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +9,6 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import wait_for
 
-from hpo.study.store.process import process_start, this_machine
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 
@@ -44,22 +39,6 @@ def test_worker_elsewhere_is_dead_after_a_watched_lease(watcher: Storage, last_s
     wait_for(lambda: not is_live(watcher))
     with open_storage(watcher.url) as another:
         assert is_live(another)
-
-
-def test_stopped_process_is_dead_after_a_lease(watcher: Storage) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        start = process_start(child.pid)
-        add_worker(watcher, machine=this_machine(), pid=child.pid, process_start=start)
-        os.kill(child.pid, signal.SIGSTOP)
-        assert is_live(watcher)
-        wait_for(lambda: not is_live(watcher))
-        os.kill(child.pid, signal.SIGCONT)
-        wait_for(lambda: is_live(watcher))
-    finally:
-        child.kill()
-        child.wait()
-    assert not is_live(watcher)
 
 
 @pytest.mark.parametrize(("age", "seems_alive"), [(0.0, True), (600.0, False), (-600.0, False)])
