@@ -39,13 +39,6 @@ def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:
     return cache_key(replace(parts_of(executor, **params), device=device))
 
 
-def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
-    parts = parts_of(tiny_executor(tmp_path))
-    lengths = sorted(parts.data.train.lengths_W)
-    assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
-    assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
-
-
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_fault_on_padding_is_found(tmp_path: Path, name: str) -> None:
     parts = parts_of(tiny_executor(tmp_path), fp_precision=name)

@@ -184,14 +184,6 @@ def test_resume_is_exact(tmp_path: Path, stop_at: int) -> None:
     assert result.telemetry["num_steps"] == 9
 
 
-def test_loop_without_kept_objects_starts_anew(tmp_path: Path) -> None:
-    executor = own_executor(tmp_path, changed("    run.keep(model=model, optimizer=optimizer)\n", ""))
-    assert run_trial(executor, tmp_path / "cut", 7, **RATE).outcome == "preempted"
-    result = run_trial(executor, tmp_path / "cut", **RATE)
-    assert (result.outcome, result.telemetry["num_steps"]) == ("complete", 9)
-    assert not result.telemetry.get("weights_lost")
-
-
 def test_pause_after_the_round_and_immediate_pruning(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     note = f"\n        with open({str(notes)!r}, 'a') as file:\n            file.write('x')\n"

@@ -103,14 +103,6 @@ def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tm
     )
 
 
-def test_different_conditions(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    device = {**record.telemetry["device"], "name": "Other CPU", "torch": "1.0"}
-    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
-    assert [one.name for one in found.conditions] == ["name", "torch"]
-    assert "name: recorded Other CPU, now test CPU" in found.text()
-    assert found.same, "the bits are the same all the same"
-
-
 def test_halved_micro_batch_is_reproduced(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

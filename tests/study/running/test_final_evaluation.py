@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optuna
 import pytest
 from support.detailed_documents import document, task_document
 from support.tiny import CPU
@@ -162,20 +161,6 @@ def test_stop_ends_the_evaluation_at_the_next_batch(
     evaluating.run()
     assert (evaluating.evaluated, evaluating.stored) == ([("trial-0", "test")], {})
     assert "not evaluated in detail: told to stop." in caplog.text
-
-
-def test_missing_folder_and_deleted_study_are_logged(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
-) -> None:
-    finish(evaluating.storage, (0.1,))
-    folder, evaluating.folder = evaluating.folder, evaluating.folder / "gone"
-    evaluating.run()
-    optuna.delete_study(study_name="tiny", storage=evaluating.storage.optuna)
-    evaluating.folder = folder
-    evaluating.run()
-    assert "not evaluated in detail: FileNotFoundError" in caplog.text
-    assert "not evaluated in detail: The study `tiny`" in caplog.text
-    assert evaluating.evaluated == []
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

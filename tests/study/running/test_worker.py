@@ -43,16 +43,6 @@ def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
     return result("complete")
 
 
-def test_trial_gets_the_pruner_of_the_study(storage: Storage) -> None:
-    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-        pruners.append(type(trial.study.pruner))
-        return complete(trial, lease)
-
-    pruners: list[type] = []
-    make_and_run(study(1, pruner={"name": "median"}), storage, execute)
-    assert pruners == [optuna.pruners.MedianPruner]
-
-
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
