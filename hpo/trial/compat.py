@@ -53,15 +53,15 @@ class Compatibility:
 
     def __str__(self) -> str:
         """Return the verdict, the measurement and the reasons, a line each."""
-        found = self.measurement
-        lines = [f"{found.precision}: {self.verdict}"]
-        errors = found.logits_relative_error.items()
+        measured = self.measurement
+        lines = [f"{measured.precision}: {self.verdict}"]
+        errors = measured.logits_relative_error.items()
         lines += [f"{name}: {error:.2g} away from fp32 (relative)" for name, error in errors]
-        if found.gradient_cosine is not None:
-            lines.append(f"gradients: cosine to fp32's {found.gradient_cosine:.5f}")
-        if found.first_nonfinite:
-            lines.append(f"first not finite: {found.first_nonfinite}")
-        if products := found.observed.get("linear_products"):
+        if measured.gradient_cosine is not None:
+            lines.append(f"gradients: cosine to fp32's {measured.gradient_cosine:.5f}")
+        if measured.first_nonfinite:
+            lines.append(f"first not finite: {measured.first_nonfinite}")
+        if products := measured.observed.get("linear_products"):
             counts = (f"{kind} with {num} weights" for kind, num in products.items())
             lines.append(f"products: {', '.join(counts)}")
         if costs := self.costs:
@@ -177,9 +177,9 @@ def checked_on(device: DeviceInfo) -> str:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     versions |= {"cuda": device.cuda_version or "", "rocm": device.rocm_version or ""}
     versions |= installed_versions("torchao") if device.has_torchao else {}
-    told = [f"{name} {version}" for name, version in versions.items() if version]
-    told += [f"{name}={value}" for name, value in environment_overrides().items()]
-    return ", ".join([device.kind, *told])
+    conditions = [f"{name} {version}" for name, version in versions.items() if version]
+    conditions += [f"{name}={value}" for name, value in environment_overrides().items()]
+    return ", ".join([device.kind, *conditions])
 
 
 def cache_key(parts: TrialParts) -> str:

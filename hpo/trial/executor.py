@@ -139,8 +139,8 @@ class Executor:
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
         for prefix, field in OF_TASKS.items():
-            of_space = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
-            for name in sorted(of_space | getattr(self.study.training, field).keys()):
+            searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
+            for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
                     raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
@@ -367,13 +367,15 @@ def follow(runs_dir: Path) -> None:
     """Train each trial of rank 0 together with it, until it has no more."""
     executor, known = None, None
     while (task := next_task()) is not None:
-        definition, places, params = task
-        of_trials = {key: value for key, value in definition.items() if key not in ("n_trials", "timeout")}
-        if executor is None or of_trials != known:
-            for place in places:
-                name_code(place)
+        definition, sources, params = task
+        trial_definition = {
+            key: value for key, value in definition.items() if key not in ("n_trials", "timeout")
+        }
+        if executor is None or trial_definition != known:
+            for source in sources:
+                name_code(source)
             use_code(definition["code"], "Rank 0")
             study = StudyConfig.model_validate(definition)
             resolved = resolve_study(study, probe_device(study.device))
-            executor, known = Executor(resolved, runs_dir), of_trials
+            executor, known = Executor(resolved, runs_dir), trial_definition
         executor.run(params, None, "")

@@ -26,8 +26,8 @@ REPORTED = "reported"
 
 def check_metrics(study: StudyConfig, data: DataSet) -> None:
     """Raise InputError unless each metric of an objective or a limit exists."""
-    of_tasks = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
-    known = ["score", *of_tasks, *MEASURED_METRICS]
+    task_metrics = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
+    known = ["score", *task_metrics, *MEASURED_METRICS]
     named = [("objective.metric", objective.metric) for objective in study.objective]
     for key, metric in [*named, *(("constraints", metric) for metric in study.constraints)]:
         if metric not in known:
@@ -62,8 +62,8 @@ def undefined_metric(metric: str, metrics: Mapping[str, Mapping[str, float]], ta
     """Return the task's metric behind `metric` that has no value in an evaluation; empty: there is none."""
     if metric in MEASURED_METRICS:
         return ""
-    of_score = [(task.name, task.primary_metric) for task in tasks]
-    needed = of_score if metric == "score" and tasks else [task_and_name(metric)]
+    primary_metrics = [(task.name, task.primary_metric) for task in tasks]
+    needed = primary_metrics if metric == "score" and tasks else [task_and_name(metric)]
     missing = (one for one in needed if one[1] not in metrics.get(one[0], {}))
     return next((metric if task == REPORTED else f"{task}/{name}" for task, name in missing), "")
 
@@ -121,8 +121,8 @@ def quality_objective(objectives: Sequence[ObjectiveConfig]) -> ObjectiveConfig:
 
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
     """Return {task: metric} of the objectives that name a task: its thresholds are chosen for this metric."""
-    of_tasks = (one for one in reversed(objectives) if "/" in one)
-    named = (objective.partition("/") for objective in of_tasks)
+    with_task = (one for one in reversed(objectives) if "/" in one)
+    named = (objective.partition("/") for objective in with_task)
     return {task: metric for task, _, metric in named}
 
 

@@ -181,9 +181,9 @@ def _flat(evaluations: Sequence[StepMetrics]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for number, (step, metrics) in enumerate(evaluations, start=1):
         flat[f"evaluation {number}: step"] = step
-        for task, of_task in metrics.items():
-            if isinstance(of_task, Mapping):  # not the objectives, which are made of these
-                flat |= {f"evaluation {number}: {task}/{name}": value for name, value in of_task.items()}
+        for task, task_metrics in metrics.items():
+            if isinstance(task_metrics, Mapping):  # not the objectives, which are made of these
+                flat |= {f"evaluation {number}: {task}/{name}": value for name, value in task_metrics.items()}
     return flat
 
 

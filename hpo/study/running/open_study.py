@@ -91,7 +91,7 @@ def open_study(
             or the study's code is not trusted.
     """
     resize, trials_run = options.resize, options.trials_run
-    of_file = config if options.is_file else None
+    user_study = config if options.is_file else None
     with ExitStack() as databases:
         storage = _open_existing(url, options.stop)
         stored = None
@@ -102,8 +102,8 @@ def open_study(
             if stored.state != "open":
                 yield OpenStudy(config, storage, runs_dir, stored, {}, None)
                 return
-        check_trust(config, of_file, options.trust_remote_code)
-        check_named(config, of_file)
+        check_trust(config, user_study, options.trust_remote_code)
+        check_named(config, user_study)
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
         lacking: Mapping[str, str] = {}
@@ -138,15 +138,15 @@ def open_study(
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
 
 
-def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
+def check_trust(config: StudyConfig, user_study: StudyConfig | None, trust_remote_code: bool) -> None:
     """Raise InputError if a study of the database needs a permission that this machine's user has not given.
 
     Permissions concern its code (`use_code`), the code of its encoder, and folders to read and write
-    (`check_allowed`). `of_file` is the study in the user's own file, which gives permissions.
+    (`check_allowed`). `user_study` is the study in the user's own file, which gives permissions.
     """
-    check_allowed(config.name, places(config), places(of_file) if of_file else {})
-    if of_file is not None:
-        trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
+    check_allowed(config.name, places(config), places(user_study) if user_study else {})
+    if user_study is not None:
+        trust_remote_code = trust_remote_code or user_study.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:
         raise InputError(
             f"The study `{config.name}` of the database runs the code that comes with its encoder "
