@@ -58,7 +58,7 @@ def test_training_draws_the_recorded_shares(
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study on two sources that was killed in its first trial and then run to its end."""
+    """A folder with a study on two sources, killed in its first trial and resumed to its end."""
     folder = tmp_path_factory.mktemp("sources")
     write(folder, every_seconds=0.05)
     process = start_hpo(folder, "run", "tiny.yaml")

@@ -23,7 +23,7 @@ TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "
 
 
 def kept(folder: Path) -> list[int]:
-    """Numbers of the trials that have checkpoints."""
+    """Numbers of the trials with checkpoints."""
     return sorted(
         int(path.name.removeprefix("trial-")) for path in folder.glob("runs/*/checkpoints-*/trial-*")
     )

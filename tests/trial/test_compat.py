@@ -45,7 +45,7 @@ def test_fault_on_padding_is_found(tmp_path: Path, name: str) -> None:
     shortest = int(parts.data.train.lengths_W.min())
 
     def break_short(_encoder: Any, _args: Any, inputs: dict[str, Tensor], output: Any) -> Any:
-        """As where all that a row attends to is masked."""
+        """Break short rows, as if everything were masked."""
         if torch.is_autocast_enabled("cpu"):
             is_short_B = inputs["attention_mask"].sum(dim=1) <= shortest
             hidden = output.last_hidden_state
@@ -107,7 +107,7 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Cache:
-    """A compatibility cache that holds JSON, as a database does."""
+    """A compatibility cache of JSON, as in a database."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}

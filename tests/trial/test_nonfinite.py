@@ -1,4 +1,4 @@
-"""The operator that made the first number that is not finite, in models broken on purpose."""
+"""The operator of the first non-finite number, in models with planted faults."""
 
 from __future__ import annotations
 

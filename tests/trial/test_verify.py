@@ -28,7 +28,7 @@ def costs(speed_ratio: float) -> Costs:
 
 
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
-    """Check a device on which the check of each precision finds `found`: speeds, a verdict or an error."""
+    """Check a device with a given result for each precision: a speed, a verdict or an error."""
 
     def check(name: str, support: Support) -> Compatibility:
         assert support.level != "unsupported"

@@ -71,7 +71,7 @@ class WorkerOptions:
     deadline: float = math.inf
     """No trial begins after this time of the monotonic clock, or after the study's `timeout`."""
     after_trial: Callable[[], None] = lambda: None
-    """Called when a trial has ended here, or on a worker that this one waited for. It may be called twice."""
+    """Called after the end of a trial, here or on another worker. It may be called twice."""
     poll_seconds: float = 2.0
 
 
@@ -284,7 +284,7 @@ class TrialRunner:
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         """Run a claimed trial to its outcome.
 
-        Raises an error that concerns more than this trial: a lost lease, device or database, wrong input.
+        Raises an error if it concerns more than this trial: a lost lease, device or database, wrong input.
         """
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))

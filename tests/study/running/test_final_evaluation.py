@@ -30,7 +30,7 @@ def evaluated(name: str, split: str) -> dict[str, Any]:
 
 
 class Evaluating:
-    """A study whose best trial is evaluated; `on_batch` is called during an evaluation."""
+    """A finished study for an evaluation, which calls `on_batch`."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.storage, self.folder = storage, folder
@@ -75,7 +75,7 @@ def evaluating(
 
 
 def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
-    """Run a study whose trials end with these values; `left` trials stay open."""
+    """Run a study with these values of its trials; `left` trials stay open."""
     goals = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
     config = study(len(values) + left, objective=goals[: len(values[0])])
     create_or_resume_study(storage, config)

@@ -237,7 +237,7 @@ def opened(storage: Storage, folder: Path, config: StudyConfig, **changes: Any) 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The options of `run_worker`, which ends at once as the test's parameter."""
+    """The options of `run_worker`. It ends at once, as the test's parameter."""
     options: dict[str, Any] = {}
     summary = RunSummary(getattr(request, "param", "stopped"))
     monkeypatch.setattr(worker_module, "run_worker", lambda *_, **of: options.update(of) or summary)
