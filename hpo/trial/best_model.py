@@ -16,8 +16,9 @@ from hpo.errors import DataError, RunError, TrialEnd, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
-from hpo.models.encoder import attention_on, hub_id
+from hpo.models.encoder import attention_on
 from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
+from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from support.tiny import tiny_executor
 
 from hpo.errors import OutOfMemory
-from hpo.models.encoder import MINILM_HUB_ID
+from hpo.models.hub import MINILM_HUB_ID
 from hpo.trial.best_model import encoder_facts, with_scores
 
 
