@@ -64,8 +64,6 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
-_Ended = tuple[Outcome, str, tuple[float, ...] | None, str | None]
-"""Outcome, reason, values, traceback."""
 
 
 class Executor:
@@ -180,7 +178,7 @@ class Executor:
             recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
             reset_peak_memory(self.device)
             try:
-                return self._with_limits(recorder, self._end_of(train))
+                return self._with_record(self._end_of(train), recorder)
             finally:
                 if self._compiles:
                     drop_compiled(self.device)
@@ -209,19 +207,19 @@ class Executor:
             }
         )
 
-    def _end_of(self, train: Callable[[], tuple[float, ...]]) -> _Ended:
-        """Train, and return the end."""
+    def _end_of(self, train: Callable[[], tuple[float, ...]]) -> TrialResult:
+        """Train, and return the end without its record."""
         try:
             with lost_device_raised(self.device):
-                return Outcome.COMPLETE, "", train(), None
+                return TrialResult(Outcome.COMPLETE, values=train())
         except TrialEnd as end:
-            return end.outcome, str(end), None, None
+            return TrialResult(end.outcome, str(end))
         except ModelError as error:
             # If the study searches settings of the model, an impossible combination ends this trial only.
             is_broken = isinstance(error, BrokenEncoderError)
             if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
-            return Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error), None, None
+            return TrialResult(Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error))
         except (InputError, RunError):
             raise
         except Exception as error:
@@ -229,19 +227,19 @@ class Executor:
                 # The other ranks may wait for this one: torchrun ends them all.
                 raise RunError(f"rank {rank()} failed: {type(error).__name__}: {error}") from error
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
-            return outcome, f"{type(error).__name__}: {error}", None, traceback.format_exc()
+            reason = f"{type(error).__name__}: {error}"
+            return TrialResult(outcome, reason, traceback=traceback.format_exc())
 
-    def _with_limits(self, recorder: TrialRecorder, ended: _Ended) -> TrialResult:
-        """Return the result, with its violation of each limit of the study."""
-        outcome, reason, values, trace = ended
+    def _with_record(self, end: TrialResult, recorder: TrialRecorder) -> TrialResult:
+        """Return the end with its record, and its violation of each limit of the study."""
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
-        if outcome == Outcome.COMPLETE:
-            reason = " ".join(filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"))))
+        if end.outcome == Outcome.COMPLETE:
+            reasons = filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early")))
+            end = replace(end, reason=" ".join(reasons))
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
             limited |= {name: None for name in limited if name.startswith("train_")}
-        result = recorder.result(outcome, reason, values, trace)
-        return replace(result, constraints=violations(limits, limited))
+        return recorder.complete(replace(end, constraints=violations(limits, limited)))
 
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles, such as the model of a trial that failed
