@@ -64,6 +64,7 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
+CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it."
 
 
 class Executor:
@@ -314,7 +315,9 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            _warn_of_causal_encoder(parts.model)
+            by_token = [task.name for task in parts.model.tasks if task.level == "token"]
+            if by_token and is_causal(parts.model.encoder):
+                _logger.warning(CAUSAL, type(parts.model.encoder).__name__, ", ".join(by_token))
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -345,20 +348,6 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
             yield {**encoder, **kind, **target, **({"freeze_layers": 0} if kind else {})}
     for name in space.keys() - {"encoder"}:
         yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
-
-
-def _warn_of_causal_encoder(model: MultitaskModel) -> None:
-    """Warn if a task of tokens has an encoder whose tokens do not see the text after them."""
-    by_token = [task for task in model.tasks if task.level == "token"]
-    if not by_token or not is_causal(model.encoder):
-        return
-    warning = (
-        f"In this {type(model.encoder).__name__} a token sees only the text before it, but "
-        f"{', '.join(task.name for task in by_token)} may need the text after it"
-    )
-    if marked := {name for task in by_token if (name := kind_of(task).at_first_token)}:
-        warning += f"; the first token, for `{'`, `'.join(marked)}`, sees nothing of the text"
-    _logger.warning("%s.", warning)
 
 
 def follow(runs_dir: Path) -> None:

@@ -243,24 +243,17 @@ def worker_command(study: str, timeout: float, until: float | None) -> list[str]
     return command
 
 
+@dataclass
 class _Supervisor:
     """The supervisor of the workers of one study."""
 
-    def __init__(
-        self,
-        config: StudyConfig,
-        storage: Storage,
-        processes: WorkerProcesses,
-        stop: Stop,
-        deadline: float,
-    ) -> None:
-        self.config = config
-        self.storage = storage
-        self.processes = processes
-        self.stop = storage.stop = stop
-        self.deadline = deadline
-        self.broken: _Worker | None = None  # it has used up its restarts
-        self.workers: list[_Worker] = []
+    config: StudyConfig
+    storage: Storage
+    processes: WorkerProcesses
+    stop: Stop
+    deadline: float
+    broken: _Worker | None = None
+    """A worker without restarts left."""
 
     def run(self, folder: Path) -> None:
         """Run the workers, with their logs in `folder`, until all have ended.
@@ -268,6 +261,7 @@ class _Supervisor:
         After an error here, running workers have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
         killed.
         """
+        self.storage.stop = self.stop
         self.workers = self._workers(folder)
         started = []
         try:
