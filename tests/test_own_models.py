@@ -33,9 +33,9 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
+from hpo.trial.telemetry import Callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

@@ -16,7 +16,7 @@ import torch
 from hpo.api.models import checkpoint_of
 from hpo.api.opening import RUNS, check_positive
 from hpo.compare.comparison_study import unlabelled_test_tasks
-from hpo.compare.planning import by_rank
+from hpo.compare.planning import ranked_trials
 from hpo.deploy.artifacts import NAMES, parse_names
 from hpo.deploy.deployment import DeploymentRequest, DeployTarget, deploy
 from hpo.deploy.timing import BATCH_SIZES
@@ -83,7 +83,7 @@ def deploy_best(
 
 def best_model_of(record: StudyRecord) -> TrialRecord:
     """The best trial, by the first objective that concerns the model. Raises RunError if there is none."""
-    ranked = by_rank(record)
+    ranked = ranked_trials(record)
     if not ranked:
         none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
         raise RunError(nearest_told(record) or none_yet)

@@ -24,7 +24,7 @@ from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import TrialSource, export_checkpoint
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
 from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
