@@ -79,7 +79,7 @@ def model_warnings(record: StudyRecord) -> list[str]:
 
 
 def constant_warnings(record: StudyRecord) -> list[str]:
-    """Warn of best trials that are no better on validation than the best constant prediction."""
+    """Warn of best trials no better on validation than the best constant prediction."""
     warnings = []
     for trial in best_trials(record):
         baseline = trial.telemetry.get("baseline") or {}

@@ -11,7 +11,7 @@ from hpo.report.formats import MISSING, format_interval, format_number, plural
 from hpo.report.terminal import Part, Rows
 
 _COMPUTES_LOWER = ("bf16", "fp16")
-"""Forms that keep their weights in fp32."""
+"""Forms with weights in fp32."""
 
 Stored = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ def _confirmed(stored: Stored) -> str:
 
 
 def loading(stored: Stored, model: str) -> str:
-    """Return the Python expression that loads the chosen form from the folder `model`."""
+    """Return the Python expression to load the chosen form from the folder `model`."""
     device = ', device="cpu"' if stored["device"]["type"] == "cpu" else ""
     return f'hpo.load("{model}"{device})'
 

@@ -20,7 +20,7 @@ from hpo.trial.verify_parts import PartCheck, PartsCheck
 
 
 def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
-    """Return the record that a study would store of a trial."""
+    """Return the record of a trial, as in a study."""
     values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
     return {"params": params, "values": values, **trial_attributes(result)}
 
@@ -86,7 +86,7 @@ def _ratio(costs: Costs | None, name: str) -> str:
 
 
 def parts_verification(checks: Sequence[PartsCheck], device: str) -> Iterator[Part]:
-    """Show the parts of a model in each low precision, and those that need fp32."""
+    """Show the parts of a model in each low precision, and the parts in need of fp32."""
     yield Text(device, style="bold")
     for check in checks:
         if check.parts:
