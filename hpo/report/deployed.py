@@ -27,9 +27,6 @@ def shown(stored: Stored) -> Iterator[Part]:
         f"{threads}: ms from text to prediction, median / 99th percentile; speed against fp32",
         _speed(stored),
     )
-    tasks = _tasks(stored)
-    if len({row["task"] for row in tasks}) > 1:
-        yield "by task: the primary metric; drops in points", tasks
     forms = stored["artifacts"]
     if cast := [form["artifact"] for form in forms if form["artifact"] in _COMPUTES_LOWER]:
         yield f"{' and '.join(cast)}: the stored weights are fp32."
@@ -73,22 +70,6 @@ def _speed(stored: Stored) -> Rows:
         rows.append(cells | {"weights": f"{form['weight_bytes'] / 1e6:.3g}\u00a0MB"})
     columns = dict.fromkeys((name for row in rows for name in row), MISSING)
     return [columns | row for row in rows]
-
-
-def _tasks(stored: Stored) -> Rows:
-    """A row for each form, except fp32, and task: the primary metric and its drop."""
-    return [
-        {
-            "form": _name(form),
-            "task": name,
-            "metric": task["metric"],
-            "value": _interval(task["value"]),
-            "drop": _interval(task["drop"], "+"),
-        }
-        for form in stored["artifacts"]
-        if form["artifact"] != "fp32"
-        for name, task in form["judged"]["tasks"].items()
-    ]
 
 
 def verdict(stored: Stored) -> str:

@@ -134,15 +134,6 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_a_precision_with_its_own_weights_has_no_base_precision(empty: Storage) -> None:
-    space = {"fp_precision": choices("bf16-true", "fp32"), "learning_rate": choices(1e-5, 3e-5)}
-    config = searched(empty, by_rate, search_space=space, training={"adapter": "lora"})
-    comparison = begun(empty, config, Request("base_precision", precisions=("int8",), top=4))
-    assert {one.params["fp_precision"] for one in plan_of(comparison).configurations} == {"fp32"}
-    assert plan_of(comparison).precisions == ("fp32", "int8")
-    assert comparison.name == "tiny-compare-base"
-
-
 def test_a_device_without_a_base_precision(empty: Storage) -> None:
     config = searched(empty, by_rate, training={"adapter": "lora"})
     record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)

@@ -234,18 +234,6 @@ def test_worst_single_labels_have_the_least_likely_truth() -> None:
     assert math.isfinite(found[0].loss)
 
 
-def test_loss_of_a_list_is_the_sum_of_cross_entropies() -> None:
-    p_NC = np.array([[0.9, 0.2, 0.4], [0.9, 0.8, 0.1], [1.0, 0.0, 0.0]])
-    rows = [example("0", ["c", "a"]), example("1", ["b"]), example("2", ["a"])]
-    found = worst_mistakes(Task("t", "multi_label", LABELS), [["a"], ["a", "b"], ["a"]], rows, p_NC)
-    assert [(one.id, one.truth, one.predicted) for one in found] == [
-        ("1", ["b"], ["a", "b"]),
-        ("0", ["a", "c"], ["a"]),
-    ]
-    losses = [-math.log(0.1 * 0.8 * 0.9), -math.log(0.9 * 0.8 * 0.4)]
-    assert [one.loss for one in found] == pytest.approx(losses)
-
-
 def test_worst_numbers_and_spans() -> None:
     rows = [example(str(i), float(i)) for i in range(4)]
     found = worst_mistakes(Task("t", "regression"), [0.0, 3.0, 1.0, float("nan")], rows, None)

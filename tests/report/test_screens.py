@@ -16,11 +16,11 @@ from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
 from hpo.report import best_screens, progress, screens, terminal
+from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
-from hpo.report.summary import summary
 from hpo.report.terminal import print_parts, text_table
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import Look
@@ -127,25 +127,6 @@ def test_status_shows_live_workers(screen: Screen) -> None:
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
     print_parts(screens.status(record, study_status(record)))
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-@pytest.mark.parametrize(
-    ("changes", "line", "names_worker"),
-    [
-        ({}, "No worker is running. To start one: hpo worker fake", True),
-        (
-            {"state": "paused"},
-            "The study is paused. To continue it: hpo resume fake, then hpo worker fake",
-            True,
-        ),
-        ({"counts": {"open": 0, "running": 0, "done": 2}}, "fake: 2 of 2 trials ended", False),
-    ],
-)
-def test_status_names_the_next_command(changes: dict[str, Any], line: str, names_worker: bool) -> None:
-    record = record_of([], **changes)
-    lines = [str(part) for part in screens.status(record, study_status(record))]
-    assert line in lines
-    assert any("hpo worker" in one for one in lines) == names_worker
 
 
 @pytest.mark.parametrize("screen", [40, 80], indirect=True)

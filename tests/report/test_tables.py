@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from datetime import timedelta
 from typing import Any
 
 import pandas as pd
@@ -133,14 +132,6 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
     for name in ("best_score", "measured", "peak_memory_bytes_median", "skipped_steps"):
         assert after[name] == before[name]
-
-
-def test_waiting_time_of_a_paused_trial_does_not_count() -> None:
-    trial = fake_trial(0, "fp32")
-    trial.attributes["active_seconds"] = 55.0
-    ended = trial.ended + timedelta(days=1)
-    waited = dataclasses.replace(trial, ended=ended, seconds=trial.seconds + 86400)
-    assert list(tables_of([waited]).trials["seconds"]) == [55.0]
 
 
 def test_an_empty_study_has_empty_tables() -> None:
