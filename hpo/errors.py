@@ -51,64 +51,49 @@ class InputError(HpoError):
     exit_code = 2
 
 
-class StudyFileError(InputError):
-    pass
+class StudyFileError(InputError): ...
 
 
-class NoStudyFileError(StudyFileError):
-    pass
+class NoStudyFileError(StudyFileError): ...
 
 
-class DataError(InputError):
-    pass
+class DataError(InputError): ...
 
 
-class ModelError(InputError):
-    pass
+class ModelError(InputError): ...
 
 
-class BrokenEncoderError(ModelError):
-    pass
+class BrokenEncoderError(ModelError): ...
 
 
-class StorageError(InputError):
-    pass
+class StorageError(InputError): ...
 
 
-class NoDatabaseError(StorageError):
-    pass
+class NoDatabaseError(StorageError): ...
 
 
-class NoStudyError(StorageError):
-    pass
+class NoStudyError(StorageError): ...
 
 
-class StudyChangedError(InputError):
-    pass
+class StudyChangedError(InputError): ...
 
 
-class RunError(HpoError):
-    pass
+class RunError(HpoError): ...
 
 
-class CheckpointError(RunError):
-    pass
+class CheckpointError(RunError): ...
 
 
-class DeviceLostError(RunError):
-    pass
+class DeviceLostError(RunError): ...
 
 
-class LeaseLostError(RunError):
-    pass
+class LeaseLostError(RunError): ...
 
 
-class TrackerError(RunError):
-    pass
+class TrackerError(RunError): ...
 
 
-class OutageError(RunError):
-    pass
+class OutageError(RunError): ...
 
 
 class StoppedError(OutageError):

@@ -97,8 +97,7 @@ def test_hard_link_to_the_best_weights(
         assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-@pytest.mark.parametrize("kept", [0.5, 0])
+@pytest.mark.parametrize(("name", "kept"), [("model.safetensors", 0.5), ("state.pt", 0.5), ("state.pt", 0)])
 def test_truncated_checkpoint(store: CheckpointStore, name: str, kept: float) -> None:
     for step in (1, 2):
         store.save(step, WEIGHTS, state={"step": step})

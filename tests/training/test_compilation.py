@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import TASKS, tiny_batch, tiny_model, tiny_objective
 from support.tiny_encoders import make_model
 
 from hpo.training.clock import CompileClock
@@ -65,17 +63,3 @@ def test_compiled_modules_of_a_scope(mode: str, monkeypatch: pytest.MonkeyPatch)
         assert compiled_modules(model) == names
         assert asked == [{"mode": mode}] * len(names)
         assert list(model.state_dict()) == keys
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_logits_and_gradients_equal_eager() -> None:
-    plain, batch, loss_fn = tiny_model(tasks=TASKS[:1]), tiny_batch(), tiny_objective(TASKS[:1])
-    compiled = apply_compile(copy.deepcopy(plain), "default")
-    ours, theirs = compiled(*batch.inputs), plain(*batch.inputs)
-    for name, logits in theirs.items():
-        torch.testing.assert_close(ours[name], logits, rtol=1e-5, atol=1e-5)
-    for found in (ours, theirs):
-        loss_fn(found, batch, loss_fn.count(batch)).backward()
-    for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)

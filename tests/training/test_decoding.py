@@ -14,10 +14,8 @@ import pytest
 
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
-from hpo.tasks.labels import THRESHOLD_LOG_ODDS
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.span_extraction import MAX_ANSWER_TOKENS
-from hpo.tasks.span_per_label import EVIDENCE_MERGE_GAPS, EVIDENCE_THRESHOLDS
 from hpo.training.decoding import choose_decision, decode, decode_tasks
 from hpo.training.metrics import score
 
@@ -241,69 +239,28 @@ def test_evidence_equals_a_plain_loop(window: int, overlap: int, seed: int) -> N
             assert {name for name, _, _ in spans} == set(names)
 
 
-def truth_rows(rng: np.random.Generator, task: Task) -> list[Example]:
-    """Rows with a truth for the task; every fifth is not annotated."""
-    rows = []
-    for i, row in enumerate(random_rows(rng, 60)):
-        words = [match.span() for match in re.finditer(r"\S+", row.text)]
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for name in task.labels:
-            if rng.random() < 0.6:
-                first = int(rng.integers(len(words)))
-                last = min(len(words) - 1, first + int(rng.integers(4)))
-                spans[name] = [(words[first][0], words[last][1])]
-        truth = {"annotated": set()} if i % 5 == 0 else {"labels": {"t": sorted(spans)}}
-        rows.append(example_of(row.text, spans=spans, alt_spans=spans, **truth))
-    return rows
-
-
-def noisy_logits(rng: np.random.Generator, task: Task, split: Any) -> Any:
-    """Logits that lean to the truth."""
-    if task.kind == "multi_label":
-        truth = np.array(
-            [[name in split.examples[e].spans for name in NAMES] for e in split.window_example_W]
-        )
-        return (rng.normal(-3, 1, truth.shape) + 1.5 * truth).astype(np.float32)
-    logits = rng.normal(-1, 1, (len(split.owned_T), task.num_outputs))
-    example_T = np.repeat(split.window_example_W, np.diff(split.window_start_W1))
-    for t, example in enumerate(example_T):
-        for n, name in enumerate(task.labels):
-            for start, end in split.examples[example].spans.get(name, ()):
-                if task.kind == "span_extraction":
-                    logits[t] += 3 * np.array([split.char_start_T[t] == start, split.char_end_T[t] == end])
-                elif start <= split.char_start_T[t] < end:
-                    logits[t, n] += 1.5
-    return logits.astype(np.float32)
-
-
 @pytest.mark.parametrize(
     ("task", "metric"),
     [(task, metric) for task in (MULTI, ANSWER, EVIDENCE) for metric in task.metrics],
     ids=lambda value: value if isinstance(value, str) else value.kind,
 )
 def test_decision_maximises_the_metric(task: Task, metric: str) -> None:
-    rng = np.random.default_rng(0)
-    split = make_split(truth_rows(rng, task))
-    logits = noisy_logits(rng, task, split)
-    labels = [sorted(row.spans) for row in split.examples] if task is EVIDENCE else None
-    candidates = {
-        "multi_label": [DecodingThresholds(threshold=1 / (1 + np.exp(-x))) for x in THRESHOLD_LOG_ODDS],
-        "span_extraction": [DecodingThresholds(null_offset=x) for x in np.linspace(-12, 12, 200)],
-        "span_per_label": [
-            DecodingThresholds(threshold=threshold, merge_gap=gap)
-            for threshold, gap in itertools.product(EVIDENCE_THRESHOLDS, EVIDENCE_MERGE_GAPS)
-        ],
-    }[task.kind]
-
-    def value(decision: DecodingThresholds) -> float:
-        return score(task, decode(task, logits, split, decision, labels), split.examples)[metric]
-
-    values = [value(candidate) for candidate in candidates]
-    chosen = choose_decision(task, logits, split, labels, metric)
-    assert value(chosen) >= max(values)
-    assert min(values) < max(values)
+    """Right and wrong predictions can be separated, but not by the default thresholds."""
+    answer = [[0, 0], [3, -9], [-9, 3], [-9, -9], [0, 0], [0, 0], [1, -9], [-9, 1], [-9, -9], [0, 0]]
+    evidence = [[0, 0], [-1, -9], [-9, -9], [-1, -9], [0, 0], [0, 0], [-3, -9], [-9, -9], [-9, -9], [0, 0]]
+    labelled = [[-2, -5], [-4, -2]]
+    logits = {"multi_label": labelled, "span_extraction": answer, "span_per_label": evidence}
+    spans = {"a": [(0, 8)], "answer": [(0, 5)]} if task is not MULTI else {}
+    text, other = ("x", ["b"]) if task is MULTI else ("xx yy zz", [])
+    rows = [example_of(text, labels={"t": ["a"]}, spans=spans, alt_spans=spans)]
+    split = make_split([*rows, example_of(text, labels={"t": other})])
+    labels = [["a"], []] if task is EVIDENCE else None
+    values = np.array(logits[task.kind], np.float32)
+    chosen = choose_decision(task, values, split, labels, metric)
+    assert score(task, decode(task, values, split, chosen, labels), split.examples)[metric] == 1.0
+    assert score(task, decode(task, values, split, DEFAULT, labels), split.examples)[metric] < 1.0
     if metric == task.primary_metric:
-        assert choose_decision(task, logits, split, labels) == chosen
+        assert choose_decision(task, values, split, labels) == chosen
 
 
 def test_evidence_after_predicted_classes() -> None:

@@ -179,19 +179,14 @@ def test_gradients_at_extreme_logits(name: str, loss: str, size: float, gamma: f
     assert torch.isfinite(gradient(ours, logits)).all()
 
 
-def initial_bias(task: Task) -> Tensor:
-    return torch.tensor(kind_of(task).initial_bias())
-
-
 def test_initial_bias_of_heads() -> None:
-    assert torch.sigmoid(initial_bias(TASKS["multi_label"])).tolist() == pytest.approx([1 / 3] * 3)
-    assert torch.sigmoid(initial_bias(TASKS["span_per_label"])).tolist() == pytest.approx([0.1] * 3)
-    joint = torch.softmax(initial_bias(TASKS["token_classification"]), dim=0)
-    assert joint.tolist() == pytest.approx([0.75] + [0.25 / 4] * 4)
-    by_name = torch.softmax(initial_bias(TASKS["overlapping"]).reshape(2, 3), dim=1)
-    assert by_name.tolist() == [pytest.approx([1 - 0.125, 0.125 / 2, 0.125 / 2])] * 2
-    for name in ("single_label", "span_extraction", "regression"):
-        assert initial_bias(TASKS[name]).tolist() == [0.0] * TASKS[name].num_outputs
+    bias = {name: torch.tensor(kind_of(task).initial_bias()) for name, task in TASKS.items()}
+    assert torch.sigmoid(bias["multi_label"]).tolist() == pytest.approx([1 / 3] * 3)
+    assert torch.sigmoid(bias["span_per_label"]).tolist() == pytest.approx([0.1] * 3)
+    assert torch.softmax(bias["token_classification"], 0).tolist() == pytest.approx([0.75] + [1 / 16] * 4)
+    by_name = torch.softmax(bias["overlapping"].reshape(2, 3), dim=1)
+    assert by_name.tolist() == [pytest.approx([0.875, 0.0625, 0.0625])] * 2
+    assert bias["single_label"].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", TASKS)
