@@ -60,7 +60,6 @@ IMPORTS_LATE = set(
     api/comparing.py api/deploying.py api/models.py api/named.py api/opening.py api/planning.py
     api/running.py api/study.py
     compare/companion.py compare/looks.py compare/planning.py
-    config/allowed.py config/portfolio.py config/search_space.py config/trial_settings.py
     data/checks.py data/sources.py data/token_cache.py data/token_stream.py data/tokenization.py
     deploy/making.py deploy/quantize.py
     device.py
@@ -81,7 +80,6 @@ IMPORTS_LATE = set(
     study/sampling/promotion.py study/sampling/samplers.py study/store/database.py study/store/lifecycle.py
     study/store/opening.py study/store/optuna_internals.py study/store/sqlite_place.py
     study/store/storage.py study/store/studies.py
-    track/follow.py
     training/progress.py
     trial/callbacks.py
     """.split()  # noqa: SIM905
@@ -119,7 +117,8 @@ def late_imports(file: Path) -> Iterator[str]:
                 if isinstance(inner, ast.Import):
                     yield from (alias.name.partition(".")[0] for alias in inner.names)
                 elif isinstance(inner, ast.ImportFrom):
-                    yield str(inner.module).partition(".")[0]
+                    # The module torch.utils.tensorboard needs the extra.
+                    yield str(inner.module).removeprefix("torch.utils.").partition(".")[0]
 
 
 def packages_of_extras() -> set[str]:

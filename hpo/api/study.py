@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
 from hpo.api.opening import RUNS, check_positive, check_workers, to_run
-from hpo.config.checkpoint_config import NOT_SHARED
+from hpo.config.sections import NOT_SHARED
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.memory import collector_paused

@@ -10,15 +10,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
+from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import show
 from hpo.config.trial_config import encoders_of
 from hpo.errors import InputError
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
 
 ALLOW = "HPO_ALLOW"
 """Environment variable: folders and such as `s3://BUCKET/PREFIX`, with `:` between them."""

@@ -7,13 +7,11 @@ planned: with a budget this depends on what the first trials took.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpo.config.known import fitting
+from hpo.config.first import fitting
+from hpo.config.study_config import StudyConfig
 from hpo.extensions import ENCODERS
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
 
 PORTFOLIO: tuple[tuple[str, dict[str, Any]], ...] = (
     ("BERT, Devlin et al. 2019, arXiv 1810.04805, A.3", {"learning_rate": 5e-5, "batch_size": 32}),

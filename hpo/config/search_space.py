@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from optuna.trial import BaseTrial
 from pydantic import BeforeValidator, Field, ValidationError
 
 from hpo.config.study_file import CheckedSection, KeyPath, Problem, one_of, problems_of, refuse, show
@@ -22,9 +23,6 @@ from hpo.errors import did_you_mean
 from hpo.json_safe import is_number
 from hpo.precision.table import PRECISION
 from hpo.section import Count, Section, Switch, Whole
-
-if TYPE_CHECKING:
-    from optuna.trial import BaseTrial
 
 
 def _as_lists(conditions: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpo.config.exclusions import trial_problems
 from hpo.config.search_space import decode
+from hpo.config.study_checks import trial_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import Problem, parse_yaml_value, problems_of, show
 from hpo.config.trial_settings import (

@@ -36,6 +36,7 @@ from hpo.extensions import (
 )
 from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
+from hpo.tasks.kind import KINDS
 
 
 def _encoder(value: Any) -> Any:
@@ -80,8 +81,6 @@ HeadType = Annotated[Head, or_own(HEADS.takes)]
 
 
 def _is_own_loss(value: Any) -> bool:
-    from hpo.tasks.kind import KINDS  # NumPy, which `hpo --help` does without
-
     return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
 
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpo.config.exclusions import PARTS
 from hpo.config.trial_settings import AUTO, TrialSettings
 from hpo.precision.table import PRECISION
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import TrialRecord
 
+PARTS = "fp32_parts"
 FORMATS = ("adapter", "base_precision", "optimizer_state", PARTS, "attention", "compile")
 """The settings, other than `fp_precision`, that change how numbers are stored or computed."""
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import ObjectiveConfig
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import middle
 from hpo.config.trial_config import build_trial_config

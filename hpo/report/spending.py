@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from hpo.config.budget import MAX_TRIALS, BudgetConfig
+from hpo.config.sections import MAX_TRIALS, BudgetConfig
 from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_seconds

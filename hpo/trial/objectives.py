@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpo.code import errors_of_code
-from hpo.config.limits import MEASURED_METRICS
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import MEASURED_METRICS, ObjectiveConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean

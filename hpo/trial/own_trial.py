@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
-from hpo.config.own_loop_config import UNMEASURED
+from hpo.config.study_checks import UNMEASURED
 from hpo.device import EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
 from hpo.precision.effective import Agreement, Observation

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from hpo.config.evaluation_config import EvaluationConfig
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import ObjectiveConfig
+from hpo.config.sections import EvaluationConfig
 
 
 def patience_over(values: Sequence[float], objective: ObjectiveConfig, settings: EvaluationConfig) -> str:

@@ -224,9 +224,7 @@ def test_make_bench_runs_it_with_its_rounds_and_results(monkeypatch: pytest.Monk
     assert calls == [[], ["--rounds", "2", "--results", "runs/gpu.jsonl"]]
 
 
-def test_unsupported_precisions_are_omitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_precisions_are_omitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = gpu.Report(0.0, None)
     arguments = SimpleNamespace(tiny=True, scale=1.0, compile=None)
     benchmark = gpu.Benchmark(report, tmp_path, CPU, arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpo.config.study_config import StudyConfig, load_study, stored_study
-from hpo.config.study_places import study_files
+from hpo.config.study_file import study_files
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import TrialSettings
 from hpo.errors import InputError, StorageError, StudyChangedError

@@ -12,7 +12,7 @@ from support.own_loops import LOOP, SPACE, write_own
 from support.tiny import write_study
 
 from hpo.code import use_code
-from hpo.config.known import fixed_problems
+from hpo.config.first import fixed_problems
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError, StorageError, StudyFileError
 

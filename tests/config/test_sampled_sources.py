@@ -13,7 +13,7 @@ from hpo.errors import StudyFileError
 
 WEIGHT = {"type": "float", "low": 0.0, "high": 2.0}
 ONE_SET = {"source": "synthetic"}
-NO_SOURCES = "is read with `data.sources`, but there are none."
+NO_SOURCES = "needs `data.sources`, but there are none."
 
 
 @pytest.mark.parametrize(

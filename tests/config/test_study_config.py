@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -162,13 +160,3 @@ def test_settings_hold_values_in_their_own_form() -> None:
     assert isinstance(setting_value("init_scale", 1024), float)
     assert takes_whole_numbers("micro_batch_size")
     assert not takes_whole_numbers("betas")
-
-
-def test_reading_a_study_imports_neither_torch_nor_optuna() -> None:
-    code = (
-        "import sys; from hpo.config.study_config import load_study; load_study('precision');"
-        "import hpo.config.search_space, hpo.config.trial_config;"
-        "print([name for name in ('torch', 'optuna', 'transformers', 'pandas') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

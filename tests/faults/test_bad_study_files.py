@@ -62,7 +62,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, why in (
         ("folder.yaml", "the file cannot be read: Is a directory"),
         ("nowhere", "the file cannot be read: No such file"),
-        ("bytes.yaml", "the file must be text in UTF-8, but its byte 6 begins no character"),
+        ("bytes.yaml", "the file must be text in UTF-8, but byte 6 is not"),
     ):
         with pytest.raises(StudyFileError, match=f"{name}: {why}"):
             load_study(tmp_path / name)

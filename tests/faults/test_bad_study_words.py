@@ -26,7 +26,7 @@ BROKEN = {
     "syntax": ("name: m5\n  data: [\n", "Error: studies/syntax.yaml:2: this is not valid YAML: "),
     "unknown": ("name: x\nprunner: {}\n", "Error: studies/unknown.yaml:1: data: "),
     "empty": ("", "Error: studies/empty.yaml: the file is empty."),
-    "bytes": (b"\xff\xfe\0", "Error: studies/bytes.yaml: the file must be text in UTF-8, but its byte 0 "),
+    "bytes": (b"\xff\xfe\0", "Error: studies/bytes.yaml: the file must be text in UTF-8, but byte 0 "),
 }
 
 

@@ -119,9 +119,7 @@ def checkpoints(folder: Path) -> Sequence[Path]:
     return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
 
 
-def test_torchrun_refuses_several_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_refuses_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     write(tmp_path)
     refused = hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")

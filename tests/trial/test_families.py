@@ -17,7 +17,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.data.batches import Batch
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, build_model

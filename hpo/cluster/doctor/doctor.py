@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database

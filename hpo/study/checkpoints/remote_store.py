@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, HpoError, InputError
 from hpo.study.checkpoints.checkpoint_folders import is_of, newest_step
 

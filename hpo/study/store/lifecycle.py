@@ -18,9 +18,8 @@ from optuna.trial import TrialState
 from pydantic import ValidationError
 
 from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.config.checkpoint_config import CheckpointConfig
-from hpo.config.study_file import show
-from hpo.config.study_name import check_study_name
+from hpo.config.sections import CheckpointConfig
+from hpo.config.study_file import check_study_name, show
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.claims.ending import end_unclaimed
 from hpo.study.claims.snapshot import num_places

@@ -29,7 +29,7 @@ from hpo.study.store.schema import claims, delete_rows, evaluations, studies, wo
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 if TYPE_CHECKING:
-    from hpo.config.budget import BudgetConfig
+    from hpo.config.sections import BudgetConfig
     from hpo.config.study_config import StudyConfig
 
 _logger = logging.getLogger(__name__)
