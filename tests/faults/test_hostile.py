@@ -157,7 +157,7 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
         for command in commands:
             refused = hpo_command(made, *command)
             assert refused.exit_code == 2
-            assert "under what HPO_ALLOW names" in refused.err
+            assert "in a folder of HPO_ALLOW" in refused.err
     assert not outside.exists()
 
     name_place(of_folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpo.code import trusting, use_code
-from hpo.config.allowed import allowing, check_allowed, places
+from hpo.config.allowed import allowing, check_allowed, paths_of
 from hpo.config.limits import check_energy
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import choices_without
@@ -150,10 +150,10 @@ def open_study(
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
     """Raise InputError if a study of the database needs a permission that this machine's user has not given.
 
-    That concerns its code (`use_code`), the code of its encoder, and places to read and write
+    That concerns its code (`use_code`), the code of its encoder, and paths to read and write
     (`check_allowed`). `of_file` is the study in the user's own file, which gives permissions.
     """
-    check_allowed(config.name, places(config), places(of_file) if of_file else {})
+    check_allowed(config.name, paths_of(config), paths_of(of_file) if of_file else {})
     if of_file is not None:
         trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:
