@@ -1,8 +1,8 @@
-"""Code that a study brings: Python files and installed modules, which add extensions and kinds of tasks.
+"""A study's own code: Python files and installed modules with extensions and kinds of tasks.
 
-A study's definition names each with the SHA-256 of its content. The user of each machine says where it lies:
-in the study file, with `--trust-code`, or to `hpo.load`. So whoever can write to the database has nothing run
-that the user did not name, and no study goes on with other code.
+A study's definition has the SHA-256 of each. The user of a machine names its location: in the study file,
+with `--trust-code`, or to `hpo.load`. So a writer of the database can run nothing else, and a study never
+continues with other code.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
 HUB = "optunahub:"
-"""A class of a sampler or a pruner that begins with this is one of OptunaHub."""
+"""Prefix of OptunaHub's samplers and pruners."""
 _CLASS = re.compile(rf"{HUB}\w+(/\w[\w-]*)+(@\w[\w./-]*)?(:\w+)?|([A-Za-z_]\w*\.)+[A-Z]\w*")
 
 T = TypeVar("T")
-_takes_unknown: ContextVar[bool] = ContextVar("takes_unknown", default=False)
+_allows_unknown: ContextVar[bool] = ContextVar("allows_unknown", default=False)
 
 
 class Registry(dict[str, T]):
-    """Things by their names: those of this package, and those of the code in use."""
+    """Extensions by name, of this package and of the code in use."""
 
-    def __init__(self, what: str, taken: Collection[str] = ()) -> None:
-        """`taken` are names of this package that are not in it."""
+    def __init__(self, kind: str, reserved: Collection[str] = ()) -> None:
+        """`kind` is the noun in messages. `reserved` are other names of this package."""
         super().__init__()
-        self.what = what
-        self.taken = taken
+        self.kind = kind
+        self.reserved = reserved
         _registries.append(self)
 
     def add(self, name: str, thing: T) -> None:
-        """Raises ValueError where another thing has the name."""
-        if name in self.taken or self.setdefault(name, thing) is not thing:
-            raise ValueError(f"there is a {self.what} `{name}` already.")
+        """Add an extension. Raises ValueError if another one has the name."""
+        if name in self.reserved or self.setdefault(name, thing) is not thing:
+            raise ValueError(f"there is a {self.kind} `{name}` already.")
 
-    def takes(self, name: object) -> bool:
-        """Whether a study may use the name; any, where its code is not in use (`names_of`)."""
-        return isinstance(name, str) and (name in self or _takes_unknown.get())
+    def accepts(self, name: object) -> bool:
+        """Return whether a study may use the name (see `unknown_names_allowed`)."""
+        return isinstance(name, str) and (name in self or _allows_unknown.get())
 
     def hash_of(self, name: str) -> str:
-        """Of the code that brought the thing; empty: it is of this package."""
-        brought = ((sha, each[2]) for sha, code in _codes.items() for each in code.things or ())
-        return next((sha for sha, thing in brought if thing is self[name]), "")
+        """Return the hash of the code of an extension; empty for this package."""
+        pairs = ((sha, added[2]) for sha, code in _codes.items() for added in code.added or ())
+        return next((sha for sha, thing in pairs if thing is self[name]), "")
 
 
-_Thing = tuple[Registry[Any], str, Any]
+_Added = tuple[Registry[Any], str, Any]
 
 
 @dataclass
 class Code:
-    """A file, or the module of a package, as it was when the user named it in this process."""
+    """A file, or the module of a package, with its content at the time of its naming in this process."""
 
     name: str
-    """In the definition of a study."""
-    place: str
-    """Its absolute path, or the module's name: what another process of this machine finds it by."""
+    """Name in a study's definition."""
+    location: str
+    """Absolute path, or name of the module, for other processes of this machine."""
     files: Mapping[str, bytes]
-    """Content by path."""
-    things: list[_Thing] | None = None
-    """What it has added; None: it has not run."""
+    """{path: content}."""
+    added: list[_Added] | None = None
+    """Its extensions; None: it has not run."""
     in_use: bool = False
     stays: bool = False
 
     @property
     def is_file(self) -> bool:
-        return self.place in self.files
+        return self.location in self.files
 
     @property
     def sha256(self) -> str:
-        """Of the file; of a package, of a list of its files as `sha256sum` prints it."""
+        """Hash of the file. For a package: hash of the output of `sha256sum` for its files."""
         sums = {Path(path): hashlib.sha256(text).hexdigest() for path, text in self.files.items()}
         if len(sums) == 1:
             return sums.popitem()[1]
@@ -94,37 +94,37 @@ class Code:
 
 _registries: list[Registry[Any]] = []
 _codes: dict[str, Code] = {}
-"""By hash."""
-_classes: dict[str, Code] = {}
-"""By name, the classes of samplers and pruners that the user of this machine has named."""
+"""{hash: code}."""
+_classes: set[str] = set()
+"""Trusted classes of samplers and pruners."""
 
 
 def name_code(given: str, folder: Path = Path()) -> Code:
-    """Let studies use the code that a user of this machine names.
+    """Let studies use a code named by the user of this machine.
 
-    `given` is the path of a `.py` file, relative to `folder`, an entry point of `ENTRY_POINTS` or a module.
+    `given` is the path of a `.py` file relative to `folder`, an entry point of `ENTRY_POINTS` or a module.
     Raises ValueError if there is none.
     """
     if given.endswith(".py"):
         path = Path(os.path.normpath(Path(folder, Path(given).expanduser()).absolute()))
-        name, place, paths = path.name, str(path), [path]
+        name, location, paths = path.name, str(path), [path]
     else:
         entry = next(iter(entry_points(group=ENTRY_POINTS, name=given)), None)
-        name, place = given, entry.module if entry else given
-        paths = _files_of(place)
+        name, location = given, entry.module if entry else given
+        paths = _files_of(location)
     try:
-        code = Code(name, place, {str(path): path.read_bytes() for path in paths})
+        code = Code(name, location, {str(path): path.read_bytes() for path in paths})
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a file that can be read, but: {error.strerror}."
         ) from None
     known = _codes.setdefault(code.sha256, code)
-    known.name, known.place, known.files = code.name, code.place, code.files
+    known.name, known.location, known.files = code.name, code.location, code.files
     return known
 
 
 def trust(given: str) -> Code:
-    """Let studies use the code, or the class of a sampler or a pruner, that a user of this machine names.
+    """Let studies use a code, or a class of a sampler or pruner, named by the user of this machine.
 
     Raises ValueError if there is none.
     """
@@ -133,21 +133,22 @@ def trust(given: str) -> Code:
     except ValueError:
         if not is_class_name(given):
             raise
-    return _classes.setdefault(given, Code(given, given, {}))
+    _classes.add(given)
+    return Code(given, given, {})
 
 
 def is_class_name(name: object) -> bool:
-    """Whether the name of a sampler or a pruner is that of a class: `package.Class` or one of OptunaHub."""
+    """Return whether a sampler or pruner is a class: `package.Class` or one of OptunaHub."""
     return isinstance(name, str) and _CLASS.fullmatch(name) is not None
 
 
 def is_trusted_class(name: str) -> bool:
-    """Whether the user of this machine has named the class."""
+    """Return whether the user of this machine has named the class."""
     return name in _classes
 
 
 def _files_of(module: str) -> list[Path]:
-    """The files of a module, or of a package with all that is in it; its own first."""
+    """Return the files of a module or of a package, its own first."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
@@ -160,18 +161,18 @@ def _files_of(module: str) -> list[Path]:
 
 
 def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
-    """Run the code of a study or a model, unless it has run, and make its names known.
+    """Run the code of a study or a model once, and add its extensions.
 
     Args:
-        code: hashes by name.
-        who: asks for it, as a message begins.
-        stays: beside the code in use, and for good; left out, in place of it.
+        code: {name: hash}.
+        who: subject of the error message.
+        stays: keep it for good and keep the code in use; otherwise it replaces the code in use.
 
-    Raises InputError if the user has not named code of that hash, or it cannot be run.
+    Raises InputError if the user has not named code of this hash, or if it fails.
     """
     for name, sha in code.items():
         if sha not in _codes:
-            others = [each.place for each in _codes.values() if each.name == name]
+            others = [each.location for each in _codes.values() if each.name == name]
             has = f" {others[-1]} is other code: its hash is another." if others else ""
             raise InputError(
                 f"{who} needs the code `{name}` with the SHA-256 {sha[:16]}, which runs only where the user "
@@ -182,69 +183,71 @@ def use_code(code: Mapping[str, str], who: str, *, stays: bool = False) -> None:
         if other.in_use and not (other.stays or stays):
             _withdraw(other)
     for one in (_codes[sha] for sha in code.values()):
-        if one.things is None:
-            one.things = _run(one)
+        if one.added is None:
+            one.added = _run(one)
         try:
-            for registry, name, thing in one.things:
+            for registry, name, thing in one.added:
                 registry.add(name, thing)
         except ValueError as error:
             _withdraw(one)
-            told = "Other code of this process has brought it; use this in another process."
-            raise InputError(f"{one.place}: {error} {told}") from None
+            raise InputError(
+                f"{one.location}: {error} Other code of this process has added it; use a new process."
+            ) from None
         one.in_use, one.stays = True, stays or one.stays
 
 
 def _withdraw(code: Code) -> None:
-    for registry, name, thing in code.things or ():
+    for registry, name, thing in code.added or ():
         if registry.get(name) is thing:
             del registry[name]
     code.in_use = code.stays = False
 
 
 def is_in_use(code: object) -> bool:
-    """Whether all names that this code brings are known."""
+    """Return whether all extensions of this code are available."""
     return isinstance(code, Mapping) and all(sha in _codes and _codes[sha].in_use for sha in code.values())
 
 
 @contextmanager
-def names_of(code: object) -> Iterator[None]:
-    """Take any name in this block if the code that may bring it is not in use, as for readers of a study."""
-    token = _takes_unknown.set(not is_in_use(code))
+def unknown_names_allowed(code: object) -> Iterator[None]:
+    """Accept any name of an extension in this block if its code may be unused, for readers of a study."""
+    token = _allows_unknown.set(not is_in_use(code))
     try:
         yield
     finally:
-        _takes_unknown.reset(token)
+        _allows_unknown.reset(token)
 
 
 def code_in_use(code: Mapping[str, str], classes: Iterable[str] = ()) -> list[Code]:
-    """Where the code of a study lies on this machine, and what it holds; then its `classes` by name."""
+    """Return the code of a study on this machine, then its `classes`."""
     files = [_codes[sha] for sha in code.values() if sha in _codes]
     return files + [Code(name, name, {}) for name in classes]
 
 
-def trusting(code: Mapping[str, str], classes: Iterable[str] = ()) -> list[str]:
-    """The options with which another process of this machine may run the code and the classes too."""
-    return [word for each in code_in_use(code, classes) for word in ("--trust-code", each.place)]
+def trust_options(code: Mapping[str, str], classes: Iterable[str] = ()) -> list[str]:
+    """Return the options that let another process of this machine run the code and the classes."""
+    return [word for each in code_in_use(code, classes) for word in ("--trust-code", each.location)]
 
 
-def _run(code: Code) -> list[_Thing]:
-    """Run the code and return what it has added. Raises InputError with the line where it fails."""
+def _run(code: Code) -> list[_Added]:
+    """Run the code and return its extensions. Raises InputError with the line of a failure."""
     before = [(registry, dict(registry)) for registry in _registries]
     private = f"hpo_code_{code.sha256[:16]}"
     try:
         if code.is_file:
-            spec = spec_from_file_location(private, code.place)
+            spec = spec_from_file_location(private, code.location)
             assert spec is not None
             module = sys.modules[private] = module_from_spec(spec)
-            exec(compile(code.files[code.place], code.place, "exec"), module.__dict__)
+            exec(compile(code.files[code.location], code.location, "exec"), module.__dict__)
         else:
-            import_module(code.place)
+            import_module(code.location)
     except (Exception, SystemExit) as error:
         sys.modules.pop(private, None)
         for registry, content in before:
             registry.clear()
             registry.update(content)
-        raise InputError(f"{_where([code], error) or code.place}: {_told(error)}") from error
+        line = _line_of([code], error) or code.location
+        raise InputError(f"{line}: {type(error).__name__}: {error}") from error
     return [
         (registry, name, thing)
         for registry, content in before
@@ -255,22 +258,18 @@ def _run(code: Code) -> list[_Thing]:
 
 @contextmanager
 def errors_of_code() -> Iterator[None]:
-    """Raise InputError, which names the line, for an error of the code in this block but want of memory."""
+    """Raise InputError with the line for an error of the code in this block, except for lack of memory."""
     try:
         yield
     except Exception as error:
-        is_told = isinstance(error, HpoError) or is_out_of_memory(error)
-        if not is_told and (where := _where(_codes.values(), error)):
-            raise InputError(f"{where}: {_told(error)}") from error
+        is_other = isinstance(error, HpoError) or is_out_of_memory(error)
+        if not is_other and (line := _line_of(_codes.values(), error)):
+            raise InputError(f"{line}: {type(error).__name__}: {error}") from error
         raise
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _where(codes: Iterable[Code], error: BaseException) -> str | None:
-    """The file and line of the codes that an error comes from."""
+def _line_of(codes: Iterable[Code], error: BaseException) -> str | None:
+    """Return the file and line of an error in the codes."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))

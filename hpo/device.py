@@ -1,10 +1,10 @@
-"""The machine. This is the only place that probes hardware.
+"""The hardware of this machine. Only this file probes it.
 
-`probe_device` returns a plain record, so a test can describe a GPU that is not there. The record has native
-support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
+`probe_device` returns a plain record, so a test can describe any GPU. The record has native support only:
+PyTorch also runs bf16 on a CPU without bf16 instructions, some 20 times slower than fp32.
 
-PyTorch for ROCm calls an AMD GPU `cuda` as well, and reports a compute capability for it that has nothing to
-do with NVIDIA's. So the record of an AMD GPU has none and names its architecture.
+PyTorch for ROCm calls an AMD GPU `cuda`, and its compute capability has another meaning than NVIDIA's. So the
+record of an AMD GPU has an architecture instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpo.errors import InputError
 from hpo.versions import install_hint
 
 CUDA_CONTEXT_BYTES = 2**30
-"""Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
+"""Reserve for each process's CUDA context, kernels and handles. No allocator counts them."""
 
 # /proc/cpuinfo's flags (x86: "flags", Arm: "Features") and the names used here.
 _CPU_FEATURES = {
@@ -41,7 +43,7 @@ _CPU_FEATURES = {
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device that a trial can run on. Memory in bytes."""
+    """One device for trials. Memory in bytes."""
 
     type: str
     """`cpu` or `cuda`."""
@@ -52,25 +54,25 @@ class DeviceInfo:
     cuda_bf16: bool | None = None
     """NVIDIA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
     gcn_arch: str = ""
-    """AMD GPUs only: the architecture as ROCm names it, such as `gfx90a:sramecc+:xnack-`."""
+    """AMD GPUs only: ROCm's name of the architecture, such as `gfx90a:sramecc+:xnack-`."""
     cpu_features: frozenset[str] = field(default_factory=frozenset)
-    """CPU only, of: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
+    """CPU only: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
     total_memory_bytes: int = 0
     num_cores: int = 1
     has_torchao: bool = True
-    """Whether the package that fp8 needs is installed."""
+    """torchao is installed, for fp8."""
     has_bitsandbytes: bool = True
-    """Whether the package that `base_precision: nf4` needs is installed."""
+    """bitsandbytes is installed, for `base_precision: nf4`."""
     torch_version: str = ""
     cuda_version: str | None = None
     rocm_version: str | None = None
     host: str = ""
     uuid: str = ""
-    """GPUs only: which one it is, or which part of one, whatever it is called in this process."""
+    """GPUs only: identity of the GPU, or of its part, in every process."""
 
     @property
     def device_id(self) -> str:
-        """What tells this device from the others of its machine: `cpu`, or the GPU's UUID."""
+        """Identity on this machine: `cpu`, or the GPU's UUID."""
         return self.uuid or self.torch_device
 
     @property
@@ -80,25 +82,25 @@ class DeviceInfo:
 
     @property
     def kind(self) -> str:
-        """The name and the instructions. A trial computes alike on devices of one kind."""
+        """Name and instructions. Devices of one kind give equal results."""
         facts = [*sorted(self.cpu_features), *filter(None, [self.gpu_architecture])]
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
     @property
     def gcn_name(self) -> str:
-        """The name of an AMD GPU's architecture without its settings: `gfx90a`."""
+        """Name of an AMD GPU's architecture without its settings: `gfx90a`."""
         return self.gcn_arch.partition(":")[0]
 
     @property
     def gpu_architecture(self) -> str:
-        """A GPU's instructions, for people: `compute capability 9.0` or `gfx90a`. Empty: not known."""
+        """Instructions of a GPU for people: `compute capability 9.0` or `gfx90a`. Empty: not known."""
         if self.gcn_arch or self.compute_capability is None:
             return self.gcn_name
         return "compute capability {}.{}".format(*self.compute_capability)
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> DeviceInfo:
-        """The device, as far as a trial's telemetry describes it."""
+        """Return the device from a trial's telemetry, without its memory and versions."""
         capability = facts.get("compute_capability")
         major, _, minor = (capability or "0.0").partition(".")
         return cls(
@@ -111,11 +113,11 @@ class DeviceInfo:
 
     @property
     def torch_device(self) -> str:
-        """The name that PyTorch takes: `cpu` or `cuda:0`."""
+        """PyTorch's name: `cpu` or `cuda:0`."""
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         gib = self.total_memory_bytes / 2**30
         if self.type != "cpu":
             return f"{self.name} ({self.gpu_architecture or 'architecture not known'}, {gib:.0f} GiB)"
@@ -124,12 +126,10 @@ class DeviceInfo:
 
 
 def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
-    """Describe the device that trials run on here: `auto` takes CUDA where there is one.
+    """Describe the device for trials. `auto` is CUDA if there is one.
 
-    `root` is where `/proc` and `/sys` are. Raises InputError if `kind` is `cuda` and there is none.
+    `root` is the folder of `/proc` and `/sys`. Raises InputError for a missing `cuda`.
     """
-    import torch
-
     if _uses_cuda(kind, torch.cuda.is_available()):
         if "LOCAL_RANK" in os.environ:  # torchrun's
             torch.cuda.set_device(_local_rank(torch.cuda.device_count()))
@@ -144,14 +144,11 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             cuda_bf16=None if is_amd else torch.cuda.is_bf16_supported(including_emulation=False),
             gcn_arch=(properties.gcnArchName or "unknown") if is_amd else "",
             total_memory_bytes=properties.total_memory,
-            num_cores=available_cores(root),
             has_torchao=find_spec("torchao") is not None,
-            has_bitsandbytes=find_spec("bitsandbytes") is not None,
-            torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             rocm_version=torch.version.hip,
-            host=socket.gethostname(),
             uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
+            **_common_facts(root),
         )
     cpuinfo = _cpuinfo(root)
     flags = (cpuinfo.get("flags") or cpuinfo.get("Features", "")).split()
@@ -160,20 +157,26 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
         name=cpuinfo.get("model name", platform.machine()),
         cpu_features=frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES),
         total_memory_bytes=available_memory_bytes(root),
-        num_cores=available_cores(root),
-        has_bitsandbytes=find_spec("bitsandbytes") is not None,
-        torch_version=torch.__version__,
-        host=socket.gethostname(),
+        **_common_facts(root),
     )
 
 
+def _common_facts(root: Path) -> dict[str, Any]:
+    return {
+        "num_cores": available_cores(root),
+        "has_bitsandbytes": find_spec("bitsandbytes") is not None,
+        "torch_version": torch.__version__,
+        "host": socket.gethostname(),
+    }
+
+
 def _local_rank(num_devices: int) -> int:
-    """The GPU of this process of torchrun, each of which has one of its own."""
+    """Return the index of this torchrun process's own GPU."""
     rank = int(os.environ["LOCAL_RANK"])
     if rank >= num_devices:
         raise InputError(
-            f"each process of torchrun must have a GPU of its own, but process {rank} (counted from 0) has "
-            f"none: {num_devices} are here. Lower --nproc-per-node, or use device: cpu."
+            f"each process of torchrun must have its own GPU, but process {rank} (counted from 0) has none: "
+            f"{num_devices} are here. Lower --nproc-per-node, or use device: cpu."
         )
     return rank
 
@@ -187,35 +190,33 @@ def _uses_cuda(kind: str, has_cuda: bool) -> bool:
 
 
 def device_uuid(visible: str | None, reported: str) -> str:
-    """The name of a part of a GPU where this process was given one: CUDA may report the whole one's."""
+    """Return the UUID of this process's GPU or MIG part. CUDA may report the whole GPU's."""
     return visible if visible and visible.startswith("MIG-") and "," not in visible else reported
 
 
 def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
-    """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
+    """Return the GPUs of this machine by their names in CUDA_VISIBLE_DEVICES; empty for a CPU.
 
-    Raises InputError as `probe_device` does, and for several AMD GPUs with HIP_VISIBLE_DEVICES: HIP then
-    ignores CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
+    Raises InputError like `probe_device`, and for several AMD GPUs with HIP_VISIBLE_DEVICES: HIP then ignores
+    CUDA_VISIBLE_DEVICES, and all workers would get the first GPU.
     """
     if kind == "cpu":
         return ()
-    import torch
-
     num_devices = torch.cuda.device_count()  # makes no CUDA context
     if not _uses_cuda(kind, num_devices > 0):
         return ()
     if torch.version.hip is not None and num_devices > 1 and "HIP_VISIBLE_DEVICES" in os.environ:
         raise InputError(
-            "HIP_VISIBLE_DEVICES must not be set where workers share several AMD GPUs, but is "
+            "HIP_VISIBLE_DEVICES must not be set for workers on several AMD GPUs, but is "
             f"{os.environ['HIP_VISIBLE_DEVICES']!r}. Use ROCR_VISIBLE_DEVICES."
         )
     return visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices)
 
 
 def visible_devices(visible: str | None, num_devices: int) -> tuple[str, ...]:
-    """The entries of CUDA_VISIBLE_DEVICES (None: not set), of which CUDA sees `num_devices`, word for word.
+    """Return the entries of CUDA_VISIBLE_DEVICES (None: not set). CUDA sees `num_devices` of them.
 
-    Of several parts of GPUs (MIG) a process sees only the first: those are taken all, one for each process.
+    A process sees only the first of several MIG parts. All parts are returned, one for each process.
     """
     if visible is None:
         return tuple(str(index) for index in range(num_devices))
@@ -225,9 +226,9 @@ def visible_devices(visible: str | None, num_devices: int) -> tuple[str, ...]:
 
 
 def memory_share(device: DeviceInfo, num_workers: int) -> float:
-    """The share of a GPU's memory, above 0 and below 1, for the tensors of each of `num_workers` processes.
+    """Return the share of a GPU's memory for the tensors of each of `num_workers` processes.
 
-    Raises InputError where nothing is left beside their CUDA contexts.
+    Raises InputError if their CUDA contexts leave nothing.
     """
     total = device.total_memory_bytes
     share = (total - num_workers * CUDA_CONTEXT_BYTES) / (num_workers * total)
@@ -240,15 +241,15 @@ def memory_share(device: DeviceInfo, num_workers: int) -> float:
 
 
 def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
-    """Bytes that one process may take: `fraction` of a GPU's memory, or all of it. None: not known."""
+    """Return the bytes of one process: `fraction` of a GPU's memory, or all of it. None: not known."""
     share = fraction if device.type == "cuda" and fraction is not None else 1.0
     return int(share * device.total_memory_bytes) or None
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, or fewer where its cgroups have a CPU quota.
+    """Return the number of cores of this process, by its affinity and the CPU quotas of its cgroups.
 
-    A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
+    A quota counts in whole cores. With one more thread, the kernel stops all threads again and again.
     """
     cores = len(os.sched_getaffinity(0))
     quotas = [limit.split() for limit in _limits(root, "cpu.max")]
@@ -257,30 +258,27 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine, or less where the cgroups of this process have a limit."""
+    """Return the memory of the machine, or the lowest limit of this process's cgroups."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(int(limit) for limit in _limits(root, "memory.max") if limit != "max")])
 
 
 def limit_threads(device: DeviceInfo) -> None:
-    """Give PyTorch no more threads than the process has cores, unless OMP_NUM_THREADS says how many.
+    """Limit PyTorch's threads to the cores of the process, unless OMP_NUM_THREADS is set.
 
-    PyTorch counts the cores of the affinity, whatever quota the cgroups leave.
+    PyTorch ignores the quotas of cgroups.
     """
-    import torch
-
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > device.num_cores:
         torch.set_num_threads(device.num_cores)
 
 
 def _limits(root: Path, name: str) -> list[str]:
-    """The content of the files of that name in this process's cgroup (v2) and all above it.
+    """Return the contents of this file in the process's cgroup (v2) and all above it.
 
-    A container that sees its own cgroup as the top has its limits there:
-    https://docs.kernel.org/admin-guide/cgroup-v2.html
+    A container has its limits at the top: https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
-    own = root / "proc/self/cgroup"
-    lines = own.read_text().splitlines() if own.exists() else []
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.exists() else []
     parts = next((line[3:].strip("/").split("/") for line in lines if line.startswith("0::")), [])
     files = [root.joinpath("sys/fs/cgroup", *parts[:depth], name) for depth in range(len(parts) + 1)]
     return [file.read_text().strip() for file in files if file.exists()]
@@ -293,11 +291,11 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 
 
 class Utilization:
-    """How busy the device was, between 0 and 1, averaged since it was made or last read.
+    """Mean utilisation of the device, between 0 and 1, since the start.
 
     CPU: this process's CPU time over wall time and threads. NVIDIA: NVML's utilisation, sampled by `sample`;
-    None without nvidia-ml-py. AMD: None, as ROCm defines it in another way. NVML reports the share of time in
-    which at least one kernel ran, also of other processes: a high value does not mean a GPU in full use.
+    None without nvidia-ml-py. It is the share of time with a running kernel of any process, so a high value
+    does not mean a GPU in full use. AMD: None, because ROCm has another definition.
     """
 
     def __init__(self, device: DeviceInfo, num_threads: int) -> None:
@@ -309,10 +307,8 @@ class Utilization:
     def sample(self) -> None:
         if self._device.type != "cuda" or self._device.gcn_arch:
             return
-        import torch
-
-        # Without NVML, or on a part of a GPU, the device does not tell (NVML has errors of its own class),
-        # and a trial must not end for that: `read` then returns None.
+        # NVML is missing or does not support a part of a GPU, with its own class of errors. `read` is then
+        # None.
         with contextlib.suppress(Exception):
             self._samples.append(torch.cuda.utilization(self._device.index) / 100)
 
@@ -327,10 +323,9 @@ class Utilization:
 
 
 class EnergyCounter:
-    """The energy of an NVIDIA GPU as NVML counts it: of the whole board, since its driver was loaded.
+    """NVML's energy counter of an NVIDIA GPU (Volta and later), of the whole board.
 
-    The GPU is found by its UUID, because CUDA_VISIBLE_DEVICES changes its index. NVML counts energy on Volta
-    and later.
+    The GPU is identified by its UUID, because CUDA_VISIBLE_DEVICES changes its index.
     """
 
     def __init__(self, device: DeviceInfo, *, shared: bool = False, num_ranks: int = 1) -> None:
@@ -338,7 +333,7 @@ class EnergyCounter:
         self._nvml: Any = None
         self._handle: Any = None
         self.missing = ""
-        """Why there is no energy, as the end of a sentence; empty: it is counted."""
+        """Reason for missing energy, as the end of a sentence; empty: there is a counter."""
         if device.type != "cuda" or device.gcn_arch:
             self.missing = f"this is not an NVIDIA GPU but {device.name}."
         elif device.is_part:
@@ -346,7 +341,7 @@ class EnergyCounter:
         elif shared:
             self.missing = "other workers share this GPU. Run one worker on each GPU."
         elif num_ranks > 1:
-            self.missing = f"{num_ranks} processes train together, and their GPUs are not added up."
+            self.missing = f"{num_ranks} processes train together, and hpo does not add up their GPUs."
         else:
             self._open(device.uuid if device.uuid.startswith("GPU-") else f"GPU-{device.uuid}")
 
@@ -366,7 +361,7 @@ class EnergyCounter:
         self.read_joules()
 
     def read_joules(self) -> float | None:
-        """Joules so far; None where they are not counted, for the reason in `missing`."""
+        """Return the counted joules; None for the reason in `missing`."""
         if self.missing:
             return None
         try:
@@ -380,8 +375,6 @@ class EnergyCounter:
 
 
 def synchronize(device: DeviceInfo) -> None:
-    """Wait until all work queued on the device is done; nothing to wait for on a CPU."""
+    """Wait for all work on the device; a CPU needs no wait."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device.index)

@@ -1,8 +1,8 @@
-"""What a study's own code may bring beside kinds of tasks: heads, poolings, losses, metrics, encoders,
-optimisers, schedules, sources of data, samplers, pruners, callbacks, and the training loop of a trial.
+"""Extensions of a study's own code: heads, poolings, losses, metrics, encoders, optimisers, schedules,
+sources of data, samplers, pruners, callbacks, and a training loop.
 
-All but metrics have typed options. An option is a setting of a trial, `<name>.<option>`, fixed or searched as
-any other. The options of a source are `data.options`; those of a sampler or a pruner are beside its name.
+All but metrics have typed options. An option is a trial setting `<name>.<option>`, fixed or searched. Options
+of a source are in `data.options`; options of a sampler or a pruner are beside its name.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Pruner = Literal["hyperband", "asha", "median", "percentile", "patient", "promot
 
 @dataclass(frozen=True)
 class Extension:
-    """A thing with a name."""
+    """A function of the study's own code, and its options."""
 
     make: Callable[..., Any]
     options: type[Section] = Section
     kinds: tuple[str, ...] = ()
-    """Of a loss or a metric: the kinds of tasks that it fits."""
+    """Losses and metrics: fitting kinds of tasks."""
     is_error: bool = False
-    """Of a metric: less of it is better, in units of its own."""
+    """Metrics: less is better, in units of its own."""
     tokenizer: str = ""
-    """Of an encoder: the name, folder or hub id of what makes its input."""
+    """Encoders: name, folder or hub id of the tokenizer."""
 
 
 HEADS = Registry[Extension]("head", get_args(Head))
@@ -67,126 +67,138 @@ _NAMED_BY = {
 }
 
 TRIAL = "trial"
-"""The name of the one training loop."""
+"""Name of a study's own training loop."""
 NO_DATA = "none"
-"""The `data.source` of a study with a training loop of its own, which loads its data itself."""
-_trains_itself: ContextVar[bool | None] = ContextVar("trains_itself", default=None)
+"""The `data.source` of a study with its own training loop."""
+_has_own_loop: ContextVar[bool | None] = ContextVar("has_own_loop", default=None)
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 
 
-def or_own(takes: Callable[[Any], bool]) -> WrapValidator:
-    """A validator of a choice, which may also be a name that the study's own code brings."""
-    return WrapValidator(lambda value, handler: value if takes(value) else handler(value))
+def or_own(accepts: Callable[[Any], bool]) -> WrapValidator:
+    """Return a validator of a choice or a name of the study's own code."""
+    return WrapValidator(lambda value, handler: value if accepts(value) else handler(value))
+
+
+def _register(
+    registry: Registry[Extension], name: str, options: type[Section] = Section, **facts: Any
+) -> Callable[[Thing], Thing]:
+    def add(thing: Thing) -> Thing:
+        if not name.isidentifier():
+            raise ValueError(f"the name of a {registry.kind} must be one of Python, but got {name!r}.")
+        if not any(registry is other for other in (SOURCES, SAMPLERS, PRUNERS)):
+            add_options(name, options)
+        registry.add(name, Extension(thing, options, **facts))
+        return thing
+
+    return add
 
 
 def head(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make a head known, a decorator: called with (hidden_size, num_outputs, options), it gives a module from
-    [..., hidden_size] to the logits [..., num_outputs]. Its last `nn.Linear` with a bias of that size starts
-    from the bias of the task's kind."""
-    return _adds(HEADS, name, options)
+    """Add a head, a decorator. The function gets (hidden_size, num_outputs, options) and returns a module
+    from [..., hidden_size] to the logits [..., num_outputs]. The last `nn.Linear` of this size with a bias
+    starts with the bias of the task's kind."""
+    return _register(HEADS, name, options)
 
 
 def pooling(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make a pooling known, a decorator: called with (hidden_size, options), it gives a module or function of
-    (hidden_BLD, mask_BL) that returns [B, D]; the mask is 1 at real tokens."""
-    return _adds(POOLINGS, name, options)
+    """Add a pooling, a decorator. The function gets (hidden_size, options) and returns a module or function
+    from (hidden_BLD, mask_BL) to [B, D]. The mask is 1 at real tokens."""
+    return _register(POOLINGS, name, options)
 
 
 def loss(name: str, kinds: Sequence[str], options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make a loss of these kinds of tasks known, a decorator of a function of (kind, logits, target, options,
-    class_weight, mask_BL) that returns the sum over `kind.labelled(target)`, as `Kind.loss_sum` does."""
-    return _adds(LOSSES, name, options, kinds=tuple(kinds))
+    """Add a loss of these kinds of tasks, a decorator. The function gets (kind, logits, target, options,
+    class_weight, mask_BL) and returns the sum over `kind.labelled(target)`, like `Kind.loss_sum`."""
+    return _register(LOSSES, name, options, kinds=tuple(kinds))
 
 
 def metric(name: str, kinds: Sequence[str], *, less_is_better: bool = False) -> Callable[[Thing], Thing]:
-    """Make a metric of the tasks of these kinds known, `<task>/<name>`: a decorator of a function of (truths,
-    predictions), of one a row each, that returns a number. A row has a class, a list of classes, a number, or
-    a list of spans (name, start, end). NaN means that the metric is not defined for these predictions. A
-    trial ends as `invalid` if no evaluation defines a metric that an objective or a limit needs.
-
-    It is 1 where all is right, and its differences are told in hundredths; or with `less_is_better` it is an
-    error in units of its own. Intervals call it a thousand times, with some rows left out or repeated.
+    """Add a metric `<task>/<name>` of tasks of these kinds, a decorator. The function gets (truths,
+    predictions), one of each per row, and returns a number: 1 if all is right, or with `less_is_better` an
+    error in units of its own. A row has a class, a list of classes, a number, or a list of spans (name,
+    start, end). NaN: the metric is not defined for these predictions. If no evaluation defines the metric of
+    an objective or a limit, the trial ends as `invalid`. Intervals call it a thousand times.
     """
-    return _adds(METRICS, name, kinds=tuple(kinds), is_error=less_is_better)
+    return _register(METRICS, name, kinds=tuple(kinds), is_error=less_is_better)
 
 
 def encoder(
     name: str, options: type[Section] = Section, *, tokenizer: str = "minilm"
 ) -> Callable[[Thing], Thing]:
-    """Make an encoder known, a decorator: called with (options), it gives a module of `input_ids` [B, L] and
-    `attention_mask` [B, L], 1 at real tokens, that returns hidden states [B, L, D] or what has them as its
-    `last_hidden_state`. Its first weights are what it comes with."""
-    return _adds(ENCODERS, name, options, tokenizer=tokenizer)
+    """Add an encoder, a decorator. The function gets (options) and returns a module with its first weights.
+    The module gets `input_ids` [B, L] and `attention_mask` [B, L], 1 at real tokens. It returns hidden states
+    [B, L, D], or an object with them as its `last_hidden_state`."""
+    return _register(ENCODERS, name, options, tokenizer=tokenizer)
 
 
 def source(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make a source of data known, a decorator: called with (split, options), `split` being train, validation
-    or test, it gives the split's rows, each a dict as a jsonl line has it, or None where there are none."""
-    return _adds(SOURCES, name, options)
+    """Add a source of data, a decorator. The function gets (split, options) with `split` train, validation or
+    test. It returns the split's rows, each a dict like a jsonl line, or None without such a split."""
+    return _register(SOURCES, name, options)
 
 
 def optimizer(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make an optimiser known, a decorator: called with (groups, options), it gives a `torch.optim.Optimizer`
-    over those groups, of which each has its `lr` and `weight_decay`."""
-    return _adds(OPTIMIZERS, name, options)
+    """Add an optimiser, a decorator. The function gets (groups, options) and returns a
+    `torch.optim.Optimizer` over the groups. Each has `lr` and `weight_decay`."""
+    return _register(OPTIMIZERS, name, options)
 
 
 def schedule(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Make a schedule known, a decorator of a function of (remaining, options) that returns the factor of the
-    learning rate; `remaining` falls from 1 after warm-up to 0 at the end of the budget."""
-    return _adds(SCHEDULES, name, options)
+    """Add a schedule, a decorator. The function gets (remaining, options) and returns the factor of the
+    learning rate. `remaining` falls from 1 after warm-up to 0 at the end of the budget."""
+    return _register(SCHEDULES, name, options)
 
 
 def sampler(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Add a sampler, a decorator. It is called with (options, seed) and returns an Optuna `BaseSampler`. The
+    """Add a sampler, a decorator. The function gets (options, seed) and returns an Optuna `BaseSampler`. The
     seed differs between the workers of a study."""
-    return _adds(SAMPLERS, name, options)
+    return _register(SAMPLERS, name, options)
 
 
 def pruner(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Add a pruner, a decorator. It is called with (options) and returns an Optuna `BasePruner`."""
-    return _adds(PRUNERS, name, options)
+    """Add a pruner, a decorator. The function gets (options) and returns an Optuna `BasePruner`."""
+    return _register(PRUNERS, name, options)
 
 
 def callback(name: str, options: type[Section] = Section) -> Callable[[Thing], Thing]:
-    """Add a callback, which every trial of the study has, a decorator. It is called with (options) when a
-    trial starts or resumes in a process, and returns an object with any of these methods. Each gets one
-    argument, a `hpo.trial.user_callbacks.CallbackState`.
+    """Add a callback of every trial, a decorator. The function gets (options) at each start or resume of a
+    trial, and returns an object with any of these methods. Each gets a
+    `hpo.trial.user_callbacks.CallbackState`.
 
     - `on_step`: after each step but the last.
     - `on_evaluation`: after each evaluation, before it is stored. A killed trial may repeat it.
-    - `on_end`: when the training ends, however it ends.
+    - `on_end`: at the end of the training, in any case.
 
     `on_step` and `on_evaluation` end the training if they return a text, the reason. The trial is then
     evaluated and ends as `complete` with its best weights. A callback may read and log. It must not change
     the model, the optimizer or the data. An exception ends the trial as `failed`.
     """
-    return _adds(CALLBACKS, name, options)
+    return _register(CALLBACKS, name, options)
 
 
 def trial(train: Thing) -> Thing:
-    """Register the function that trains a trial, a decorator.
+    """Add the training loop of a study, a decorator. The function gets a `hpo.trial.own_loop.Run`.
 
-    The function is called with a `hpo.trial.own_loop.Run`. A study has at most one such function, and then
-    neither `data` nor `model`. Its `search_space` and `training` may have any names.
+    A study has at most one, and then neither `data` nor `model`. Its `search_space` and `training` may have
+    any names.
     """
     if not callable(train):
         raise ValueError(f"`@hpo.trial` must decorate a function and takes no name, but got {train!r}.")
-    return _adds(TRIALS, TRIAL)(train)
+    return _register(TRIALS, TRIAL)(train)
 
 
 def has_own_loop() -> bool:
-    """Return whether the study in hand has a training loop of its own."""
-    known = _trains_itself.get()
+    """Return whether the current study has its own training loop."""
+    known = _has_own_loop.get()
     return TRIAL in TRIALS if known is None else known
 
 
 @contextmanager
 def own_loop_of(study: object) -> Iterator[None]:
-    """Let `has_own_loop` speak of this content of a study file or definition inside the block.
+    """Set `has_own_loop` inside the block by the content of a study file or definition.
 
-    Code that is not loaded cannot tell. Then a study without data counts as one with its own loop.
+    Without loaded code, a study without data counts as one with its own loop.
     """
     content = study if isinstance(study, Mapping) else {}
     code, data = content.get("code"), content.get("data")
@@ -196,63 +208,49 @@ def own_loop_of(study: object) -> Iterator[None]:
         has_loop = TRIAL in TRIALS and TRIALS.hash_of(TRIAL) in code.values()
     else:
         has_loop = data is None or (isinstance(data, Mapping) and data.get("source") == NO_DATA)
-    token = _trains_itself.set(has_loop)
+    token = _has_own_loop.set(has_loop)
     try:
         yield
     finally:
-        _trains_itself.reset(token)
-
-
-def _adds(
-    registry: Registry[Extension], name: str, options: type[Section] = Section, **facts: Any
-) -> Callable[[Thing], Thing]:
-    def add(thing: Thing) -> Thing:
-        if not name.isidentifier():
-            raise ValueError(f"the name of a {registry.what} must be one of Python, but got {name!r}.")
-        if not any(registry is other for other in (SOURCES, SAMPLERS, PRUNERS)):
-            add_options(name, options)
-        registry.add(name, Extension(thing, options, **facts))
-        return thing
-
-    return add
+        _has_own_loop.reset(token)
 
 
 def is_own(setting: str, value: Any) -> bool:
-    """Whether the code in use has brought the value of a setting that names a thing."""
+    """Return whether the value of a setting is an extension in use."""
     registry = _NAMED_BY.get(setting.partition(".")[0])
     return registry is not None and isinstance(value, str) and value in registry
 
 
 def metrics_of(kind: str) -> dict[str, Extension]:
-    """The metrics of tasks of a kind that the code in use brings."""
+    """Return the study's own metrics of tasks of a kind."""
     return {name: metric for name, metric in METRICS.items() if kind in metric.kinds}
 
 
 def add_options(name: str, options: type[Section]) -> None:
-    """Make the options of a thing known. Raises ValueError where one has no default, or the name is taken."""
+    """Add the options of an extension. Raises ValueError for a missing default or a duplicate name."""
     options()
     if options.model_fields:
         OPTIONS.add(name, options)
 
 
 def option_section(name: str) -> type[Section] | None:
-    """The section that has the option `<name>.<option>`; None: there is none."""
+    """Return the section with the option `<name>.<option>`, or None."""
     owner, _, key = name.partition(".")
     section = OPTIONS.get(owner)
     return section if section is not None and key in section.model_fields else None
 
 
 def known_options() -> list[str]:
-    """The names of all options."""
+    """Return the names of all options."""
     return [f"{owner}.{key}" for owner, section in OPTIONS.items() for key in section.model_fields]
 
 
 def options_in(extension: Extension, given: Mapping[str, Any]) -> Section:
-    """The options of an extension, with defaults, from keys without its name. Raises ValidationError."""
+    """Return the options of an extension from keys without its name. Raises ValidationError."""
     return extension.options.model_validate(dict(given))
 
 
 def options_of(name: str, given: Mapping[str, Any]) -> Section:
-    """The options of a thing, with defaults. Raises pydantic's ValidationError."""
+    """Return the options of an extension from keys with its name. Raises ValidationError."""
     own = {key.partition(".")[2]: value for key, value in given.items() if key.startswith(f"{name}.")}
     return OPTIONS.get(name, Section).model_validate(own)

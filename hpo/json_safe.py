@@ -1,4 +1,4 @@
-"""Values as JSON can hold them, which databases, Optuna and the command line take."""
+"""Values for JSON, for databases, Optuna and the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_safe(value: Any) -> Any:
-    """A copy of `value` in plain containers: numpy and torch values unpacked, NaN and infinity as None."""
+    """Return a copy in plain containers, with numpy and torch values unpacked, NaN and infinity as None."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, str) or value is None:
@@ -24,5 +24,5 @@ def json_safe(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number; True and False are not."""
+    """Return whether a value is a finite number. True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""Memory of this process and its device: the peak, what the allocator keeps, what is out of memory."""
+"""Memory of this process and its device: peak, allocator, out of memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from hpo.device import DeviceInfo
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
@@ -16,10 +18,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Import large packages, or read a study, without Python's garbage collector.
+    """Pause Python's garbage collector, for imports of large packages and for reading a study.
 
-    Hardly any of these objects is garbage, and the collector goes through all of them again and again: it
-    takes 0.7 s of the 4.4 s of CPU of the imports of a trial.
+    Hardly any of these objects is garbage. The collector takes 0.7 s of the 4.4 s of a trial's imports.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -31,10 +32,10 @@ def collector_paused() -> Iterator[None]:
 
 
 def disable_malloc_trim() -> None:
-    """Let glibc keep the memory of freed tensors for the next ones (mallopt(3)); elsewhere do nothing.
+    """Let glibc keep the memory of freed tensors (mallopt(3)).
 
-    By default it gives large tensors back to the kernel at once, which clears the pages of the next one
-    again: about a fifth of a training step.
+    By default it returns large tensors to the kernel at once, and the kernel clears the pages of the next
+    tensor: about a fifth of a training step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -43,10 +44,8 @@ def disable_malloc_trim() -> None:
 
 
 def reset_peak_memory(device: DeviceInfo) -> None:
-    """Let `peak_memory_bytes` count from now on, where the system allows that."""
+    """Let `peak_memory_bytes` count from now on, if the system allows it."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device.index)
         return
     with contextlib.suppress(OSError):
@@ -54,14 +53,12 @@ def reset_peak_memory(device: DeviceInfo) -> None:
 
 
 def peak_memory_bytes(device: DeviceInfo) -> int:
-    """The peak of the memory held since `reset_peak_memory`.
+    """Return the peak of memory since `reset_peak_memory`.
 
-    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), with the
-    interpreter and the libraries; since the process began where Linux does not allow the reset.
+    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), with libraries.
+    Without the reset, it counts from the start of the process.
     """
     if device.type == "cuda":
-        import torch
-
         return int(torch.cuda.max_memory_allocated(device.index))
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -71,18 +68,18 @@ def peak_memory_bytes(device: DeviceInfo) -> int:
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch on a CPU: c10/core/impl/alloc_cpu.cpp
-    "out of memory",  # CUDA itself, and Triton and NCCL, which ask it past PyTorch's allocator
+    "out of memory",  # CUDA, Triton, NCCL
     "BLAS_STATUS_ALLOC_FAILED",  # cuBLAS, and hipBLAS on AMD GPUs
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 _NO_HANDLE = "BLAS_STATUS_NOT_INITIALIZED"
-"""A handle and its workspace are made at the first product: no memory is left for them, or the GPU failed."""
+"""The first product creates a handle and its workspace. Either there is no memory left, or the GPU failed."""
 _HANDLE_BYTES = 2**28
-"""More than a handle and its workspace take."""
+"""Upper bound for a handle and its workspace."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is an allocator's refusal, on a GPU or a CPU."""
+    """Return whether `error` is a lack of memory, on a GPU or a CPU."""
     if isinstance(error, MemoryError):
         return True
     if not isinstance(error, RuntimeError):  # `torch.OutOfMemoryError` is one, too
@@ -92,9 +89,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _gpu_is_full() -> bool:
-    """Whether the current GPU has no memory for a handle; one that failed does not answer."""
-    import torch
-
+    """Return whether the current GPU has no memory for a handle. A failed GPU raises."""
     try:
         free, _ = torch.cuda.mem_get_info()
     except RuntimeError:
@@ -103,11 +98,9 @@ def _gpu_is_full() -> bool:
 
 
 def release_free_memory(device: DeviceInfo) -> None:
-    """Give freed memory back, so that the next peak shows what is used and not what was kept."""
+    """Release cached memory, so the next peak shows only used memory."""
     gc.collect()
     if device.type == "cuda":
-        import torch
-
         torch.cuda.empty_cache()
         return
     with contextlib.suppress(OSError, AttributeError):  # glibc only

@@ -1,4 +1,4 @@
-"""How a trial can end, and what each end means to Optuna."""
+"""The ends of a trial and their states in Optuna."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """The end of a trial; its text is the user attribute `outcome`."""
+    """The end of a trial, stored as the user attribute `outcome`."""
 
     COMPLETE = "complete"
     """Trained and evaluated."""
     PRUNED = "pruned"
-    """The pruner stopped it, or a limit that it broke."""
+    """Stopped by the pruner or a broken limit."""
     NONFINITE = "nonfinite"
     """Loss, gradients or logits stay NaN or infinite."""
     INCOMPATIBLE = "incompatible"
-    """The model works in fp32, but not under the precision; or the trial's settings exclude each other."""
+    """The model works in fp32, but not under the precision; or settings exclude each other."""
     INVALID = "invalid"
-    """The model, the data or a metric is at fault: fp32 has the same fault, or nothing is known of fp32."""
+    """A fault of the model, the data or a metric: fp32 has it too, or fp32 is unknown."""
     UNSUPPORTED = "unsupported"
     """The device cannot run the requested precision."""
     OOM = "oom"
     """Not even one example fits into memory."""
     CRASHED = "crashed"
-    """Its process died again and again at the same place."""
+    """The process died repeatedly at the same step."""
     FAILED = "failed"
-    """A bug or the infrastructure; tried again."""
+    """A bug or the infrastructure; retried."""
     PAUSED = "paused"
     """Waits at a rung; continues if it is among the best."""
     PREEMPTED = "preempted"
-    """Told to stop; checkpointed, and goes on as the same trial."""
+    """Stopped on request and checkpointed; resumes as the same trial."""
 
     @property
     def infeasible(self) -> bool:
-        """Whether the trial violates a constraint because it cannot work.
+        """The trial violates a constraint because it cannot work.
 
-        Samplers avoid such configurations. They do not see `invalid` trials, which say nothing about others.
+        Samplers avoid such configurations. They ignore `invalid` trials.
         """
         return self in _INFEASIBLE
 
     @property
     def wasted(self) -> bool:
-        """Whether the trial's time gave the search no value."""
+        """The trial's time gave the search no value."""
         return self.infeasible or self is Outcome.FAILED
 
     @property
     def optuna_state(self) -> str:
-        """The name of the `optuna.trial.TrialState` that a trial with this outcome ends in.
+        """Name of the `optuna.trial.TrialState`.
 
         A deterministic failure is PRUNED: Optuna's samplers ignore FAIL, and would repeat it.
         """
@@ -74,9 +74,9 @@ _OPTUNA_STATES = {
 
 
 def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
-    """Whether the precision of a trial with this outcome and record may have caused the outcome.
+    """Return whether the precision may have caused the outcome.
 
-    Settings that exclude each other in every precision also end a trial as `incompatible`.
+    Settings with a conflict in every precision also end a trial as `incompatible`.
     """
     if outcome != Outcome.INCOMPATIBLE:
         return outcome != Outcome.INVALID

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import Tensor
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the generators of the CPU and of the GPUs, as `torch.manual_seed` does.
+    """Seed the generators of the CPU and of the GPUs.
 
-    That one also keeps a formatted stack for each kind of device that is not there, in case it comes: 1 ms a
-    call, of a training step or of one of the hundreds of products that the compatibility check looks at.
+    `torch.manual_seed` also formats a stack for each absent kind of device, which takes 1 ms.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
@@ -29,7 +29,7 @@ def generator_states() -> list[Tensor]:
 
 
 def set_generator_states(states: list[Tensor]) -> None:
-    """Set the generators to the states of `generator_states`, which may be those of more GPUs."""
+    """Set the generators to the states of `generator_states`, which may have more GPUs."""
     cpu, *gpus = states
     torch.set_rng_state(cpu)
     for index, state in enumerate(gpus[: torch.cuda.device_count()]):
@@ -37,7 +37,7 @@ def set_generator_states(states: list[Tensor]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed PyTorch, NumPy's global generator and Python's `random`, for code that draws from any of them."""
+    """Seed PyTorch, NumPy's global generator and Python's `random`."""
     manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -66,3 +66,27 @@ def set_all_states(states: Mapping[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])
+
+
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """Return the 64-bit seed of a rank's step. Up to 2^32 steps of a trial differ in the lower half too.
+
+    The CPU's generator takes only the lower half, and random halves of a hundred thousand steps would
+    coincide about once. So the lower half is the step after bijections of 32 bits (murmur3's finaliser) by
+    `seed` and `rank`.
+    """
+    *keys, high = _seed_keys(seed, rank)
+    for key in keys:
+        step = _mix(step ^ key)
+    return high << 32 | step
+
+
+@cache
+def _seed_keys(seed: int, rank: int) -> list[int]:
+    return [int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3)]
+
+
+def _mix(bits: int) -> int:
+    bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return bits ^ bits >> 16

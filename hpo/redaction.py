@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys in texts that people see: messages, logs, reports and trackers."""
+"""Passwords, tokens and keys in messages, logs, reports and trackers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ASSIGNED = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """Return any text, such as a whole page, with `***` in place of each password, token and key in it."""
+    """Return a text of any size with `***` in place of each password, token and key."""
     text = _USER.sub(_hide_password, text)
     for secret in _SECRETS:
         text = secret.sub(rf"\g<1>{HIDDEN}", text)
@@ -46,10 +46,10 @@ def _hide_password(match: re.Match[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a URL, or a message of a database about one, with `***` in place of its secrets.
+    """Return a URL, or a database's message about it, with `***` in place of its secrets.
 
-    A password in the URL reaches to the last `@`: it may hold an `@` or a space that nobody quoted. A
-    password among the parameters reaches to the next `&`.
+    A password in the URL ends at the last `@`, because it may contain an unquoted `@` or space. A password
+    among the parameters ends at the next `&`.
     """
     end = "&" if re.match(r"\s*[\w+.-]+:/", text) else r"&\s"  # a message goes on behind a space
     text = re.sub(rf"([?&;]\w*{_NAMES}=)[^{end}]+", rf"\1{HIDDEN}", text)

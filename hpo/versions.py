@@ -1,4 +1,4 @@
-"""Versions of installed packages, and how to install a missing one."""
+"""Versions of installed packages, and the installation of missing ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def install_hint(extra: Extra) -> str:
-    """Tell how to install an extra.
+    """Return a sentence with the command for an extra.
 
-    The hint must not name the package `hpo`: PyPI has another project of that name.
+    It must not name the package `hpo`: PyPI has another project with this name.
     """
     return (
         f"To install it, run `make install EXTRAS={extra}` in your clone of hpo, or `pip install "

@@ -1,3 +1,5 @@
+"""Seeds and states of the random number generators."""
+
 from __future__ import annotations
 
 import random
@@ -7,33 +9,33 @@ import numpy as np
 import pytest
 import torch
 
-from hpo.random_numbers import all_states, manual_seed, seed_all, set_all_states
+from hpo.random_numbers import all_states, manual_seed, seed_all, set_all_states, step_seed
+
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 
 
-@pytest.mark.parametrize("seed", [0, 42, 2**63 + 1])
-def test_it_seeds_as_pytorch_does(seed: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("seed", [0, 2**63 + 1])
+def test_seeds_equal_pytorch(device: str, seed: int) -> None:
     torch.manual_seed(seed)
-    expected = torch.rand(8)
+    expected = torch.rand(8, device=device)
     torch.manual_seed(7)
     manual_seed(seed)
-    assert torch.equal(torch.rand(8), expected)
+    assert torch.equal(torch.rand(8, device=device), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_seeded_too() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(8, device="cuda")
-    manual_seed(3)
-    assert torch.equal(torch.rand(8, device="cuda"), expected)
-
-
-def test_the_states_of_all_generators_survive_a_checkpoint(tmp_path: Path) -> None:
+def test_states_of_all_generators_in_a_checkpoint(tmp_path: Path) -> None:
     def draws() -> tuple[float, ...]:
         return float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random()
 
     seed_all(5)
-    draws()  # NumPy keeps half of a pair of normal numbers
+    draws()  # NumPy stores half of a pair of normal numbers
     torch.save(all_states(), tmp_path / "state.pt")
     expected = draws()
     seed_all(6)
@@ -43,3 +45,12 @@ def test_the_states_of_all_generators_survive_a_checkpoint(tmp_path: Path) -> No
     seed_all(5)
     draws()
     assert draws() == expected
+
+
+def test_every_step_and_rank_has_its_own_seed() -> None:
+    """A CPU's generator uses only the lower 32 bits of a seed."""
+    for seed in (0, 42):
+        assert len({step_seed(seed, step) % 2**32 for step in range(2 * 10**5)}) == 2 * 10**5
+    assert not {step_seed(0, step) for step in range(10**4)} & {step_seed(1, step) for step in range(10**4)}
+    assert len({step_seed(42, 7, rank) for rank in range(3)}) == 3
+    assert step_seed(42, 7, 0) == step_seed(42, 7) == 8789782607260464961

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from hpo.api.opening import check_positive, make_runs_folder
 from hpo.api.running import RunResult
-from hpo.compare.companion import open_comparison, unlabelled_in_test
-from hpo.compare.looks import run_looks
+from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
+from hpo.compare.sequential import run_rounds
 from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.data.dataset import load_data
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
-from hpo.report.in_advance import limit_in_advance, trials_in_advance
-from hpo.study.running.run import check_trust
+from hpo.report.plan import comparison_cost, comparison_limit
+from hpo.study.running.open_study import check_trust
 from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def planned_comparison(
         )
     device, data = probe_device(config.device), load_data(config.data)
     check_data(database, search.name, data.fingerprint)
-    unlabelled = unlabelled_in_test(config, data)
+    unlabelled = unlabelled_test_tasks(config, data)
     if unlabelled:
         tasks = " and ".join(f"`{name}`" for name in unlabelled)
         _logger.warning("Scores are of the validation split: the test split has no labels of %s.", tasks)
@@ -65,7 +65,7 @@ def planned_comparison(
     plan = companion.comparison
     assert plan is not None
     margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
-    in_advance = [limit_in_advance(config, data, margin), trials_in_advance(search, plan)]
+    in_advance = [comparison_limit(config, data, margin), comparison_cost(search, plan)]
     for sentence in in_advance:
         _logger.info("%s", sentence)
     return companion, data, in_advance
@@ -90,12 +90,12 @@ def run_comparison(
     companion, data, in_advance = planned_comparison(database, search, config, request)
     make_runs_folder(companion.name)
 
-    def run_look(look: StudyConfig) -> StudyRecord:
+    def run_round(look: StudyConfig) -> StudyRecord:
         result = run(look)
         if result.ended != "finished":
             raise ComparisonStopped(result)
         return result.record
 
-    result = run_looks(database, companion, search, data.tasks, run_look, in_advance)
+    result = run_rounds(database, companion, search, data.tasks, run_round, in_advance)
     content: Mapping[str, Any] = json_safe(result.content)
     return content

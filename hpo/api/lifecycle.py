@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpo.api.opening import RUNS
-from hpo.code import names_of
+from hpo.code import unknown_names_allowed
 from hpo.config.first import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, RunError
 from hpo.extensions import own_loop_of
-from hpo.report.formats import how_to_resume, trials_done
+from hpo.report.messages import progress_message, resume_message
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
-from hpo.study.store.database import place
+from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import StudyState
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
@@ -73,12 +73,12 @@ class StateChange(StudyResult):
     """Number of unfinished trials that the cancellation ended."""
 
     def text(self) -> str:
-        done = trials_done(self.trials)
+        done = progress_message(self.trials)
         if self.state == "open":
             again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
             return f"The study {self.study} {again}: {done}. To continue it: hpo worker {self.study}"
         ends = f", {self.ended} of them by this command" if self.ended else ""
-        return f"The study {self.study} is {self.state}: {done}{ends}. {how_to_resume(self.study)}"
+        return f"The study {self.study} is {self.state}: {done}{ends}. {resume_message(self.study)}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Copied(StudyResult):
     place: str
 
     def text(self) -> str:
-        text = f"{self.study} is in {self.place}: {self.trials} trials; {trials_done(self.counts)}."
+        text = f"{self.study} is in {self.place}: {self.trials} trials; {progress_message(self.counts)}."
         if self.counts["done"] == sum(self.counts.values()):
             return text
         return f"{text}\nContinue only this copy: both studies would write to the same checkpoints."
@@ -118,7 +118,7 @@ def enqueue(
     """Store a configuration for a worker to try, see `hpo.Study.enqueue`."""
     definition = database.read_definition(name)
     config = stored_study(name, definition)
-    with names_of(config.code), own_loop_of(definition):
+    with unknown_names_allowed(config.code), own_loop_of(definition):
         fixed = {key: encode(value) for key, value in parse_params(params).items()}
     if config.comparison is not None:
         raise InputError(f"`{name}` is a comparison, which has planned trials alone.")
@@ -161,7 +161,7 @@ def delete(database: Storage, name: str, confirm: Callable[[str], object]) -> De
             "them."
         )
     done = database.trial_counts(name)["done"]
-    confirm(f"the study {name} with {done} finished trials from {place(database.url)}")
+    confirm(f"the study {name} with {done} finished trials from {shown_url(database.url)}")
     noted, there = noted_database(database), folder.exists()
     lifecycle.delete_study(database, name)  # raises if a worker has joined: then nothing is removed
     uploads = remove_uploads(config, folder, noted)
@@ -176,4 +176,4 @@ def copy_study(source: Storage, target: Storage, name: str) -> Copied:
     num_trials = copy.copy_study(source, target, name)
     if checkpoints.is_dir():  # it stays, and belongs to the copy
         note_database(checkpoints, target)
-    return Copied(name, num_trials, target.trial_counts(name), place(target.url))
+    return Copied(name, num_trials, target.trial_counts(name), shown_url(target.url))

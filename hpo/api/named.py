@@ -26,7 +26,7 @@ from hpo.errors import HpoError, NoDatabaseError
 from hpo.redaction import redact
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop, end_of_job, stop_on_signals
-from hpo.study.store.database import DEFAULT_URL, place, storage_url
+from hpo.study.store.database import DEFAULT_URL, shown_url, storage_url
 from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class NamedStudy:
 
     def __repr__(self) -> str:
         """Describe the study by its file and, if that is a file, its database. This never fails or waits."""
-        from hpo.report.formats import objectives_text, trials_done
+        from hpo.report.messages import objectives_text, progress_message
         from hpo.study.reading.overview import glance
 
         file = None
@@ -71,7 +71,7 @@ class NamedStudy:
             facts["objective"] = objectives_text(metrics, directions)
         none = f"none of {file.num_trials} yet" if file else "none yet"
         has_budget = definition.get("budget") is not None
-        progress = trials_done(counts, has_budget=has_budget) if counts else none
+        progress = progress_message(counts, has_budget=has_budget) if counts else none
         facts["trials"] = "not read" if seen is None else progress
         return f"Study({', '.join([repr(name), *(f'{key}={value!r}' for key, value in facts.items())])})"
 
@@ -141,7 +141,7 @@ class NamedStudy:
     @property
     def place(self) -> str:
         """The database in words, without a password."""
-        return place(storage_url(self._storage))
+        return shown_url(storage_url(self._storage))
 
     def _name_in(self, database: Storage) -> str:
         is_stored = self._word and not is_path(self._word) and database.has_study(self._word)
@@ -183,7 +183,7 @@ class NamedStudy:
             yield database, self._word if is_name else self.file.name
 
     def _check_trust(self, config: StudyConfig, of_file: StudyConfig | None) -> None:
-        from hpo.study.running.run import check_trust  # not for those that only look
+        from hpo.study.running.open_study import check_trust  # not for those that only look
 
         check_trust(config, of_file, self._trusts)
 

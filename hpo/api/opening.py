@@ -87,9 +87,9 @@ def find_study(study: str, url: str, stop: Stop | None = None) -> tuple[StudyCon
     """
     from hpo.config.study_config import load_study, stored_study
     from hpo.errors import NoDatabaseError, NoStudyFileError
-    from hpo.study.store.database import place
+    from hpo.study.store.database import shown_url
 
-    unknown = f"There is no study `{study}` in {place(url)}."
+    unknown = f"There is no study `{study}` in {shown_url(url)}."
     if not is_path(study):
         try:
             with existing_database(url, stop) as storage:

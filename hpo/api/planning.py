@@ -11,11 +11,10 @@ from hpo.config.resolved_study import resolve_study
 from hpo.data.dataset import load_data
 from hpo.device import cuda_devices, probe_device
 from hpo.errors import RunError
-from hpo.report.in_advance import comparison_limit
-from hpo.report.plan import Plan, costs_of, make_plan, measure_cost
+from hpo.report.plan import Plan, costs_of, default_comparison_limit, make_plan, measure_cost
 from hpo.report.status import num_shares
-from hpo.study.running.run import check_precisions
-from hpo.trial.trial_parts import fit_pruner
+from hpo.study.running.open_study import check_precisions
+from hpo.trial.parts import fit_pruner
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -40,7 +39,7 @@ def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | N
         config = config.resumed(record.definition)
     plan = _measured_plan(config, record, workers, why_pruner)
     shares = shares_of(config, record, workers)
-    return replace(plan, limit=comparison_limit(config, data), num_shares=shares)
+    return replace(plan, limit=default_comparison_limit(config, data), num_shares=shares)
 
 
 def shares_of(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> int:

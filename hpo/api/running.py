@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,19 +18,18 @@ import typer
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
-from hpo.report.formats import format_seconds, how_to_resume, trials_done
+from hpo.report.formats import format_seconds
+from hpo.report.messages import progress_message, resume_message
 from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.watch import StudyWatch, watching
-from hpo.study.running.run import OpenOptions, OpenStudy, open_study, run_study
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.open_study import OpenStudy
+from hpo.study.running.stopping import RunSummary, Stop
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
-from hpo.study.running.worker import RunSummary
-from hpo.study.store.database import place, storage_url
+from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
-from hpo.track.background import track_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,9 +71,9 @@ class WorkResult(RunSummary):
         if self.stored is None:
             yield f"The study {self.study} was deleted."
             return
-        counts = trials_done(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
+        counts = progress_message(self.stored.counts, has_budget=bool(self.stored.definition.get("budget")))
         if self.ended == "closed":
-            yield f"The study {self.study} is {self.stored.state}: {counts}. {how_to_resume(self.study)}"
+            yield f"The study {self.study} is {self.stored.state}: {counts}. {resume_message(self.study)}"
             return
         why = {
             "stopped": "Stopped; running trials have a checkpoint",
@@ -110,7 +109,7 @@ class RunResult(WorkResult):
         return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
 
     def text(self) -> Iterator[Part]:
-        from hpo.report.screens import summary  # not before the first trial
+        from hpo.report.summary import summary  # not before the first trial
 
         yield from summary(self.record)
         if self.ended != "finished":
@@ -145,41 +144,18 @@ def ranks_of_torchrun() -> Iterator[None]:
         yield
 
 
-def run_here(
-    config: StudyConfig, processes: WorkerProcesses, stop: Stop, storage: str | None, *, quiet: bool
-) -> RunResult:
-    """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
-
-    Without `processes.shares` they run in this process. `quiet` shows no progress.
-    """
-    options = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
-    with open_study(config, storage_url(storage), RUNS, options) as opened:
-        url = processes.storage_as_given or opened.storage.url
-        background = track_in_background(config.name, config.tracker, url, RUNS)
-        with background, _shown(opened, quiet=quiet, stop=stop):
-            summary = run_study(opened, processes, stop=stop)
-        record = read_study(opened.storage, config.name)
-        return RunResult(**_facts(opened, summary), record=record)
+def run_result(opened: OpenStudy, summary: RunSummary) -> RunResult:
+    """Return the summary of a run with the study after it."""
+    return RunResult(**_facts(opened, summary), record=read_study(opened.storage, opened.config.name))
 
 
-def work_here(
-    config: StudyConfig, processes: WorkerProcesses, how: OpenOptions, storage: str | None, *, quiet: bool
-) -> WorkResult:
-    """Be one or more workers of a study, and keep its number of trials."""
-    here, stop = not processes.shares, how.stop or Stop()
-    how = replace(how, resize=False, trials_run="in this process" if here else "in workers")
-    with (
-        open_study(config, storage_url(storage), RUNS, how) as opened,
-        _shown(opened, quiet=quiet, stop=stop, own=here),
-    ):
-        summary = run_study(opened, processes, stop=stop)
-        if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
-            summary = replace(summary, outcomes={})
-        return WorkResult(**_facts(opened, summary))
+def work_result(opened: OpenStudy, summary: RunSummary) -> WorkResult:
+    """Return the summary of one worker or several with the state of the study after it."""
+    return WorkResult(**_facts(opened, summary))
 
 
 def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
-    """The fields of a `WorkResult`."""
+    """Return the fields of a `WorkResult`."""
     storage, name = opened.storage, opened.config.name
     complete = storage.read(lambda connection: has_complete(connection, name))
     facts = {"study": name, "left_out": opened.left_out, "has_complete": complete}
@@ -187,8 +163,8 @@ def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
 
 
 @contextmanager
-def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
-    """Say which study is run and what of it is not, and show its progress during the block.
+def shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
+    """Print the study and its left-out precisions, and show its progress during the block.
 
     With `own`, only the trials of this process are shown, and less often: there may be a hundred such
     workers.
@@ -199,9 +175,9 @@ def _shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> 
     stored, storage, config = opened.stored, opened.storage, opened.config
     done = stored.counts["done"]
     state = "finished" if done == config.n_trials else "resumed" if done or stored.has_trained else "new"
-    counts = trials_done(stored.counts, has_budget=config.budget is not None)
+    counts = progress_message(stored.counts, has_budget=config.budget is not None)
     typer.echo(
-        f"Study {config.name} ({state}): {counts}, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {counts}, in {shown_url(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:

@@ -11,11 +11,13 @@ join.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
@@ -26,9 +28,10 @@ from hpo.errors import InputError, RunError, StoppedError
 from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.study.store.storage import open_storage
-from hpo.trial.callbacks import Callbacks
+from hpo.trial.telemetry import Callbacks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,16 +44,15 @@ if TYPE_CHECKING:
     from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
+    from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.lifecycle import StudyState
+    from hpo.training.evaluate import Evaluation
     from hpo.trial.diagnosis import Diagnosis
-    from hpo.trial.executor import Executor
     from hpo.trial.reproduction import Reproduction
-    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+    from hpo.trial.telemetry import TrialResult
     from hpo.trial.verify import PrecisionCheck
-    from hpo.trial.verify_parts import PartsCheck
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class Study(NamedStudy):
@@ -97,13 +99,31 @@ class Study(NamedStudy):
             InputError: data, model or device cannot be used.
             StudyChangedError: the database has another study of this name.
         """
-        from hpo.api.running import run_here, worker_processes
+        from hpo.api.running import worker_processes
 
         check_workers(workers, workers_per_device)  # before anything is made
         with self._stopping(until, timeout) as stop:
             config = to_run(self.file, n_trials, hours)
-            processes = worker_processes(config, self._storage, workers, workers_per_device)
-            return run_here(config, processes, stop, self._storage, quiet=self._quiet)
+            return self._run(
+                config, worker_processes(config, self._storage, workers, workers_per_device), stop
+            )
+
+    def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop) -> RunResult:
+        """Create or resume a study and run its trials in this process, or in `processes` if there are any."""
+        from hpo.api.running import run_result, shown
+        from hpo.study.running.open_study import OpenOptions, open_study
+        from hpo.study.running.worker import run_study
+        from hpo.track.background import track_in_background
+
+        how = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
+        with open_study(config, storage_url(self._storage), RUNS, how) as opened:
+            url = processes.storage_as_given or opened.storage.url
+            with (
+                track_in_background(config.name, config.tracker, url, RUNS),
+                shown(opened, quiet=self._quiet, stop=stop),
+            ):
+                summary = run_study(opened, processes, stop=stop)
+            return run_result(opened, summary)
 
     def work(
         self,
@@ -117,26 +137,49 @@ class Study(NamedStudy):
 
         A name means the study in the database, if there is one. The arguments are those of `run`.
         """
-        from hpo.api.running import work_here, worker_processes
+        from hpo.api.running import worker_processes
         from hpo.cluster.batch.slurm import requeue_this_job
-        from hpo.study.running.run import OpenOptions
 
         check_workers(workers, workers_per_device)
         with self._stopping(until, timeout) as stop:
             try:
                 config, is_file = self._to_work(stop)
                 processes = worker_processes(config, self._storage, workers, workers_per_device)
-                how = OpenOptions(is_file=is_file, trust_remote_code=self._trusts, stop=stop)
-                result = work_here(config, processes, how, self._storage, quiet=self._quiet)
+                result = self._work(config, processes, stop, is_file=is_file)
             except StoppedError:  # while the database was away
                 requeue_this_job("stopped", stop)
                 raise
             requeue_this_job(result.ended, stop)
             return result
 
+    def _work(
+        self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, *, is_file: bool
+    ) -> WorkResult:
+        """Be one or more workers of a study, and keep its number of trials."""
+        from hpo.api.running import shown, work_result
+        from hpo.study.running.open_study import OpenOptions, open_study
+        from hpo.study.running.worker import run_study
+
+        here = not processes.shares
+        how = OpenOptions(
+            resize=False,
+            trials_run="in this process" if here else "in workers",
+            is_file=is_file,
+            trust_remote_code=self._trusts,
+            stop=stop,
+        )
+        with (
+            open_study(config, storage_url(self._storage), RUNS, how) as opened,
+            shown(opened, quiet=self._quiet, stop=stop, own=here),
+        ):
+            summary = run_study(opened, processes, stop=stop)
+            if WORKERS_ON_DEVICE in os.environ:  # the supervisor counts the trials of all workers
+                summary = replace(summary, outcomes={})
+            return work_result(opened, summary)
+
     def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
         """Check the study of the file, and make the tables and the study, before workers start."""
-        from hpo.study.running.run import OpenOptions, open_study
+        from hpo.study.running.open_study import OpenOptions, open_study
 
         options = OpenOptions(trials_run="elsewhere", is_file=True)
         config, url = to_run(self.file, n_trials, hours), storage_url(self._storage)
@@ -146,7 +189,7 @@ class Study(NamedStudy):
             return read_study(opened.storage, config.name)
 
     def train(
-        self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
+        self, params: Mapping[str, Any], show: Callable[[Evaluation], None] = lambda _: None
     ) -> TrialResult:
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""
@@ -171,32 +214,15 @@ class Study(NamedStudy):
 
         `repeats` passes of each precision are timed; the fastest counts.
         """
-        from hpo.trial.verify import check_precision, verify
-
-        return self._with_executor(
-            repeats,
-            lambda executor: verify(
-                executor.device, lambda name, _: check_precision(executor, name, repeats)
-            ),
-        )
-
-    def _with_executor(self, repeats: int, measure: Callable[[Executor], _T]) -> _T:
         from hpo.config.resolved_study import resolve_study
         from hpo.trial.executor import Executor
+        from hpo.trial.verify import check_precision, verify
 
         check_positive(repeats=repeats)
         config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
-            return measure(Executor(resolve_study(config, probe_device(config.device)), RUNS))
-
-    def verify_parts(self, repeats: int = 3) -> list[PartsCheck]:
-        """Measure each part of the model in bf16 and fp16, and find the parts that need fp32.
-
-        `repeats` passes with each part in fp32 are timed, against as many with none.
-        """
-        from hpo.trial.verify_parts import verify_parts
-
-        return self._with_executor(repeats, lambda executor: verify_parts(executor, repeats))
+            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
+            return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
 
     def plan(
         self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None
@@ -309,15 +335,14 @@ class Study(NamedStudy):
             RunError: it was interrupted; what has ended is kept.
         """
         from hpo.api.comparing import run_comparison
-        from hpo.api.running import run_here, worker_processes
+        from hpo.api.running import worker_processes
         from hpo.compare.planning import Request
 
-        request, url, quiet = Request(question, **options), self._storage, self._quiet
+        request = Request(question, **options)
         with self._stopping(until) as stop, self.opened() as (database, record):
 
             def run(companion: StudyConfig) -> RunResult:
-                processes = worker_processes(companion, url, workers)
-                return run_here(companion, processes, stop, url, quiet=quiet)
+                return self._run(companion, worker_processes(companion, self._storage, workers), stop)
 
             return run_comparison(database, record, self.config_of(record), request, run)
 

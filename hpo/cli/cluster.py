@@ -107,7 +107,7 @@ def submit(
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool) -> Answer:
     from hpo.code import code_in_use
     from hpo.config.allowed import allowing
-    from hpo.study.running.run import OpenOptions, open_study
+    from hpo.study.running.open_study import OpenOptions, open_study
     from hpo.study.store.database import parse_url, storage_url
 
     make_runs_folder(array.study)

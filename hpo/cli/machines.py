@@ -107,7 +107,7 @@ def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:
     """Find what is wrong with a database, its studies and checkpoints. Exit code 1: something is left."""
     from hpo.cluster.doctor.doctor import examine, summary
-    from hpo.study.store.database import place, storage_url
+    from hpo.study.store.database import shown_url, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
@@ -120,7 +120,7 @@ def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, a
                 typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
-    return Answer(content, summary(findings, place(url)), int(is_left))
+    return Answer(content, summary(findings, shown_url(url)), int(is_left))
 
 
 _DEFAULT = RUNS / "postgres"

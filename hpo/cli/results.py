@@ -70,7 +70,7 @@ def best(study: hpo.Study, *, reproduce: bool, into: Path | None = None, **optio
         return _reproduced(study, into, options)
     if into:
         raise InputError("--into is where --reproduce keeps its checkpoints: give --reproduce, too.")
-    from hpo.report.screens import best_as_json, best_model
+    from hpo.report.best_screens import best_as_json, best_model
     from hpo.study.reading.study_record import choosable_trials
 
     record, used = study.use_best(**options)

@@ -36,17 +36,13 @@ def check(study: hpo.Study) -> Any:
 @study_command(
     *TRUST,
     repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
-    parts=flag("--parts", "Measure each part of the model in bf16 and fp16: which of them need fp32?"),
 )
-def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
+def verify(study: hpo.Study, **options: Any) -> Answer:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
 
-    if parts:
-        return _verify_parts(study, **options)
-
     from hpo.device import probe_device
-    from hpo.report.screens import verification
+    from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
     checks = study.verify(**options)
@@ -54,18 +50,6 @@ def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
     rows = [asdict(one) for one in checks]
     content = {"device": asdict(device), "precisions": rows, "recommendation": advice}
     return Answer(content, verification(checks, device.describe(), advice))
-
-
-def _verify_parts(study: hpo.Study, **options: Any) -> Answer:
-    from dataclasses import asdict
-
-    from hpo.device import probe_device
-    from hpo.report.part_screens import parts_verification
-
-    checks = study.verify_parts(**options)
-    device = probe_device(study.config.device)
-    content = {"device": asdict(device), "precisions": [asdict(one) for one in checks]}
-    return Answer(content, parts_verification(checks, device.describe()))
 
 
 @study_command(
@@ -86,7 +70,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database and print the record that a study would store."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.screens import evaluation, trial, trial_record
+    from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]

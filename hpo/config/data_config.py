@@ -56,7 +56,7 @@ Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_names)]
 
 
 def _kind(name: Any) -> Any:
-    if not KINDS.takes(name):
+    if not KINDS.accepts(name):
         raise ValueError(one_of(list(KINDS), name))
     return name
 
@@ -223,7 +223,7 @@ class SyntheticConfig(CheckedSection):
 
 
 def _is_own_source(name: object) -> bool:
-    return SOURCES.takes(name) or (name == NO_DATA and has_own_loop())
+    return SOURCES.accepts(name) or (name == NO_DATA and has_own_loop())
 
 
 class SourceConfig(CheckedSection):

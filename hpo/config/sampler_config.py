@@ -18,7 +18,7 @@ from hpo.section import Count, Switch, Whole
 
 def _is_other(own: Registry[Extension]) -> Callable[[Any], bool]:
     """Return a test for names of classes and of the study's own code."""
-    return lambda name: is_class_name(name) or own.takes(name)
+    return lambda name: is_class_name(name) or own.accepts(name)
 
 
 class _Algorithm(CheckedSection):

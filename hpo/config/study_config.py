@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.code import is_class_name, names_of
+from hpo.code import is_class_name, unknown_names_allowed
 from hpo.config.choices import TrackerName
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
@@ -245,7 +245,7 @@ class StudyConfig(CheckedSection):
     @classmethod
     def _take_names_of_code(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         code = content.get("code", {}) if isinstance(content, Mapping) else {}
-        with names_of(code), own_loop_of(content):
+        with unknown_names_allowed(code), own_loop_of(content):
             return handler(content)
 
     @model_validator(mode="before")

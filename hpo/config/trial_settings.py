@@ -76,11 +76,11 @@ Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 Parts = Annotated[str | tuple[str, ...], BeforeValidator(_parts)]
 
 
-HeadType = Annotated[Head, or_own(HEADS.takes)]
+HeadType = Annotated[Head, or_own(HEADS.accepts)]
 
 
 def _is_own_loss(value: Any) -> bool:
-    return LOSSES.takes(value) or any(value in kind.losses for kind in KINDS.values())
+    return LOSSES.accepts(value) or any(value in kind.losses for kind in KINDS.values())
 
 
 OF_TASKS = {"loss_weight.": "loss_weight", "head_type.": "head_types"}
@@ -136,7 +136,7 @@ class TrialSettings(CheckedSection):
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, including special tokens; see `data.long_text`."""
 
-    pooling: Annotated[Pooling, or_own(POOLINGS.takes)] = "mean"
+    pooling: Annotated[Pooling, or_own(POOLINGS.accepts)] = "mean"
     """Reduction of token vectors to one vector, for heads that label a whole text. Decoders need `last` (the
     last token), because their first token (`cls`) does not see the text."""
     head_type: HeadType = "linear"
@@ -186,7 +186,7 @@ class TrialSettings(CheckedSection):
     process for a trial, without `amp.fallback_to_fp32`). A pass that cannot be recorded runs as usual.
     Default: `true` for a study without `code`, because a replay may repeat its effects wrongly."""
 
-    optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.takes)] = "adamw"
+    optimizer: Annotated[Optimizer, or_own(OPTIMIZERS.accepts)] = "adamw"
     """Optimiser. It steps in fp32 in every precision."""
     optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of the moments of `adamw`, `adam` and `lion` between steps, for tensors of 4096 weights or more.
@@ -207,7 +207,7 @@ class TrialSettings(CheckedSection):
     betas: Betas = (0.9, 0.999)
     """Decay of the moments of `adamw`, `adam` and `lion` (lion's paper has 0.9 and 0.99). `sgd` uses the
     first as momentum; `adafactor` ignores both."""
-    schedule: Annotated[Schedule, or_own(SCHEDULES.takes)] = "linear"
+    schedule: Annotated[Schedule, or_own(SCHEDULES.accepts)] = "linear"
     """Course of the learning rate after warm-up, down to 0 at the end of the trial's budget."""
     warmup_ratio: Share = 0.1
     """Share of the trial's budget for the rise of the learning rate from 0."""
@@ -292,7 +292,7 @@ def _is_option(name: str) -> bool:
     if has_own_loop():
         return name not in (*OWN_LOOP_SETTINGS, "option")
     is_dotted = "." in name and free_part_of(name) is None
-    return is_dotted and (option_section(name) is not None or OPTIONS.takes(name))
+    return is_dotted and (option_section(name) is not None or OPTIONS.accepts(name))
 
 
 NOT_OF_OWN_LOOPS = ("fp32_parts", "base_precision", "cuda_graphs")

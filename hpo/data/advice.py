@@ -1,4 +1,4 @@
-"""What the facts of a data set say that its study should change: a sentence each."""
+"""Advice about a data set: a sentence for each fact that misleads scores or loses truth."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
 from hpo.tasks.kind import KINDS
 
 _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
-"""Words that programs write for a missing value; `none` in small letters is a usual class."""
+"""Words of programs for a missing value; `none` in small letters is a usual class."""
 
 
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
-    """What to change, since scores mislead or truth is lost otherwise; names between backticks."""
+    """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
-    num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
-    advice = [*_leaks(data), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
+    advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
-        advice += _unlabelled(task, is_csv=is_csv)
-        advice += [*_few_rows(task), *_classes(task), *_inferred(task), *_numbers(task)]
-        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
+        advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
+        advice += [*_similar_classes(task), *_inferred_classes(task), *_equal_numbers(task)]
+        advice += [f"`{task.name}`: {task.span_warning}"] if task.span_warning else []
     return advice
 
 
 def study_lengths(config: StudyConfig) -> list[int]:
-    """Every `max_length` that a trial of the study may have, ascending."""
+    """Return every `max_length` of the study's trials, ascending."""
     searched = config.search_space.get("max_length")
     return sorted(map(int, searched.grid())) if searched else [config.training.max_length]
 
@@ -64,13 +63,13 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
 
 
 def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
-    why = " (an empty cell means that)" if is_csv else ""
+    why = " (as an empty cell is)" if is_csv else ""
     for split, num in task.num_annotated.items():
         rows = task.num_rows[split]
         if num < 0.05 * rows:
             yield (
                 f"{_part(rows - num, rows, 'row', split)} not labelled for `{task.name}`{why}: label more, "
-                "write `[]` where nothing holds, or leave the task out of `data.tasks`."
+                "write `[]` for no class, or leave the task out of `data.tasks`."
             )
     empty, num = task.num_empty.get("train", 0), task.num_annotated["train"]
     if is_csv and KINDS[task.kind].is_list and empty > 0.9 * num:
@@ -80,34 +79,36 @@ def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
         )
 
 
-def _classes(task: TaskFacts) -> Iterator[str]:
-    """Report classes without rows in a split, and classes that are probably one."""
-    held = task.counts
-    splits = {label: [split for split, of in held.items() if of[label]] for label in task.labels}
-    if nowhere := [label for label in task.labels if not splits[label] and held]:
+def _few_rows(task: TaskFacts) -> Iterator[str]:
+    """Report splits without a score or with one labelled row; r2 needs two rows."""
+    for split, num in task.num_annotated.items():
+        rows = f"{num} labelled row{'s' * (num != 1)} of `{task.name}`"
+        if num < (2 if KINDS[task.kind].is_number and split != "train" else 1):
+            yield f"{split} has no `score`, since it has {rows}: label more."
+        elif num == 1:
+            yield f"{split} has {rows}: nothing can be learnt or measured. Label more."
+
+
+def _missing_classes(task: TaskFacts) -> Iterator[str]:
+    counts = task.counts
+    absent = [label for label in task.labels if not any(of[label] for of in counts.values())]
+    if absent and counts:
         yield (
-            f"`{task.name}`: no row has {_names(nowhere)}: is it spelt so in the data? If it is, label "
+            f"`{task.name}`: no row has {_names(absent)}: is the spelling that of the data? If it is, label "
             "rows of it, or leave it out of the task."
         )
-    for split in held:
-        others = [other for other in held if other != split]
-        only = [label for label in task.labels if splits[label] == [split]]
-        if only and split == "train":
+    for split, of in counts.items():
+        missing = [label for label in task.labels if not of[label] and label not in absent]
+        if missing:
+            it = "it" if len(missing) == 1 else "them"
+            why = "no model can learn" if split == "train" else "its metrics say nothing of"
             yield (
-                f"`{task.name}`: only train has {_names(only)}: the metrics of {' and '.join(others)} say "
-                f"nothing of {_it(only)}. Label rows of {_it(only)} there too."
+                f"`{task.name}`: no row of {split} has {_names(missing)}: {why} {it}. Label rows of {it} "
+                f"in {split}, or leave {it} out of the task."
             )
-        elif only and others:
-            yield (
-                f"`{task.name}`: only {split} has {_names(only)}: no model can learn {_it(only)}. Move rows "
-                f"of {_it(only)} to train, or leave {_it(only)} out of the task."
-            )
-        if unseen := [label for label in task.labels if len(splits[label]) > 1 and not held[split][label]]:
-            why = "no model can learn" if split == "train" else "the metrics there say nothing of"
-            yield (
-                f"`{task.name}`: no row of {split} has {_names(unseen)}: {why} {_it(unseen)}. Label rows of "
-                f"{_it(unseen)} in {split}."
-            )
+
+
+def _similar_classes(task: TaskFacts) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     for label in task.labels:
         alike.setdefault(_spelling(label), []).append(label)
@@ -120,14 +121,14 @@ def _classes(task: TaskFacts) -> Iterator[str]:
 
 
 def _spelling(label: str) -> str:
-    """Return what two classes have in common that are probably one."""
+    """Return a key; equal keys are probably one class."""
     plain = "".join(one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
     joined = re.sub(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])", "", normalised(plain))
     return re.sub(r"^(-?\d+)\.0+$", r"\1", joined)
 
 
-def _inferred(task: TaskFacts) -> Iterator[str]:
-    """Report inferred classes that programs write for a missing value, and classes that may be several."""
+def _inferred_classes(task: TaskFacts) -> Iterator[str]:
+    """Report inferred classes with the name of a missing value, or with several names in one."""
     if not task.is_inferred:
         return
     if empty := [label for label in task.labels if label != "none" and label.lower() in _EMPTY]:
@@ -148,18 +149,7 @@ def _inferred(task: TaskFacts) -> Iterator[str]:
                 return
 
 
-def _batch(num_texts: int, config: StudyConfig) -> Iterator[str]:
-    searched = config.search_space.get("batch_size")
-    sizes = getattr(searched, "choices", (getattr(searched, "high", config.training.batch_size),))
-    if (largest := max(sizes)) > num_texts:
-        yield (
-            f"`batch_size` {largest:,} is more than the {num_texts:,} texts of train: each step sees all of "
-            f"them. Take at most {max(1, num_texts // 2):,}."
-        )
-
-
-def _numbers(task: TaskFacts) -> Iterator[str]:
-    """Report splits whose targets of a regression are all equal."""
+def _equal_numbers(task: TaskFacts) -> Iterator[str]:
     for split, of in task.numbers.items():
         if of["minimum"] == of["maximum"] and task.num_annotated[split] > 1:
             why = "there is nothing to learn" if split == "train" else "r2 is 0 or 1 there"
@@ -167,31 +157,13 @@ def _numbers(task: TaskFacts) -> Iterator[str]:
             yield f"`{task.name}`: {all_of} are {of['minimum']:.15g}: {why}. Check the column."
 
 
-def _few_rows(task: TaskFacts) -> Iterator[str]:
-    """Report splits with one labelled row, and splits without a primary metric: r2 needs two rows."""
-    for split, num in task.num_annotated.items():
-        rows = f"{num} labelled row{'s' * (num != 1)} of `{task.name}`"
-        if num < (2 if KINDS[task.kind].is_number and split != "train" else 1):
-            yield f"{split} has no `score`, since it has {rows}: label more."
-        elif num == 1 and split == "train":
-            yield f"train has {rows}: a model learns nothing from it. Label more."
-        elif num == 1:
-            yield f"{split} has {rows}: its score can only be right or wrong. Label more."
-
-
 def _names(labels: Sequence[str]) -> str:
-    """`a`, `b` and 3 more."""
-    shown = [f"`{label}`" for label in labels[:5]]
-    if len(labels) > 5:
-        return f"{', '.join(shown)} and {len(labels) - 5} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
-
-
-def _it(labels: Sequence[str]) -> str:
-    return "it" if len(labels) == 1 else "them"
+    """Return text such as "`a`, `b` and 3 more"."""
+    names = [f"`{label}`" for label in labels[:5]] + [f"{len(labels) - 5} more"] * (len(labels) > 5)
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _part(num: int, total: int, what: str, of: str) -> str:
-    """`12 of 300 texts (4.0 %) of train are`."""
+    """Return text such as "12 of 300 texts (4.0 %) of train are"."""
     are = "is" if num == 1 else "are"
     return f"{num:,} of {total:,} {what}s ({100 * num / max(total, 1):.1f} %) of {of} {are}"

@@ -1,4 +1,4 @@
-"""Batches: which windows of a split go together, and their tensors.
+"""Batches of windows and their tensors.
 
 Suffixes: B windows of a batch; L padded length; T their tokens.
 """
@@ -19,14 +19,14 @@ from hpo.tasks.kind import Task, kind_of
 from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, AnyArray, IntArray, TokenizedSplit, ragged_arange
 
 CHUNK_BATCHES = 50
-"""Batches among which training sorts by length."""
+"""Number of batches in a chunk; training sorts each chunk by length."""
 JITTER_BATCHES = 1.5
-"""Batches by which a window's rank in that order is moved at most."""
+"""Largest random move of a window in that order, in batches."""
 
 
 @dataclass
 class Batch:
-    """Windows padded to one length, with their targets as `hpo.tasks.kind` lays them out."""
+    """Windows padded to one length, with targets in the layout of `hpo.tasks.kind`."""
 
     input_ids_BL: Tensor
     attention_mask_BL: Tensor
@@ -37,7 +37,8 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The arguments of a model; no mask where nothing is padded, since a GPU's flash kernel takes none.
+        """The arguments of a model: no mask without padding, since a GPU's flash kernel takes none.
+
         The lengths are on the host, so nothing waits for the device.
         """
         is_padded = self.lengths_B.size and self.lengths_B.min() < self.input_ids_BL.shape[1]
@@ -48,23 +49,23 @@ class Batch:
         return int(self.lengths_B.sum())
 
     def to(self, device: str | torch.device) -> Batch:
-        """Return the batch with its tensors on a device; a GPU copies from pinned memory, without a wait."""
+        """Move the tensors to a device; a GPU copies from pinned memory, without a wait."""
         pinned = torch.device(device).type == "cuda"
         return self.map(
             lambda values: (values.pin_memory() if pinned else values).to(device, non_blocking=True)
         )
 
     def split(self, micro_batch_size: int) -> list[Batch]:
-        """Cut into batches of at most `micro_batch_size` windows; they keep the padded length."""
+        """Cut into batches of at most `micro_batch_size` windows with the same padded length."""
         starts = range(0, len(self.windows_B), micro_batch_size)
         return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
 
     def rows(self, part: slice) -> Batch:
-        """Some of the windows, perhaps none, at the padded length of all."""
+        """Return some of the windows, perhaps none, with the same padded length."""
         return self.map(itemgetter(part), part)
 
     def map(self, change: Callable[[Tensor], Tensor], windows: slice = slice(None)) -> Batch:
-        """Change each tensor, and take some of the windows."""
+        """Change each tensor, and select some of the windows."""
         return Batch(
             change(self.input_ids_BL),
             change(self.attention_mask_BL),
@@ -76,14 +77,14 @@ class Batch:
 
 
 def padded_length(longest: int, max_length: int, multiple: int = LENGTH_MULTIPLE) -> int:
-    """Round up to a multiple, but never over `max_length`: an encoder has that many positions."""
+    """Round up to a multiple, but never over `max_length`, an encoder's number of positions."""
     return max(longest, min(-(-longest // multiple) * multiple, max_length))
 
 
 def collate(
     split: TokenizedSplit, windows: IntArray | Sequence[int], tasks: Iterable[Task], pad_id: int
 ) -> Batch:
-    """Pad these windows to the longest and build the targets of `tasks` (none for prediction)."""
+    """Pad these windows to the longest and build the targets of `tasks` (empty for prediction)."""
     windows_B = np.asarray(windows, dtype=np.int64)
     starts_B = split.window_start_W1[windows_B]
     lengths_B = split.window_start_W1[windows_B + 1] - starts_B
@@ -112,19 +113,18 @@ def collate(
 
 
 def num_batches(num_windows: int, batch_size: int) -> int:
-    """Batches in an epoch, the last of which may be smaller."""
+    """Return the number of batches in an epoch; one may be smaller."""
     return -(-num_windows // batch_size)
 
 
 def training_batches(
     lengths_W: IntArray, batch_size: int, seed: int, epoch: int, sampling: SourceSampling | None = None
 ) -> list[IntArray]:
-    """Batches of one epoch: every window once, or those of `sampling`, in random batches of similar length.
+    """Return one epoch's windows, or the windows of `sampling`, in random batches of similar length.
 
-    Windows that do not fill a batch are drawn at random for a smaller one. The others are shuffled into
-    chunks and sorted by length in each. Few chunks would give nearly the same batches in each epoch, so ranks
-    are moved at random before they are cut. The list is the same for a (seed, epoch), so that training can
-    resume in it.
+    The windows of a last smaller batch are drawn at random. The others are shuffled into chunks and sorted by
+    length in each. Few chunks would give nearly the same batches in each epoch, so ranks move at random
+    before the cut. The list is the same for a (seed, epoch), so training can resume in it.
     """
     generator = np.random.default_rng([seed, epoch])
     order_W = generator.permutation(len(lengths_W) if sampling is None else sampling.windows(seed, epoch))
@@ -144,7 +144,7 @@ def training_batches(
 
 
 def evaluation_batches(lengths_W: IntArray, max_tokens: int) -> list[IntArray]:
-    """Batches of at most `max_tokens` padded tokens (at least one window), the longest windows first."""
+    """Return batches of at most `max_tokens` padded tokens (at least one window), long windows first."""
     order_W = np.argsort(-lengths_W, kind="stable")
     batches: list[IntArray] = []
     start = 0

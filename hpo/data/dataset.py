@@ -1,11 +1,10 @@
-"""Reads and checks a data set: jsonl, csv and parquet files, `datasets`, or the generator.
+"""Read and check a data set: jsonl, csv and parquet files, the hub, own code, or the generator.
 
 Each row goes through one check (`RowChecker`), and all problems of all files are reported together. A missing
 split is drawn from the training rows by a hash of the row's group or id, so a group stays together. `limits`
-keep the rows with the smallest hashes: a sample in which a larger limit keeps the rows of a smaller one.
+keep the rows with the smallest hashes: a larger limit keeps all rows of a smaller one.
 
-Several sources are read one by one, each as it would be alone, and then put together: a row has labels of the
-tasks of its source alone.
+Several sources are read one by one and then joined. A row has labels for the tasks of its source alone.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from pathlib import Path
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.config.study_file import show
-from hpo.data.examples import RowChecker, listed
-from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
-from hpo.data.span_ends import OddSpans, SpanEnds
+from hpo.data.examples import RowChecker, problem_list
+from hpo.data.hub import hub_readers
+from hpo.data.sources import SPLITS, Reader, file_readers, located, nearest_file, own_readers
+from hpo.data.span_ends import SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
-from hpo.extensions import NO_DATA
+from hpo.extensions import NO_DATA, SOURCES
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, class_name, kind_of, not_classes
 
@@ -40,26 +40,26 @@ NEEDS_DATA = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """The checked examples of every split: lists, but rows of `synthetic` for training are made when read."""
+    """The checked examples of every split: lists, but training rows of `synthetic` are made when read."""
 
     tasks: tuple[Task, ...]
     splits: Mapping[str, Sequence[Example]]
     fingerprint: str
-    """Hash of all examples: the same content has the same fingerprint wherever it lies."""
+    """Hash of all examples: the same content has the same fingerprint at any path."""
     sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By split, the number of rows of each source. The rows have this order. Empty: the data set is one."""
+    """By split, the number of rows of each source, in the order of the rows. Empty: a single source."""
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
-    """Counts of the spans of each task as they were read, in all splits."""
+    """Counts of the raw spans of each task, in all splits."""
 
-    def odd_spans(self, task: str) -> OddSpans | None:
-        """The spans of a task that begin or end inside a word or at a space, if they are many."""
-        return self.span_ends[task].odd() if task in self.span_ends else None
+    def span_warning(self, task: str) -> str | None:
+        """Return a warning if many spans of a task have an end inside a word or at a space."""
+        return self.span_ends[task].warning() if task in self.span_ends else None
 
 
 def load_data(config: DataConfig) -> DataSet:
     """Read and check the whole data set.
 
-    Raises DataError, which lists the first bad rows, and InputError for a study that has no data.
+    Raises DataError with the first bad rows, and InputError for a study without data.
     """
     if config.source == NO_DATA:
         raise InputError(NEEDS_DATA)
@@ -78,7 +78,7 @@ def _load_source(config: SourceConfig, pair_segments: tuple[str, str] | None) ->
     if config.source == "synthetic":
         return _generate(config)
     try:
-        return _load(config, pair_segments)
+        return _load(located(config), pair_segments)
     except OSError as error:
         raise DataError(
             f"{error.filename or config.path}: cannot be read: {error.strerror or error}."
@@ -86,18 +86,29 @@ def _load_source(config: SourceConfig, pair_segments: tuple[str, str] | None) ->
 
 
 def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSet:
-    config = located(config)
-    configs, where, passed_over = _read_tasks(config)
-    readers = split_readers(config, configs)
+    configs, where, ignored = _read_tasks(config)
+    if config.source in SOURCES:
+        readers = own_readers(config, configs)
+    elif config.hub is not None:
+        readers = hub_readers(config, config.hub, configs)
+    else:
+        readers = file_readers(config, configs)
     tasks = tuple(
         replace(task, is_inferred=configs[task.name].has_classes and configs[task.name].classes is None)
         for task in make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     )
-    checker = RowChecker(tasks, pair_segments, passed_over)
+    checker = RowChecker(tasks, pair_segments, ignored)
     splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
-    _check_annotated(splits, tasks, readers)
+    for split in ("train", "validation"):
+        for task in tasks:
+            if not any(task.name in example.annotated for example in splits[split]):
+                raise DataError(
+                    f"{readers.get(split, readers['train']).name}: task `{task.name}` must be annotated in a "
+                    f"row of the {split} split, but it is in none of {len(splits[split])} rows. Leave the "
+                    "task out or annotate it."
+                )
     tasks = _fitted(tasks, splits["train"])
     return DataSet(tasks, splits, _fingerprint(tasks, splits), span_ends=checker.span_ends)
 
@@ -107,17 +118,16 @@ def _generate(config: SourceConfig) -> DataSet:
     sizes = {split: min(getattr(config.synthetic, f"num_{split}"), limits[split]) for split in SPLITS}
     settings = config.synthetic.model_dump(exclude={f"num_{split}" for split in SPLITS})
     made = {split: SyntheticRows(split, size, **settings) for split, size in sizes.items()}
-    # The distribution is known by its first rows; a million need not be made for it.
+    # The first rows show the distribution; a million need not be made for it.
     tasks = _fitted(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
     if settings["look_alikes"] == SyntheticConfig().look_alikes:  # stored studies are older than it
         del settings["look_alikes"]
-    identity = (GENERATOR_VERSION, sizes, settings)
-    fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    fingerprint = _hash(repr((GENERATOR_VERSION, sizes, settings)))
     return DataSet(tasks, {"train": made["train"], **{s: list(made[s]) for s in SPLITS[1:]}}, fingerprint)
 
 
 def _renamed(data: DataSet, source: NamedSource) -> DataSet:
-    """The data set with the task names of `source.rename`; ids and groups begin with the source's name."""
+    """Return the data set with the task names of `source.rename`, and the source's name in ids and groups."""
     names = {task.name: source.rename.get(task.name, task.name) for task in data.tasks}
     if unknown := [name for name in source.rename if name not in names]:
         raise DataError(f"rename.{unknown[0]}: there is no such task.{did_you_mean(unknown[0], [*names])}")
@@ -144,7 +154,7 @@ def _renamed(data: DataSet, source: NamedSource) -> DataSet:
 
 
 def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
-    """The sources as one data set. A task that several have must be the same in all of them."""
+    """Join the sources. A task must be the same in all sources that have it."""
     tasks: dict[str, Task] = {}
     first: dict[str, str] = {}
     for source, data in loaded.items():
@@ -157,19 +167,18 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
                     f"`tasks`, or set `rename: {{{task.name}: {source}_{task.name}}}` for `{source}`."
                 )
             first.setdefault(task.name, source)
-    held = {split: [name for name, data in loaded.items() if split in data.splits] for split in SPLITS}
-    splits = {
-        split: [row for name in names for row in loaded[name].splits[split]]
-        for split, names in held.items()
-        if names
-    }
-    sizes = {split: {name: len(loaded[name].splits[split]) for name in held[split]} for split in splits}
-    told = repr([data.fingerprint for data in loaded.values()]).encode()
-    fingerprint = hashlib.blake2b(told, digest_size=16).hexdigest()
+    splits: dict[str, list[Example]] = {}
+    sizes: dict[str, dict[str, int]] = {}
+    for split in SPLITS:
+        for name, data in loaded.items():
+            if split in data.splits:
+                splits.setdefault(split, []).extend(data.splits[split])
+                sizes.setdefault(split, {})[name] = len(data.splits[split])
     ends: dict[str, SpanEnds] = {}
     for data in loaded.values():
         for name, of_task in data.span_ends.items():
             ends.setdefault(name, SpanEnds()).merge(of_task)
+    fingerprint = _hash(repr([data.fingerprint for data in loaded.values()]))
     return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes, ends)
 
 
@@ -177,18 +186,18 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
 
 
 def _read_tasks(config: SourceConfig) -> tuple[dict[str, TaskConfig], str, Mapping[str, TaskConfig]]:
-    """The tasks as they are written, where that is, and the data's tasks that the study leaves out."""
-    beside = None if config.path is None else config.path / "tasks.json"
+    """Return the tasks, their location, and the data's tasks that the study ignores."""
+    default = None if config.path is None else config.path / "tasks.json"
     if isinstance(config.tasks, Mapping):
         configs = read_task_configs(config.tasks, "data.tasks")
-        others = _tasks_of_file(beside) if beside is not None and beside.is_file() else {}
+        others = _tasks_of_file(default) if default is not None and default.is_file() else {}
         return configs, "data.tasks", {name: others[name] for name in others if name not in configs}
-    path = config.tasks or beside
-    assert path is not None  # DataConfig has seen to it.
+    path = config.tasks or default
+    assert path is not None  # DataConfig has checked it.
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file. It must say what is annotated, or give the tasks in the study's "
-            f"`data.tasks`.{nearest_file(path)}"
+            f"{path}: no such file. It must name the tasks, or give them in the study's `data.tasks`."
+            f"{nearest_file(path)}"
         )
     return _tasks_of_file(path), str(path), {}
 
@@ -202,12 +211,12 @@ def _tasks_of_file(path: Path) -> dict[str, TaskConfig]:
 
 
 def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> dict[str, TaskConfig]:
-    """Fill in the classes that a label task leaves out: those of the training rows, sorted.
+    """Fill in missing classes from the training rows, sorted.
 
     Evidence without span names is evidence for all classes of its task.
     """
-    left_out = [name for name, config in configs.items() if config.has_classes and config.classes is None]
-    inferred = _classes_of_rows(left_out, configs, train) if left_out else {}
+    missing = [name for name, config in configs.items() if config.has_classes and config.classes is None]
+    inferred = _classes_of_rows(missing, configs, train) if missing else {}
     completed = dict(configs)
     for name, classes in inferred.items():
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
@@ -222,7 +231,7 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 def _classes_of_rows(
     tasks: Sequence[str], configs: Mapping[str, TaskConfig], train: Reader
 ) -> dict[str, set[str]]:
-    """Return the classes of the training rows by task. Raises DataError where they are too few."""
+    """Return the classes of the training rows by task. Raises DataError if they are too few."""
     inferred: dict[str, set[str]] = {name: set() for name in tasks}
     num_rows, problems = 0, list[tuple[str, str]]()
     _logger.info("reading the classes of %s", train.name)
@@ -238,7 +247,7 @@ def _classes_of_rows(
                 elif one is not None:
                     problems.append((row.where, f"labels.{name}{not_classes('one class', one)}"))
     if not num_rows:
-        raise DataError(_empty_split(train, "train"))
+        raise _empty_split(train, "train")
     for name, classes in inferred.items():
         if len(classes) < (least := KINDS[configs[name].kind].min_labels):
             if problems:
@@ -254,50 +263,52 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
     return tuple(kind_of(task).fitted(train) for task in tasks)
 
 
-# The set as a whole
+# Splits
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
     problems: list[tuple[str, str]] = []
-    splits: dict[str, list[Example]] = {}
-    first_seen: dict[str, str] = {}
+    splits: dict[str, list[Example]] = {split: [] for split in readers}
+    first_rows: dict[str, str] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
-        splits[split] = []
         _logger.info("reading %s", reader.name)
         for row in reader.rows():
             example, wrong = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group
-                if (first := first_seen.setdefault(name, row.where)) is not row.where:
+                if (first := first_rows.setdefault(name, row.where)) is not row.where:
                     wrong = [f"`id` must be unique, but `{name}` is that of {first} too"]
                 elif group is not None and (other := group_split.setdefault(group, split)) != split:
                     wrong = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
                     splits[split].append(example)
-            if wrong:
-                problems += [(row.where, problem) for problem in wrong]
+            problems += [(row.where, problem) for problem in wrong]
     if problems:
         raise _bad_rows(problems)
     for split, examples in splits.items():
         if not examples:
-            raise DataError(_empty_split(readers[split], split))
+            raise _empty_split(readers[split], split)
     return splits
 
 
 def _bad_rows(problems: Sequence[tuple[str, str]]) -> DataError:
-    """Return the error for rows (where, problem) that cannot be used."""
+    """Return the error for problems of rows (location, problem)."""
     num = len({where for where, _ in problems})
     rows = "1 bad row" if num == 1 else f"{num:,} bad rows"
-    return DataError(f"{rows} in the data; mend or remove:{listed(problems)}")
+    return DataError(f"{rows} in the data; mend or remove:{problem_list(problems)}")
 
 
-def _empty_split(reader: Reader, split: str) -> str:
-    return f"{reader.name}: the {split} split must have rows, but it is empty."
+def _empty_split(reader: Reader, split: str) -> DataError:
+    return DataError(f"{reader.name}: the {split} split must have rows, but it is empty.")
+
+
+def _hash(content: str) -> str:
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _hash01(purpose: str, key: str) -> float:
-    """A number in [0, 1) that depends on the two strings alone."""
+    """Return a number in [0, 1) that depends on the two strings alone."""
     return int.from_bytes(hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=8).digest()) / 2**64
 
 
@@ -333,23 +344,9 @@ def _limited(examples: list[Example], limit: int | None) -> list[Example]:
     return [examples[i] for i in sorted(by_hash[:limit])]
 
 
-def _check_annotated(
-    splits: Mapping[str, list[Example]], tasks: Sequence[Task], readers: Mapping[str, Reader]
-) -> None:
-    for split in ("train", "validation"):
-        for task in tasks:
-            if not any(task.name in example.annotated for example in splits[split]):
-                reader = readers.get(split, readers["train"])
-                raise DataError(
-                    f"{reader.name}: task `{task.name}` must be annotated in a row of the {split} split, "
-                    f"but none of its {len(splits[split])} rows has it. Leave the task out or annotate it."
-                )
-
-
 def _fingerprint(tasks: Sequence[Task], splits: Mapping[str, Iterable[Example]]) -> str:
     primary = [task.primary for task in tasks]
-    told = f"{tasks!r}{primary if any(primary) else ''}"
-    digest = hashlib.blake2b(told.encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{tasks!r}{primary if any(primary) else ''}".encode(), digest_size=16)
     for split, examples in splits.items():
         digest.update(split.encode())
         for example in examples:

@@ -1,16 +1,15 @@
-"""Labelled examples. Every row is checked once, when it is read; later code need not doubt a label or an
-offset.
+"""The check that turns a raw row into an example.
 
-A label or span key that is absent means "not annotated": the row has no part in that task's loss and metrics.
+Every row is checked once, when it is read. Later code need not doubt a label or an offset.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
@@ -20,43 +19,36 @@ from hpo.tasks.example import Example, Label, Offsets
 from hpo.tasks.kind import Task, kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
-
-MAX_EXAMPLES, MAX_KINDS = 3, 10
-"""The examples of one kind of problem that a message has, and its kinds of problems."""
-
-_GIVEN = re.compile(r"(?:, but |`|\. ).*|\[.*\]|\d+", re.DOTALL)
-"""What differs between two problems of a kind: the value that was given, or a hint."""
-
+MAX_PROBLEMS = 20
+"""Largest number of problems in a message."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+# Rows without spans or segments share one empty mapping: a million rows need less memory.
 _NO_SPANS: dict[str, list[Offsets]] = {}
 _NO_SEGMENTS: dict[str, Offsets] = {}
 
 
 class RowChecker:
-    """Turns raw rows into examples of `tasks`, or says what is wrong with them.
+    """Turn raw rows into examples of `tasks`, or list their problems.
 
-    `passed_over` are tasks that the data has and the study leaves out.
+    `ignored` are tasks of the data that the study leaves out.
     """
 
     def __init__(
         self,
         tasks: Sequence[Task],
         pair_segments: tuple[str, str] | None,
-        passed_over: Mapping[str, TaskConfig],
+        ignored: Mapping[str, TaskConfig],
     ) -> None:
-        self.span_ends = {task.name: SpanEnds() for task in tasks if kind_of(task).in_spans}
         self._kinds = {task.name: kind_of(task) for task in tasks}
-        self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._span_tasks = [task for task in tasks if self._kinds[task.name].in_spans]
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
-        self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
+        self.span_ends = {task.name: SpanEnds() for task in self._span_tasks}
+        self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._pair_segments = pair_segments or ()
-        self._labels_passed_over = frozenset(passed_over)
-        self._spans_passed_over = frozenset(
-            name
-            for config in passed_over.values()
-            for name in (*(config.span_names or ()), *(config.classes or ()))
+        self._ignored_labels = frozenset(ignored)
+        self._ignored_spans = frozenset(
+            name for config in ignored.values() for name in (config.span_names or config.classes or ())
         )
 
     def check(
@@ -64,23 +56,23 @@ class RowChecker:
     ) -> tuple[Example | None, list[str]]:
         """Return the example and no problems, or None and the row's problems.
 
-        `span_tasks` names the span tasks that this row is annotated for; without it, a row with the key
-        `spans` is annotated for all of them and a row without it for none.
+        `span_tasks` names the span tasks with a truth in this row. Without it, the key `spans` in a row
+        annotates all of them.
         """
         if not isinstance(row, dict):
             return None, [f"a row must be a JSON object, but got {_show(row)}"]
         problems = [
             f"unknown key `{key}`. Did you mean `{hint}`?"
             for key in row
-            if key not in ROW_KEYS and (hint := _misspelt(str(key))) is not None and hint not in row
+            if key not in ROW_KEYS and (hint := _similar_key(str(key))) is not None and hint not in row
         ]
         row_id, text, group = row.get("id"), row.get("text"), row.get("group")
         if type(row_id) is int:
             row_id = str(row_id)
         if not isinstance(row_id, str) or not row_id.strip():
-            problems.append(f"`id` must be a non-empty string, but got {_show_key(row, 'id')}")
+            problems.append(f"`id` must be a non-empty string, but got {_show(row_id)}")
         if not isinstance(text, str):
-            problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")
+            problems.append(f"`text` must be a string, but got {_show(text)}")
         elif not text.strip():
             problems.append("`text` is empty")
         elif _SURROGATE.search(text):
@@ -94,11 +86,11 @@ class RowChecker:
         spans = self._spans("spans", row.get("spans"), text, problems)
         alt_spans = self._spans("alt_spans", row.get("alt_spans"), text, problems)
         segments = self._segments(row.get("segments"), text, problems)
-        if span_tasks is None:
-            span_tasks = self._all_span_tasks if row.get("spans") is not None else frozenset()
+        if span_tasks is None and row.get("spans") is not None:
+            span_tasks = frozenset(self.span_ends)
         annotated = set(labels)
         for task in self._span_tasks:
-            if task.name in span_tasks and (task.evidence_for is None or task.evidence_for in labels):
+            if task.name in (span_tasks or ()) and (task.evidence_for is None or task.evidence_for in labels):
                 annotated.add(task.name)
             of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
             if of_task:
@@ -108,28 +100,25 @@ class RowChecker:
         for task in self._span_tasks if spans else ():
             for pair in (one for name in task.labels for one in row["spans"].get(name) or ()):
                 self.span_ends[task.name].add(str(row_id), text, *_offsets(pair))
-        # What most rows have in common is kept once: it takes most of the memory of short rows.
-        which = frozenset(annotated)
-        which = self._annotated.setdefault(which, which)
-        truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, which)
+        names = frozenset(annotated)
+        names = self._annotated.setdefault(names, names)  # one set for all equal rows, for the memory
+        truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, names)
         return Example(str(row_id), text, *truth, group), []
 
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
         labels: dict[str, Label] = {}
         for name, value in _items("labels", given, "task: value", problems):
             kind = self._kinds.get(name)
-            if kind is None and name in self._labels_passed_over:
-                continue
-            if kind is None or kind.in_spans:
-                known = [n for n, of in self._kinds.items() if not of.in_spans]
-                what = "unknown task" if kind is None else f"`{kind.name}` is annotated in `spans`, not here"
-                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
-            else:
+            if kind is not None and not kind.in_spans:
                 labels[name] = value
                 try:
                     labels[name] = kind.label(value)
                 except ValueError as error:
                     problems.append(f"labels.{name}{error}")
+            elif name not in self._ignored_labels:
+                known = [n for n, of in self._kinds.items() if not of.in_spans]
+                what = f"`{kind.name}` is annotated in `spans`, not here" if kind else "unknown task"
+                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
         return labels
 
     def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Offsets]]:
@@ -137,7 +126,7 @@ class RowChecker:
         for name, pairs in _items(key, given, "name: [[start, end], ...]", problems):
             if name not in self._span_names:
                 # A set without a span task may still carry spans: nothing reads them.
-                if self._span_tasks and name not in self._spans_passed_over:
+                if self._span_tasks and name not in self._ignored_spans:
                     hint = did_you_mean(str(name), sorted(self._span_names))
                     problems.append(f"{key}.{name}: unknown span name.{hint}")
                 continue
@@ -163,32 +152,16 @@ class RowChecker:
         return segments
 
 
-def listed(bad: Iterable[tuple[str, str]]) -> str:
-    """Return lines for the problems of rows (where, problem): of each kind three examples and the number."""
-    kinds: dict[str, list[str]] = {}
-    numbers = Counter[str]()
-    for where, problem in bad:
-        kind = _kind_of_problem(problem)
-        numbers[kind] += 1
-        if numbers[kind] <= MAX_EXAMPLES:
-            kinds.setdefault(kind, []).append(f"{where}: {problem}")
-    lines = [""]
-    for kind, examples in list(kinds.items())[:MAX_KINDS]:
-        more = numbers[kind] - len(examples)
-        lines += [*examples, *([f"... and {more:,} more row{'s' * (more > 1)} like these"] if more else [])]
-    if (others := len(kinds) - MAX_KINDS) > 0:
-        lines.append(f"... and {others} other kind{'s' * (others > 1)} of problem")
+def problem_list(bad: Sequence[tuple[str, str]]) -> str:
+    """Return a line for each problem of a row (location, problem), and the number of omitted ones."""
+    lines = ["", *(f"{where}: {problem}" for where, problem in islice(bad, MAX_PROBLEMS))]
+    if len(bad) > MAX_PROBLEMS:
+        lines.append(f"... and {len(bad) - MAX_PROBLEMS:,} more")
     return "\n  ".join(lines)
 
 
-def _kind_of_problem(problem: str) -> str:
-    """Return a problem without the values of its row; a name in front belongs to the kind."""
-    begin = problem.find("` ") + 1 if problem.startswith("`") else 0
-    return problem[:begin] + _GIVEN.sub("", problem[begin:])
-
-
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
-    """Yield the items of an object; a key with null is one that the row lacks, as in parquet."""
+    """Return the items of an object without null values: parquet has every key in each row."""
     if isinstance(given, dict):
         return [(name, value) for name, value in given.items() if value is not None]
     if given is not None:
@@ -202,11 +175,10 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Offsets |
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
     start, end = pair
-    if not 0 <= start < end:
-        problems.append(f"{where}: 0 <= start < end must hold, but got [{start}, {end}]")
-    elif end > len(text):
+    if not 0 <= start < end <= len(text):
         problems.append(
-            f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters{_not_bytes(text)}"
+            f"{where}: 0 <= start < end <= {len(text)}, the number of characters, must hold, "
+            f"but got [{start}, {end}]"
         )
     elif text[start:end].isspace():
         problems.append(f"{where}: [{start}, {end}] covers only white space")
@@ -218,24 +190,16 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Offsets |
 
 
 def _offsets(pair: Any) -> Any:
-    """Return [start, end] of a span that is written so, or as an object of both."""
+    """Return [start, end] of a span in this form, or as an object of both."""
     is_object = isinstance(pair, dict) and pair.keys() == {"start", "end"}
     return [pair["start"], pair["end"]] if is_object else pair
 
 
-def _not_bytes(text: str) -> str:
-    return "" if text.isascii() else f" (spans count characters, not its {len(text.encode()):,} bytes)"
-
-
 @lru_cache(maxsize=1024)
-def _misspelt(key: str) -> str | None:
-    """Return the row key that `key` was probably meant to be; other unknown keys are the user's own notes."""
+def _similar_key(key: str) -> str | None:
+    """Return the row key for a misspelt one. Other unknown keys are notes of the user."""
     near = get_close_matches(key.lower(), ROW_KEYS, n=1, cutoff=0.75)
     return near[0] if near else None
-
-
-def _show_key(row: Mapping[str, object], key: str) -> str:
-    return _show(row[key]) if key in row else "no such key"
 
 
 def _show(value: object) -> str:

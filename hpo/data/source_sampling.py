@@ -1,10 +1,10 @@
-"""How often the sources of a data set are drawn for training.
+"""Sampling of training windows from several sources.
 
 Training draws from a source of n windows in proportion to `weight * n^(1/temperature)` (arXiv 1907.05019). An
-epoch has as many windows as all sources have together, and the same number of each source as any other epoch.
-A source is read in passes: a pass is a permutation of its windows, and an epoch begins where the epoch before
-ended. A source above its size repeats windows within an epoch, and a source below it shows another part in
-each. At a temperature of 1 with equal weights an epoch holds every window once.
+epoch has as many windows as all sources together, and the same number of each source in every epoch. A source
+is read in passes: a pass is a permutation of its windows, and an epoch begins at the end of the epoch before.
+A source above its size repeats windows within an epoch; a source below it shows another part in each. At a
+temperature of 1 with equal weights an epoch holds every window once.
 
 Suffix: S sources.
 """
@@ -23,16 +23,16 @@ from hpo.tasks.tokenized_split import IntArray, TokenizedSplit, starts
 
 @dataclass(frozen=True)
 class SourceSampling:
-    """The number of windows that an epoch draws of each source. Windows have the order of the sources."""
+    """Number of windows of each source in an epoch. Windows have the order of the sources."""
 
     names: tuple[str, ...]
     sizes_S: tuple[int, ...]
-    """All windows of each source."""
+    """Number of all windows of each source."""
     drawn_S: tuple[int, ...]
-    """Windows of each source in an epoch."""
+    """Number of windows of each source in an epoch."""
 
     def windows(self, seed: int, epoch: int) -> IntArray:
-        """The windows of an epoch, source by source; they depend on the arguments alone."""
+        """Return the windows of an epoch, source by source; they depend on the arguments alone."""
         parts = []
         for number, first in enumerate(starts(np.array(self.sizes_S))[:-1]):
             size, drawn = self.sizes_S[number], self.drawn_S[number]
@@ -46,14 +46,14 @@ class SourceSampling:
         return np.concatenate(parts)
 
     def facts(self) -> dict[str, dict[str, int]]:
-        """The windows of each source, and how many of them an epoch draws, for a trial's record."""
+        """Return the sizes of the sources for a trial's record."""
         return {
             name: {"num_windows": size, "windows_per_epoch": drawn}
             for name, size, drawn in zip(self.names, self.sizes_S, self.drawn_S, strict=True)
         }
 
     def drawn_shares(self, num_epochs: int, windows: IntArray) -> dict[str, float]:
-        """The share of each source in `num_epochs` whole epochs and `windows` of the next one."""
+        """Return the share of each source in `num_epochs` whole epochs and `windows` of the next one."""
         source_N = np.searchsorted(np.cumsum(self.sizes_S), windows, side="right")
         drawn_S = num_epochs * np.array(self.drawn_S) + np.bincount(source_N, minlength=len(self.names))
         return dict(zip(self.names, (drawn_S / max(1, drawn_S.sum())).tolist(), strict=True))
@@ -62,9 +62,10 @@ class SourceSampling:
 def source_sampling(
     split: TokenizedSplit, num_rows: Mapping[str, int], temperature: float, weights: Mapping[str, float]
 ) -> SourceSampling | None:
-    """The sampling of a training split; `num_rows` has the rows of each source. None: there are no sources.
+    """Return the sampling of a training split, or None for a single source.
 
-    Raises InputError for the weight of an unknown source, and where no source has one above 0.
+    `num_rows` has the number of rows of each source. Raises InputError for the weight of an unknown source,
+    and if all weights are 0.
     """
     if unknown := [name for name in weights if name not in num_rows]:
         known = ", ".join(num_rows) or "none"
@@ -83,7 +84,7 @@ def source_sampling(
 
 
 def _rounded(exact_S: NDArray[np.float64]) -> IntArray:
-    """Whole numbers with the same sum: rounded down, then the largest remainders rounded up."""
+    """Round to whole numbers with the same sum: down, then the largest remainders up."""
     whole_S: NDArray[np.int64] = np.floor(exact_S).astype(np.int64)
     missing = round(exact_S.sum()) - whole_S.sum()
     whole_S[np.argsort(whole_S - exact_S, kind="stable")[:missing]] += 1

@@ -1,104 +1,50 @@
-"""Spans that begin or end inside a word or at a space, as those do whose offsets are wrong by one.
+"""Detection of spans with an end inside a word or at a space, such as offsets that are wrong by one.
 
-Only Latin, Greek, Cyrillic and Armenian letters are judged. Chinese, Japanese and Thai write no spaces, and
+Only Latin, Greek, Cyrillic and Armenian letters count. Chinese, Japanese and Thai write no spaces, and
 Korean, Arabic and Hebrew write particles without a space beside a word. A change between letters and digits
-(`10mg`) or from small to capital letters (`iPhone`) ends a word too. Of the names of snips, squad2, nlupp and
-sgd, none has more than 0.15 % of its spans inside a word.
+(`10mg`) or from small to capital letters (`iPhone`) ends a word too. In snips, squad2, nlupp and sgd, at most
+0.15 % of a name's spans end inside a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-MOST_KEPT = 200
-"""Odd spans that are kept to find out what is wrong with them."""
 _FEWEST, _SHARE = 3, 0.05
-"""From this number and share of odd spans on they are reported."""
-
-Offsets = tuple[int, int]
-
-
-def _of_bytes(encoding: str, unit: int) -> Callable[[str, int, int], Offsets]:
-    def offsets(text: str, start: int, end: int) -> Offsets:
-        content = text.encode(encoding)
-        before, inside = (content[: unit * at].decode(encoding, "ignore") for at in (start, end))
-        return len(before), len(inside)
-
-    return offsets
-
-
-_READINGS: dict[str, Callable[[str, int, int], Offsets]] = {
-    # An encoding explains an offset of one less often than the others, so it is believed first.
-    "offsets count bytes of UTF-8: count characters instead": _of_bytes("utf-8", 1),
-    "offsets count UTF-16 units, as JavaScript and Java do: count code points instead": _of_bytes(
-        "utf-16-le", 2
-    ),
-    "the end is the last character of the span: add 1 to each end": lambda _, start, end: (start, end + 1),
-    "offsets are counted from 1: subtract 1 from each": lambda _, start, end: (start - 1, end - 1),
-    "offsets are one too small: add 1 to each": lambda _, start, end: (start + 1, end + 1),
-    "starts are counted from 1: subtract 1 from each start": lambda _, start, end: (start - 1, end),
-    "starts are one too small: add 1 to each start": lambda _, start, end: (start + 1, end),
-    "ends are one too large: subtract 1 from each end": lambda _, start, end: (start, end - 1),
-}
-
-
-@dataclass(frozen=True)
-class OddSpans:
-    """Spans of one task that begin or end inside a word or at a space, if they are many."""
-
-    num_spans: int
-    """All spans of the task."""
-    num_odd: int
-    row: str
-    """The id of the row of the first."""
-    excerpt: str
-    """The first between brackets, with its neighbourhood."""
-    cause: str | None
-    """The mistake that explains most of them, with its remedy."""
-
-    def __str__(self) -> str:
-        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
-        where = f"as in `{self.excerpt}` (row `{self.row}`)"
-        cause = f"Probably {self.cause}." if self.cause else "Check the offsets, unless words may be divided."
-        return f"{share} begin or end inside a word or at a space, {where}. {cause}"
+"""Smallest number and share of odd spans in a report."""
 
 
 @dataclass
 class SpanEnds:
-    """Counts of one task's spans, before white space is removed from their ends."""
+    """Counts of one task's raw spans, with white space at their ends."""
 
     num_spans: int = 0
     num_odd: int = 0
-    kept: list[tuple[str, str, int, int]] = field(default_factory=list)
-    """Of the first odd ones, the row's id and text, start and end."""
+    """Number of spans with an end inside a word or at a space."""
+    example: str = ""
+    """The first odd span in brackets, the text around it, and the id of its row."""
 
     def add(self, row_id: str, text: str, start: int, end: int) -> None:
         self.num_spans += 1
         if _is_odd(text, start, end):
+            if not self.num_odd:
+                around = f"{text[max(0, start - 15) : start]}[{text[start:end]}]{text[end : end + 15]}"
+                self.example = f"`{' '.join(around.splitlines())}` (row `{row_id}`)"
             self.num_odd += 1
-            if len(self.kept) < MOST_KEPT:
-                self.kept.append((row_id, text, start, end))
 
     def merge(self, other: SpanEnds) -> None:
         self.num_spans += other.num_spans
         self.num_odd += other.num_odd
-        self.kept = [*self.kept, *other.kept][:MOST_KEPT]
+        self.example = self.example or other.example
 
-    def odd(self) -> OddSpans | None:
+    def warning(self) -> str | None:
+        """Return a warning if there are many odd spans."""
         if self.num_odd < max(_FEWEST, _SHARE * self.num_spans):
             return None
-        row_id, text, start, end = self.kept[0]
-        excerpt = f"{text[max(0, start - 15) : start]}[{text[start:end]}]{text[end : end + 15]}"
-        fits = {cause: self._num_explained(reading) for cause, reading in _READINGS.items()}
-        best = max(fits, key=fits.__getitem__)
-        cause = best if fits[best] >= 0.8 * len(self.kept) else None
-        return OddSpans(self.num_spans, self.num_odd, row_id, " ".join(excerpt.splitlines()), cause)
-
-    def _num_explained(self, reading: Callable[[str, int, int], Offsets]) -> int:
-        read = [(text, *reading(text, start, end)) for _, text, start, end in self.kept]
-        return sum(
-            0 <= start < end <= len(text) and not _is_odd(text, start, end) for text, start, end in read
+        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
+        return (
+            f"{share} begin or end inside a word or at a space, as in {self.example}. Offsets must count "
+            "characters from 0, and the end is one past the last character."
         )
 
 

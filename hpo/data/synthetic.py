@@ -1,13 +1,13 @@
-"""Synthetic posts of people who write about their mood, with nine criteria and their evidence sentences.
+"""Synthetic posts about a writer's mood, with nine criteria and their evidence sentences.
 
-The form is that of screening posts for depression against the criteria of DSM-5; all sentences are our own
-(`synthetic.json`). A post has evidence of the criteria that hold; look-alikes of others, which are denied,
-over or another person's; and filler. Most look-alikes are evidence sentences inside another frame ("It is not
-true that ..."), and evidence has frames too, so a model has to read who, when and whether. The evidence also
-says how often, which gives `burden`; the number of criteria gives `severity`.
+The form is that of posts screened for depression by the criteria of DSM-5; all sentences are our own
+(`synthetic.json`). A post has evidence of its criteria; look-alikes of other criteria (denied, over, or
+another person's); and filler. Most look-alikes are evidence sentences inside another frame ("It is not true
+that ..."), and evidence has frames too, so a model has to read person, time and negation. The frequency in
+the evidence gives `burden`; the number of criteria gives `severity`.
 
-`label_noise` is the probability that an annotator missed a criterion, and half of it that a look-alike was
-taken for one. All labels follow the annotator. A row depends on the seed, the split and its number alone.
+An annotator misses a criterion with probability `label_noise`, and labels a look-alike with half of it. All
+labels follow the annotator. A row depends on the seed, the split and its number alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from typing import Any, NamedTuple, TypeVar, overload
 from hpo.tasks.example import Example, Label, Offsets
 
 GENERATOR_VERSION = 1
-"""To be raised with every change of the sentences or of how they are drawn: it is part of the data's
-fingerprint, so that token caches are made again."""
+"""Raise it with every change of the rows: it is part of the data's fingerprint, so token caches are new."""
 
 _T = TypeVar("_T")
 _Draw = Callable[[], float]
 
-# How many criteria a post has, and how common each criterion is. 0: severity none; 1-2 mild; 3-4 moderate.
+# Weights of the number of criteria (severity 0: none; 1-2: mild; 3-4: moderate), and of each criterion.
 _COUNT_WEIGHTS = (0.27, 0.20, 0.18, 0.14, 0.10, 0.07, 0.04)
 _CRITERION_WEIGHTS = (1.4, 1.2, 0.9, 1.4, 0.7, 1.2, 1.0, 1.0, 0.5)
 _SECOND_EVIDENCE = 0.2
@@ -48,8 +47,8 @@ _ENDS = (".", ".", ".", ".", ".", "...", "!", " \N{PENSIVE FACE}.")
 _SEPARATORS = (" ", " ", " ", "\n")
 _OTHERS = ("my brother", "my mum", "a friend of mine", "my flatmate", "the guy next door", "my boss")
 
-# Frames around a sentence `~` of the writer's leave it true, or make it denied, over or another person's. The
-# sentences of a criterion are of one who has it, denies it, had it, and of another person.
+# A frame around a sentence `~` leaves it true, or makes it denied, over or another person's. A criterion has
+# sentences of each of these forms.
 _TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 CRITERIA = tuple(_TEXTS["criteria"])
 SEVERITIES = ("none", "mild", "moderate", "severe")
@@ -67,11 +66,10 @@ _ANNOTATED = frozenset(TASKS_JSON["tasks"])
 def _expand(
     templates: Sequence[str], often: Sequence[str] = ("",), others: Sequence[str] = _OTHERS
 ) -> list[str]:
-    """Spell the placeholders out; a template without one is repeated, which keeps all equally likely."""
+    """Fill in the placeholders. A template without one is repeated, so all templates stay equally likely."""
     return [t.format(often=o, other=who) for t, o, who in product(templates, often, others)]
 
 
-# Every sentence and frame spelt out once, so that drawing one is drawing an index.
 _TRUE, *_FALSE = (_expand(frames) for frames in _TEXTS["frames"].values())
 _EVIDENCE = [[_expand(of["held"], often, ("",)) for often in _OFTEN] for of in _TEXTS["criteria"].values()]
 _LOOK_ALIKES = [
@@ -83,15 +81,16 @@ _LOOK_ALIKES = [
 class _Sentence(NamedTuple):
     text: str
     criterion: int = -1
-    """The criterion that the annotator saw in it, -1 for none."""
+    """The criterion by the annotator, -1 for none."""
     level: int = 0
-    """How often it says that it happens: an index of `_OFTEN`."""
+    """The frequency in the sentence: an index of `_OFTEN`."""
 
 
 @dataclass(eq=False)
 class SyntheticRows(Sequence[Example]):
-    """The rows of one synthetic split, each made when it is asked for. A post has `min_sentences` to
-    `max_sentences` sentences, or more where its evidence needs more.
+    """The rows of one synthetic split, each made when read.
+
+    A post has `min_sentences` to `max_sentences` sentences, or more if its evidence needs more.
     """
 
     split: str
@@ -119,7 +118,7 @@ class SyntheticRows(Sequence[Example]):
         return self._row(numbers) if isinstance(numbers, int) else [self._row(i) for i in numbers]
 
     def _row(self, index: int) -> Example:
-        # Only random() is used: it alone gives the same numbers under every version of Python.
+        # Of `Random`, only random() gives the same numbers under every version of Python.
         draw = random.Random(self._seed + index).random
         sentences = self._sentences(draw)
         careless = draw() < 0.2
@@ -157,7 +156,7 @@ class SyntheticRows(Sequence[Example]):
         absent = [criterion for criterion in range(len(CRITERIA)) if criterion not in held]
         while len(sentences) < num_sentences:
             if absent and draw() < self.look_alikes:
-                # Never one that holds, and none twice: a post does not argue with itself.
+                # No criterion of the post, and none twice: a post does not contradict itself.
                 criterion = absent.pop(int(draw() * len(absent)))
                 if draw() < _FRAMED_LOOK_ALIKE:
                     inner = _pick(draw, _pick(draw, _EVIDENCE[criterion]))
@@ -180,7 +179,7 @@ def _pick(draw: _Draw, items: Sequence[_T]) -> _T:
 
 
 def _weighted(draw: _Draw, weights: Sequence[float], count: int) -> list[int]:
-    """Draw `count` different indices, one after the other, with probability in proportion to `weights`."""
+    """Draw `count` different indices in sequence, with probability in proportion to `weights`."""
     left = list(weights)
     chosen: list[int] = []
     for _ in range(count):

@@ -1,13 +1,13 @@
-"""Cells as the form of a jsonl line, read alike from csv, jsonl, parquet and the hub.
+"""Cells in the form of a jsonl line. csv, jsonl, parquet and the hub read a cell in the same way.
 
     cell                        a class           several classes        a number     spans (not jsonl)
     null                        unlabelled        unlabelled             unlabelled   unlabelled
-    empty or blank text         unlabelled        none holds (1)         unlabelled   unlabelled
-    `[]` as list or text        refused           none holds             refused      none is there
+    empty or blank text         unlabelled        no class holds (1)     unlabelled   unlabelled
+    `[]` as list or text        refused           no class holds         refused      no span
     a list as list or text      refused           its classes            refused      its spans
     NaN, infinity               refused           refused                refused      refused
     the text "NaN"              the class `NaN`   the class `NaN`        refused      refused
-    the text "None", "NA" ...   that class        that class             refused      refused
+    the text "None", "NA" ...   a class           a class                refused      refused
 
 (1) `data.csv.empty: unlabelled` makes it unlabelled; csv has no null, so its empty cells are empty text.
 Several classes are a list, the text of a JSON list, or `a|b`. Spans are {name: [[start, end], ...]} or, for
@@ -17,11 +17,9 @@ a single span name, [[start, end], ...]; a table may hold them as JSON. Class na
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -29,39 +27,37 @@ from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
 
-_logger = logging.getLogger("hpo.data")
-
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read; `problems` say why `row` cannot be used."""
+    """One raw row. A row with `problems` cannot be used."""
 
     where: str
     """File and line, or row."""
     row: object
     problems: Sequence[str] = ()
     span_tasks: frozenset[str] | None = None
-    """The span tasks that the row is annotated for; None: all, if it has spans."""
+    """Span tasks with a truth in this row; None: all, if it has spans."""
 
 
 def read_labels(
     cells: Mapping[str, Any], tasks: TaskConfigs, csv: CsvConfig, problems: list[str]
 ) -> dict[str, Any]:
-    """Return the labels of a row's cells by task, without those that nobody labelled."""
+    """Return the labels of a row's cells by task, without the unlabelled ones."""
     labels = {}
     for task, cell in cells.items():
         kind = KINDS[tasks[task].kind] if task in tasks else None
-        if kind is None:  # The row's check knows whether the data set has such a task.
+        if kind is None:  # The check of rows knows the names of all tasks.
             labels[task] = cell
         elif _is_blank(cell):
             if kind.is_list and cell is not None and csv.empty == "none":
                 labels[task] = []
         else:
+            separator, comma = csv.list_separator or "|", csv.delimiter != ","
             try:
-                separator, comma = csv.list_separator or "|", csv.delimiter != ","
                 labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
@@ -69,7 +65,7 @@ def read_labels(
 
 
 def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
-    """Return a row of jsonl, which belongs to the caller, with its labels as `read_labels` gives them."""
+    """Return a row of jsonl with its labels as `read_labels` gives them; the given row may change."""
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
@@ -77,54 +73,60 @@ def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
     return Row(row.where, row.row, problems) if problems else row
 
 
-def column_names(columns: ColumnsConfig) -> list[str]:
-    names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
-    return [name for name in dict.fromkeys(names) if name is not None]
-
-
 class Table:
-    """Turns the cells of a table's row into the form of a jsonl line."""
+    """Bring the rows of a table into the form of a jsonl line.
+
+    `class_names` are the classes of columns with numbers in their place. A table of texts to predict has
+    `tasks=None`: it needs no column of ids, and `id` is its default name.
+    """
 
     def __init__(
         self,
         name: str,
         split: str,
         columns: ColumnsConfig,
-        tasks: TaskConfigs,
+        tasks: TaskConfigs | None,
         class_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """`class_names` are those of the columns that may hold the numbers of classes."""
-        self._class_names = class_names
         self.name = name
         self._split = split
         self._columns = columns
-        self._tasks = tasks
+        self._class_names = class_names
+        self._is_of_texts = tasks is None
+        self._tasks = tasks or {}
         self._span_names = {
-            task: config.span_names or () for task, config in tasks.items() if KINDS[config.kind].in_spans
+            task: config.span_names or ()
+            for task, config in self._tasks.items()
+            if KINDS[config.kind].in_spans
         }
-        with_labels = [task for task in tasks if task not in self._span_names]
+        with_labels = [task for task in self._tasks if task not in self._span_names]
         for key, known in (("labels", with_labels), ("spans", list(self._span_names))):
             for task in getattr(columns, key):
                 if task not in known:
                     hint = did_you_mean(task, known)
                     raise DataError(f"data.columns.{key}: no task with {key} is called `{task}`.{hint}")
-        self.names = column_names(columns)
+
+    @property
+    def names(self) -> list[str]:
+        """Columns to read."""
+        columns = self._columns
+        names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
+        return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
-        """Raises DataError unless each column that is read is in the table's header once."""
+        """Raise DataError unless the header has each column to read once."""
+        if self._is_of_texts:
+            column = self._columns.id or "id"
+            id_column = column if column in header else None
+            self._columns = self._columns.model_copy(update={"id": id_column})
         for name in self.names:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
-            same = [one for one in header if one.strip() == name.strip()]
-            if len(same) > 1:
-                given = ", ".join(f"`{one}`" for one in same)
+            if (times := list(header).count(name)) > 1:
                 raise DataError(
-                    f"{self.name}: must have the column `{name}` once, but has it {len(same)} times "
-                    f"({given}). Rename the others."
+                    f"{self.name}: must have the column `{name}` once, but has it {times} times. "
+                    "Rename the others."
                 )
-            for other in header:
-                if other != name and other.casefold() == name.casefold():
-                    _warn_of_case(self.name, name, other)
 
     def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
         """Return the row of these cells, the `number`-th of its split."""
@@ -132,7 +134,7 @@ class Table:
         by_task = {}
         for task, column in self._columns.labels.items():
             try:
-                by_task[task] = _named(cells[column], self._class_names.get(column))
+                by_task[task] = _class_of_number(cells[column], self._class_names.get(column))
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
@@ -162,19 +164,8 @@ class Table:
         return Row(where, row, problems, frozenset(annotated))
 
 
-class TextTable(Table):
-    """A table of texts alone: ids are in the column that is named, or else in `id`, where there is one."""
-
-    def check(self, header: Sequence[str]) -> None:
-        column = self._columns.id or "id"
-        id_column = column if column in header else None
-        self._columns = self._columns.model_copy(update={"id": id_column})
-        self.names = column_names(self._columns)
-        super().check(header)
-
-
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that it has twice: Python would take the last one."""
+    """Return a JSON object. Raises ValueError for a repeated key: Python would take its last value."""
     row = dict(items)
     for key in row if len(row) < len(items) else ():
         if [name for name, _ in items].count(key) > 1:
@@ -182,23 +173,17 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-@lru_cache
-def _warn_of_case(table: str, column: str, other: str) -> None:
-    """Log once what could be a mistake; a table is read several times."""
-    _logger.warning("%s: the column `%s` is read, but `%s` is not. Rename one.", table, column, other)
+def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
+    """Return the class of a number in a data set of the hub, and None for -1.
 
-
-def _named(cell: Any, names: Sequence[str] | None) -> Any:
-    """Return the name of a class that a data set of the hub has as its number, and None for its -1.
-
-    Raises ValueError for what is neither a number nor a name of its classes.
+    Raises ValueError for a cell that is neither a number nor a name of a class.
     """
     if names is None or _is_blank(cell) or cell in names:
         return cell
     if isinstance(cell, list):
-        return [_named(one, names) for one in cell]
+        return [_class_of_number(one, names) for one in cell]
     try:
-        number = float(cell)  # pandas writes 1.0 to csv where the column has an empty cell
+        number = float(cell)  # pandas writes 1.0 to csv if the column has an empty cell
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(cell, str) and cell.strip() in names:

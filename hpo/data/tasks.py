@@ -1,4 +1,4 @@
-"""What a task is: its name, its kind (`hpo.tasks`), and its classes or span names; `tasks.json` has them."""
+"""The tasks of a data set, from a `tasks.json` or the study file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpo.tasks.kind import KINDS, Task, is_error
 
 
 def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:
-    """The tasks of a `tasks.json`, in its order; see `read_task_configs` and `make_tasks`."""
+    """Return the tasks of a `tasks.json`, in its order."""
     return make_tasks(read_task_configs(content, where), where)
 
 
@@ -35,7 +35,7 @@ def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
 
 
 def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...]:
-    """The tasks whose classes are known by now. Raises DataError for too few, or evidence that fits none."""
+    """Return the tasks. Raises DataError for too few classes, or evidence without a fitting task."""
     tasks: dict[str, Task] = {}
     problems: list[Problem] = []
     for name, config in configs.items():

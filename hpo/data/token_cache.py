@@ -1,7 +1,7 @@
 """Tokenised splits on disk, shared by all trials and workers.
 
-A split lies in a folder named by a hash of everything that it depends on, one file for each array. The folder
-is renamed when it is whole; a damaged one is made again. The files are mapped, so workers share one copy.
+A split is a folder with one file for each array. A hash of all inputs names the folder. It gets this name
+when it is complete; a damaged one is made again. The files are memory-mapped, so workers share one copy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
 
 from hpo.data.dataset import DataSet
 from hpo.data.tokenization import tokenize_chunks
@@ -27,25 +28,22 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS
 from hpo.tasks.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _logger = logging.getLogger("hpo.data")
 
 FORMAT_VERSION = 6
-"""To be raised when the arrays, or how they are made, change their meaning."""
+"""Raise it with every change of the arrays or of their meaning."""
 _CONTENTS = "contents.json"
 _FLAT = tuple(field.name for field in fields(TokenizedSplit) if field.name.endswith(("_T", "_W", "_W1")))
-"""The arrays over all tokens or windows of a split, whatever its tasks."""
+"""Names of the arrays over all tokens or windows of a split."""
 
 
 def load_tokenized(
     dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing, cache_dir: Path
 ) -> TokenizedSplit:
-    """Return a split of the data set in tokens, from the cache where it is there.
+    """Return a tokenised split of the data set, from the cache if possible.
 
-    Several processes may ask at once: one does the work, the others wait. Raises what `tokenize_chunks`
-    raises, and RunError when the cache cannot be written.
+    If several processes ask at once, one does the work and the others wait. Raises RunError if the cache
+    cannot be written, and the errors of `tokenize_chunks`.
     """
     examples = dataset.splits[split]
     folder = cache_dir / _key(dataset, split, tokenizer, windowing)
@@ -64,7 +62,7 @@ def load_tokenized(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
         ) from error
     if (written := _read(folder, examples)) is None:
-        raise RunError(f"the token cache {folder} was written but cannot be read. Look after its disk.")
+        raise RunError(f"the token cache {folder} was written but cannot be read. Check its disk.")
     return written
 
 
@@ -101,7 +99,7 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
 
 
 def _joined(chunks: Iterable[TokenizedSplit]) -> tuple[dict[str, list[AnyArray]], dict[str, Any]]:
-    """The parts of each array of a split, whose chunks count from 0, and what is not in arrays."""
+    """Return the parts of each array of a split, and its numbers; each chunk counts from 0."""
     arrays = defaultdict[str, list[AnyArray]](list)
     totals: dict[str, Any] = {"num_cut_examples": 0, "num_lost_spans": Counter()}
     num_examples = 0
@@ -125,7 +123,7 @@ def _joined(chunks: Iterable[TokenizedSplit]) -> tuple[dict[str, list[AnyArray]]
 
 
 def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
-    """Map the arrays of a cached split; None where it is not there or not whole."""
+    """Map the arrays of a cached split; None if it is missing or damaged."""
     try:
         contents = json.loads((folder / _CONTENTS).read_bytes())
         arrays: dict[str, Any] = {
@@ -149,8 +147,8 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides how text becomes tokens, as a key for cached token files."""
-    # The definition holds how the last call cut and padded too: after this one it is of the tokenizer alone.
+    """Return a hash of a tokenizer's definition."""
+    # The definition contains the truncation and padding of the last call, so this call resets them.
     probe = tokenizer("a", "b", truncation=False, padding=False)["input_ids"]
     definition = f"{tokenizer.backend_tokenizer.to_str()}{probe}"
     return hashlib.sha256(definition.encode()).hexdigest()[:16]

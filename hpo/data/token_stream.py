@@ -1,8 +1,8 @@
-"""Texts as streams of tokens, each token with the characters that it stands for.
+"""Texts as streams of tokens, each token with its characters.
 
-Some tokenizers count the space before a word to its token. So white space is taken off a token's edges, and a
-span becomes the smallest run of tokens that covers it. Texts are tokenised without special tokens, whose
-places a probe finds, so that a stream can be cut anywhere.
+Some tokenizers count the space before a word to its token. So a token loses white space at its edges, and a
+span becomes the smallest covering run of tokens. Texts are tokenised without special tokens, so a stream can
+be cut anywhere; a probe finds the special tokens.
 
 Suffixes: T tokens of all texts one after the other; E texts; S spans.
 """
@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from hpo.tasks.tokenized_split import IntArray, starts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _SPACES = np.zeros(0x3002, dtype=bool)
 _SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
@@ -28,7 +25,7 @@ _SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Tokens of many texts one after the other, without special tokens; those of text e are
+    """Tokens of many texts in sequence, without special tokens. Text e has the tokens
     `start_E1[e] : start_E1[e + 1]`."""
 
     ids_T: IntArray
@@ -57,16 +54,18 @@ def concatenated(*streams: TokenStream) -> TokenStream:
 
 @dataclass(frozen=True)
 class Layout:
-    """The special tokens that a tokenizer puts around one text or a pair."""
+    """The special tokens of a tokenizer around one text or a pair."""
 
     special: TokenStream
-    """Those before the first text, between the two, and after the last: three texts without characters."""
+    """Special tokens before the first text, between the two, and after the last: three texts without
+    characters."""
     type_ids: NDArray[np.int8] | None
-    """Of the five pieces of a window (before, first, between, second, after), where the encoder takes any."""
+    """Types of the five pieces of a window (before, first, between, second, after); None: the encoder has no
+    types."""
 
 
 def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
-    """Ask the tokenizer which special tokens it puts where."""
+    """Find the special tokens by a call of the tokenizer."""
     texts = ("a", "b") if pair else ("a",)
     probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
     segment = probe.sequence_ids(0)
@@ -111,7 +110,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: I
 def _without_outer_space(
     texts: Sequence[str], count_E: IntArray, start_T: IntArray, end_T: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Take white space off the edges of every token; one that is all white space becomes empty."""
+    """Remove white space from the edges of every token; a token of white space alone becomes empty."""
     code = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
     is_space = np.append(_SPACES[np.minimum(code, len(_SPACES) - 1)], False)
     length_E = np.fromiter(map(len, texts), dtype=np.int64)
@@ -127,15 +126,13 @@ def _without_outer_space(
 def covering_tokens(
     stream: TokenStream, example_S: IntArray, start_S: IntArray, end_S: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """First and last token, counted from their text's first, of the smallest run that covers each span.
-
-    Where no token stands for any character of the span, first > last.
+    """Return the first and last token of the smallest run that covers each span, counted from the text's
+    first token. If no token has a character of the span, first > last.
     """
     # One key orders the characters of all examples, so that one binary search serves all spans.
     width = np.int64(1) << 32
     base_T = np.repeat(np.arange(len(stream.count_E)) * width, stream.count_E)
-    # Characters that the tokenizer reorders would break the order; a token then counts from its first
-    # character seen from the left, and to its last seen from the right.
+    # A tokenizer may reorder characters. The running maximum and minimum restore the order.
     end_T = np.maximum.accumulate(base_T + stream.char_end_T)
     start_T = np.minimum.accumulate((base_T + stream.char_start_T)[::-1])[::-1]
     base_S = example_S * width

@@ -1,27 +1,28 @@
-"""How texts are cut into windows of tokens, and where their truth lies in them.
+"""Windows of tokens from texts, and the spans in each window.
 
-Texts longer than `max_length` are either
+A text longer than `max_length` is either
 
-- truncated: the end is cut off. A span that reaches over the cut keeps the part that is left as its tokens
-  (token_classification, span_per_label); a span_extraction answer that is not whole becomes "no answer"; or
-- windowed: windows overlap by `stride` tokens, as `stride` counts in Hugging Face tokenizers. A span at a
-  window's edge is clipped to it, its tokens keep the tags that they have in the whole text, and an answer
-  belongs to the windows that hold it whole. A token that several windows hold is owned by the one in which
-  it is further from the edge.
+- truncated: its end is cut off. A span over the cut keeps its remaining tokens (token_classification,
+  span_per_label); an incomplete answer of span_extraction becomes "no answer"; or
+- windowed: windows overlap by `stride` tokens, counted as in Hugging Face tokenizers. A span at a window's
+  edge is clipped to it, its tokens keep their tags of the whole text, and an answer belongs to all windows
+  with the whole answer. Of several windows with one token, the window with the token furthest from an edge
+  owns it.
 
 With `pair_segments` (question, context) the two segments are encoded as a pair: the second is cut or
-windowed, the first is repeated in every window (at most half of its room) and owned by the first.
-Text outside of both segments is not read.
+windowed, the first is repeated in every window (at most half of its room) and owned by the first window.
+Text outside of both segments is ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from hpo.data.token_stream import (
     Layout,
@@ -48,18 +49,18 @@ from hpo.tasks.tokenized_split import (
     starts,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _Segments = tuple[TokenStream, TokenStream]
 
-_CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
+_CHUNK = 10_000  # Examples tokenised at once: limits the memory of the tokenizer's Python lists.
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How texts are cut: of segment s of its example, window w shows the tokens from
-    `from_2W[s, w]` to `to_2W[s, w]` (exclusive) and owns those from `owned_from_2W` to `owned_to_2W`."""
+    """Parts of texts in windows.
+
+    Window w shows the tokens `from_2W[s, w]` to `to_2W[s, w]` (exclusive) of segment s of its example, and
+    owns the tokens `owned_from_2W[s, w]` to `owned_to_2W[s, w]`.
+    """
 
     example_W: IntArray
     from_2W: IntArray
@@ -72,9 +73,9 @@ class Windows:
 def cut_windows(
     num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, num_special: int
 ) -> Windows:
-    """Cut texts that have so many tokens in the first and the second segment of each, beside special tokens.
+    """Cut texts with these numbers of tokens in their two segments.
 
-    Raises DataError where the stride leaves no progress.
+    Raises DataError if the stride leaves no progress.
     """
     room = windowing.max_length - num_special
     is_windowed = windowing.long_text == "window"
@@ -115,11 +116,11 @@ def tokenize_chunks(
     tokenizer: PreTrainedTokenizerBase,
     windowing: Windowing,
 ) -> Iterator[TokenizedSplit]:
-    """Tokenise every example and place its truth on the tokens; see the head of this file.
+    """Tokenise every example and find its spans among the tokens.
 
-    Yields the split in chunks of `_CHUNK` examples, each of which counts its examples, tokens and spans from
-    0. Raises DataError where `max_length` leaves no room for text or `stride` no progress, ModelError where
-    the tokenizer lacks a special token that a task or a pair needs.
+    Yields chunks of `_CHUNK` examples; each chunk counts its examples, tokens and spans from 0. Raises
+    DataError if `max_length` leaves no room for text or `stride` no progress, and ModelError if the tokenizer
+    lacks a special token that a task or a pair needs.
     """
     layout = probe_layout(tokenizer, windowing.pair_segments is not None)
     num_special = len(layout.special.ids_T)
@@ -136,9 +137,8 @@ def tokenize_chunks(
             )
     if windowing.pair_segments is not None and not layout.special.count_E[1]:
         raise ModelError(
-            "data.pair_segments: the tokenizer must put a special token between two segments, or nothing "
-            f"tells them apart, but {type(tokenizer).__name__} puts none. Choose an encoder whose tokenizer "
-            "does."
+            "data.pair_segments: the tokenizer must put a special token between two segments, but "
+            f"{type(tokenizer).__name__} puts none. Choose another encoder."
         )
     for i in range(0, max(len(examples), 1), _CHUNK):
         yield _tokenize_chunk(examples[i : i + _CHUNK], tasks, tokenizer, layout, windowing)
@@ -158,9 +158,7 @@ def _tokenize_chunk(
     length_W = np.diff(arrays["window_start_W1"])
     if not length_W.all():
         row = examples[windows.example_W[length_W.argmin()]].id
-        raise DataError(
-            f"the tokenizer must make tokens of every text, but makes none of that of row `{row}`."
-        )
+        raise DataError(f"the tokenizer must make tokens of every text, but makes none of row `{row}`.")
     spans: dict[str, WindowSpans] = {}
     num_lost: dict[str, int] = {}
     targets: dict[str, AnyArray] = {}
@@ -191,7 +189,7 @@ def _tokenize_chunk(
 def _segments(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, names: tuple[str, str] | None
 ) -> _Segments:
-    """The tokens of both segments; without a pair the text is the second, and the first is empty."""
+    """Return the tokens of both segments; without a pair the text is the second, and the first is empty."""
     if names is None:
         begin_E = np.zeros(len(examples), dtype=np.int64)
         return empty_stream(len(examples)), encode(tokenizer, [e.text for e in examples], begin_E)
@@ -207,7 +205,7 @@ def _segments(
 
 
 def _lay_out(segments: _Segments, windows: Windows, layout: Layout) -> tuple[dict[str, Any], IntArray]:
-    """The arrays over the tokens of all windows, and where each segment begins in its window."""
+    """Return the arrays over the tokens of all windows, and the position of each segment in its window."""
     # A window has five pieces: special tokens, first segment, special tokens, second segment, special tokens.
     pool = concatenated(layout.special, *segments)
     first_W = windows.example_W + 3
@@ -239,7 +237,7 @@ def _lay_out(segments: _Segments, windows: Windows, layout: Layout) -> tuple[dic
 def _window_spans(
     task: Task, examples: Sequence[Example], segments: _Segments, windows: Windows, at_2W: IntArray
 ) -> tuple[WindowSpans, int]:
-    """A task's spans in every window, and how many are whole in none."""
+    """Return a task's spans in every window, and the number of spans not whole in any."""
     true_spans = [
         (e, label, start, end)
         for e, example in enumerate(examples)

@@ -1,11 +1,11 @@
-"""A precision at work: backend flags, weights, autocast, loss scaling, and what was observed.
+"""The runtime of a precision: backend flags, weights, autocast, loss scaling, fp32 fallback.
 
-`MixedPrecision` holds the numeric state of one trial. The training loop calls the same methods in the
-same order whatever the precision is; where a precision needs nothing, autocast and scaler are no-ops.
+The training loop calls the same methods in the same order under every precision. If a precision needs no
+autocast or scaler, these are no-ops.
 
-Nothing here waits for the device between steps: whether a loss or a gradient was finite is counted in
-tensors on the device and read by `check`, every few steps on a GPU. The longest run of bad steps is kept, so
-how often `check` is called does not decide how a trial ends.
+No step waits for the device. Tensors on the device count bad losses and gradients, and `check` reads them
+every few steps. They keep the longest run of bad steps, so the interval of `check` does not decide how a
+trial ends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from hpo.precision.parts import float32_modules, run_as_before
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
-"""Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
+"""Steps in a row with a loss, or a gradient without loss scaling, that is not finite before a trial ends."""
 
 _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
 _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max", "losses_in_a_row", "gradients_in_a_row")
-"""The counters that a checkpoint holds, on the host and on the device. It is written after a `check`, so it
-needs no longest runs."""
+"""Counters in a checkpoint, on the host and on the device. After a `check`, longest runs are not needed."""
 
 
 def fp32_backends() -> dict[str, tuple[Any, ...]]:
-    """By kind of device, PyTorch's switches for how its libraries compute products in fp32.
+    """Return PyTorch's switches of fp32 products by type of device.
 
-    These are of one operation each, and each has an `fp32_precision`. Those of a whole backend, and of all,
-    are no more than the defaults of these.
+    Each switch is for one operation. The switches of a whole backend are only defaults of these.
     """
     backends: Any = torch.backends
     return {
@@ -51,20 +49,18 @@ def fp32_backends() -> dict[str, tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
-    """Set how products that stay in fp32 are computed, and put the old flags back at the end.
+    """Set the flags of fp32 products and of the compiler's cache inside the block.
 
-    Compiled graphs of one precision are not used for another, whatever the folder of the compiler's cache.
-
-    Under `fp32` they are IEEE fp32 whatever the config says: cuDNN's default is TF32.
+    `fp32` is IEEE fp32 under every config. cuDNN's default is TF32.
     """
     backends: Any = torch.backends
     compiler: Any = torch.compiler.config
-    allows_tf32 = precision.tf32 or (precision.autocast is not None and config.tf32)
+    allows_tf32 = precision.tf32 or (precision.autocast is not None and bool(config.tf32))
     fp32_precision = "tf32" if allows_tf32 else "ieee"
     switches = fp32_backends()
     flags = [
         *((switch, "fp32_precision", fp32_precision) for switch in switches["cuda"]),
-        # A CPU has no TF32 of its own; left at its default, oneDNN may take bf16 for fp32 products.
+        # A CPU has no TF32. By default, oneDNN may compute fp32 products in bf16.
         *((switch, "fp32_precision", "ieee") for switch in switches["cpu"]),
         (backends.cuda.matmul, "allow_fp16_accumulation", False),
         (backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
@@ -75,60 +71,39 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for backend, name, _ in flags:
             undo.callback(setattr, backend, name, getattr(backend, name))
-        # These set switches too, so before them, and put back before them.
-        undo.callback(_set_older_names, *_older_names())
-        _set_older_names("high" if allows_tf32 else "highest", allows_tf32)
+        # Inductor reads older names of the same switches: https://github.com/pytorch/pytorch/issues/196728.
+        # They also set switches, so they are set and restored first. If a user's switches disagree with them,
+        # reading them raises, and there is nothing to restore.
+        with contextlib.suppress(RuntimeError):
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        with contextlib.suppress(RuntimeError):
+            undo.callback(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+        torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+        backends.cudnn.allow_tf32 = allows_tf32
         for flag in flags:
             setattr(*flag)
         yield
 
 
-def _older_names() -> tuple[str | None, bool | None]:
-    """PyTorch's older names of the same switches; None where they disagree, which raises when they are read.
-
-    Inductor reads them under `max-autotune`: https://github.com/pytorch/pytorch/issues/196728.
-    """
-    matmul, cudnn = None, None
-    with contextlib.suppress(RuntimeError):
-        matmul = torch.get_float32_matmul_precision()
-    with contextlib.suppress(RuntimeError):
-        cudnn = torch.backends.cudnn.allow_tf32
-    return matmul, cudnn
-
-
-def _set_older_names(matmul: str | None, cudnn: bool | None) -> None:
-    if matmul is not None:
-        torch.set_float32_matmul_precision(matmul)
-    if cudnn is not None:
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
 def tf32_is_on() -> bool:
-    """Whether fp32 matrix products on CUDA use TF32 now."""
+    """Return whether fp32 matrix products on CUDA use TF32 now."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def reduced_precision_reduction() -> dict[str, bool]:
-    """PyTorch's flags for whether cuBLAS may add up bf16 and fp16 products in bf16 and fp16.
-
-    hpo leaves them as they are. A flag that this PyTorch does not have is left out.
-    """
+    """Return PyTorch's flags for sums of cuBLAS in bf16 and fp16. hpo does not change them."""
     matmul: Any = torch.backends.cuda.matmul
-    names = (f"allow_{width}_reduced_precision_reduction" for width in ("bf16", "fp16"))
-    both = [name for one in names for name in (one, f"{one}_split_k")]
-    return {name: getattr(matmul, name) for name in both if hasattr(matmul, name)}
+    names = [f"allow_{width}_reduced_precision_reduction" for width in ("bf16", "fp16")]
+    names += [f"{name}_split_k" for name in names]
+    return {name: getattr(matmul, name) for name in sorted(names) if hasattr(matmul, name)}
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay, and
-    those of linear layers that are not trained in fewer bits where the precision says so.
+    """Convert the weights of a model: to bf16, to float8 linear layers, or frozen ones to fewer bits.
 
-    Buffers stay as they are: rotary frequencies in bf16 are off by radians at long distances. So do weights
-    of batch norms, which must have the dtype of their running statistics. `float8_linears` among the observed
-    facts says how many layers were converted.
-
-    Parts in fp32 (`hpo.precision.parts`) keep their linear layers under fp8, and compute in bf16. Weights in
-    bf16 have no parts in fp32.
+    Buffers stay fp32, because rotary frequencies in bf16 are off by radians at long distances. Weights of
+    batch norms keep the dtype of their running statistics. Weights in bf16 have no parts in fp32
+    (`hpo.precision.parts`). Under fp8, the linear layers of such parts stay, and compute in bf16.
     """
     in_float32 = float32_modules(model)
     if precision.changes_weights:
@@ -146,13 +121,13 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
 
 @dataclass(frozen=True)
 class AmpStatistics:
-    """Since the last reset. The scale is fp16's loss scale; None where there is no loss scaling."""
+    """Counts since the last reset. The scale is fp16's loss scale; None without loss scaling."""
 
     scale_min: float | None = None
     scale_mean: float | None = None
     scale_max: float | None = None
     skipped_steps: int | None = 0
-    """Whose gradients were not finite; None under loss scaling with `track_stats: false`."""
+    """Steps skipped for gradients that are not finite. None: loss scaling with `track_stats: false`."""
     fp32_fallbacks: int = 0
 
 
@@ -173,15 +148,15 @@ class MixedPrecision:
         )
         self._zero = torch.zeros((), device=device.torch_device)
         self._one = self._zero + 1
-        self.scale_value()  # the scaler makes its state now: a rank without rows never scales a loss
+        self.scale_value()  # creates the scaler's state: a rank without rows never scales a loss
         self._losses_in_a_row = self._gradients_in_a_row = self._overflows_at_floor = self._zero
         self._most_losses_in_a_row = self._most_gradients_in_a_row = self._zero
         self._skipped = self._scale_sum = self._scale_min = self._scale_max = self._zero
         self.last_skipped = self._zero
-        """1 if the last step was skipped because its gradients were not finite, else 0; on the device."""
+        """1 if gradients of the last step were not finite, else 0; on the device."""
         self._epoch_fallbacks = 0
         self.step_fallbacks = 0
-        """Micro-batches of the step that is being made that this process ran again in fp32."""
+        """Micro-batches of the current step repeated in fp32 by this process."""
         self.reset_statistics()
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -194,16 +169,17 @@ class MixedPrecision:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Autocast without gradients. Enter it once for all batches: it caches the converted weights, except
-        frozen ones, until it ends. In `torch.inference_mode` (of 2.13) it would cache none.
+        """Autocast without gradients. Enter it once for all batches, because it caches converted weights.
+
+        `torch.inference_mode` of PyTorch 2.13 caches none.
         """
         with torch.no_grad(), self.autocast():
             yield
 
     def falls_back(self, loss: Tensor) -> bool:
-        """Whether a micro-batch with this loss is to run again in fp32, by the config; counts it.
+        """Return whether to repeat a micro-batch with this loss in fp32, and count it.
 
-        Waits for the device where the config has a fallback.
+        Waits for the device if the config has a fallback.
         """
         if not self.config.fallback_to_fp32 or not self.has_fp32_repeat or bool(torch.isfinite(loss)):
             return False
@@ -212,15 +188,14 @@ class MixedPrecision:
 
     @property
     def has_fp32_repeat(self) -> bool:
-        """Whether `float32` changes the products. Without autocast too, float8 layers stay float8."""
+        """Whether `float32` changes the products. Float8 layers stay float8."""
         return self.precision.linear_dtype != "float32" and not self.precision.float8
 
     @contextlib.contextmanager
     def float32(self, model: nn.Module) -> Iterator[Callable[..., Any]]:
-        """Yield `model` with fp32 copies of its weights, without autocast and under fp32's flags.
+        """Yield a call of `model` with fp32 copies of its weights, without autocast and under fp32's flags.
 
-        The backward pass belongs in the block too: it needs the same flags. Gradients reach the weights
-        themselves.
+        Run the backward pass in the block too. Gradients reach the original weights.
         """
         weights = {
             name: parameter.float() if parameter.is_floating_point() else parameter
@@ -230,14 +205,14 @@ class MixedPrecision:
             yield lambda *inputs: torch.func.functional_call(model, weights, inputs)
 
     def scale_value(self) -> Tensor:
-        """The loss scale as a tensor on the device; 1 where there is no loss scaling."""
+        """Return the loss scale as a tensor on the device; 1 without loss scaling."""
         scaled: Tensor = self.scaler.scale(self._one)
         return scaled
 
     def record_step(self, loss: Tensor, gradient_norm: Tensor) -> Tensor:
-        """Count, on the device, whether this step's loss and unscaled gradients were finite.
+        """Count on the device a loss or unscaled gradients that are not finite.
 
-        Returns 1 where the gradients are not, and the step is to be skipped, else 0.
+        Returns 1 if the gradients are not finite and the step must be skipped, else 0.
         """
         bad_loss = ~torch.isfinite(loss.detach())
         bad_gradient = ~torch.isfinite(gradient_norm.detach())
@@ -274,18 +249,15 @@ class MixedPrecision:
             raise Nonfinite(f"the gradients were not finite in {NONFINITE_PATIENCE} steps in a row.")
 
     def start_epoch(self) -> None:
-        """Give the fp32 fallback its allowance anew."""
+        """Reset the number of fallbacks in this epoch."""
         self._epoch_fallbacks = 0
 
     def start_step(self) -> None:
-        """Begin a step, or one that was not finished again: its fallbacks are then counted once."""
+        """Begin or repeat a step. A repeated step counts its fallbacks once."""
         self.step_fallbacks = 0
 
     def end_step(self, num_fallbacks: int) -> None:
-        """Count the fallbacks of the step's micro-batches, `step_fallbacks` of them in this process.
-
-        Raises Nonfinite when there are more than an epoch may have.
-        """
+        """Count the fallbacks of a step on all ranks. Raises Nonfinite if an epoch has too many."""
         self.step_fallbacks = 0
         self._epoch_fallbacks += num_fallbacks
         self._fp32_fallbacks += num_fallbacks
@@ -294,14 +266,14 @@ class MixedPrecision:
                 f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
                 f"under {self.precision.name} (amp.max_fp32_fallbacks)."
             )
-            error.finite_in_fp32 = True  # else they are not counted as fallbacks
+            error.finite_in_fp32 = True  # only repeats with a finite loss count
             raise error
 
     def update_amp_config(self, **changes: Any) -> None:
-        """Change `AmpConfig` keys between epochs; a new `init_scale` becomes the scale at once.
+        """Change `AmpConfig` keys between epochs. A new `init_scale` becomes the scale at once.
 
-        Raises pydantic's ValidationError for an unknown key or a value out of range. What decides the
-        precision itself cannot change inside a trial: ValueError.
+        Raises pydantic's ValidationError for a wrong key or value, and ValueError for a key of the precision
+        itself.
         """
         fixed = {"preset", "on_unsupported", "allow_emulated", "memory_fraction", "tf32", "cudnn_benchmark"}
         if fixed & changes.keys():
@@ -317,7 +289,7 @@ class MixedPrecision:
             self.scaler.load_state_dict(state)
 
     def statistics(self) -> AmpStatistics:
-        """What was counted since the last reset. Waits for the device."""
+        """Return the counts since the last reset. Waits for the device."""
         is_counted = not self.precision.loss_scaling or self.config.track_stats is not False
         skipped, fallbacks = int(self._skipped) if is_counted else None, self._fp32_fallbacks
         if not self._num_steps:
@@ -331,12 +303,12 @@ class MixedPrecision:
         self._scale_min, self._scale_max = self._zero + math.inf, self._zero - math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: plain numbers."""
+        """Return plain numbers for a checkpoint."""
         numbers = {name: float(getattr(self, f"_{name}")) for name in (*_COUNTS, *_TENSORS)}
         return {"scaler": dict(self.scaler.state_dict()), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's state; what it lacks stays as it is."""
+        """Restore the state of a checkpoint. Missing keys keep their values."""
         if scaler := state.get("scaler"):
             self.scaler.load_state_dict(scaler)
         for name in state.keys() & _COUNTS:

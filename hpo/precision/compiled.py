@@ -1,19 +1,17 @@
-"""The precision of a compiled model, measured by the bits of its weights that change no result.
+"""The precision of a compiled model, measured by small changes of its weights.
 
-The compiler fuses the operators of a model and picks the kernels, so no product can be called by itself. But
-the weights can be changed. They are rounded to two bits of fraction, which all formats have, and every second
-value is changed by a relative 2^-k. In a format too narrow for the change (see `hpo.precision.effective`),
-loss, gradients and logits stay the same bit for bit; in a wider one, some of them change. The shapes are
-those of training, so nothing is compiled again.
+The compiler fuses operators and picks kernels, so no product can be called alone. But weights can be changed.
+They are rounded to two bits of fraction, and every second value is changed by a relative 2^-k. In a format
+too narrow for the change (see `hpo.precision.effective`), loss, gradients and logits stay the same bit for
+bit; in a wider one, some of them change. The shapes are the trial's, so nothing is compiled again.
 
-All weights are changed together by a term too small for their formats: no result may change. Each kind of
-weight is changed alone by a term that its format keeps: some result must change. If none does, the weight is
-changed by a larger term, which every format keeps. If a result changes now, the first change was lost.
-Otherwise the weight is unused, or its results are noise, and it is unverified. A part in fp32 under autocast
-is unverified too if the first change is lost, because the next product may round its output. A result that
-differs between two equal passes is not compared.
+1. All weights are changed by a term too small for their formats. No result may change.
+2. Each kind of weight is changed alone by a term inside its format. Some result must change.
+3. If none does, the weight is changed by a term inside every format. If a result changes now, the change of
+   step 2 was lost. Otherwise the weight is unused, or its results are noise, and it is unverified.
 
-The weights are those of the eager model's products. They are written back bit for bit.
+A part in fp32 under autocast is unverified if step 2 changes nothing, because the next product may round its
+output. A result is not compared if it differs between two equal passes. The weights are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from hpo.precision.effective import (
     TF32_UNSEEN,
     Agreement,
     Observation,
-    left_as_it_was,
+    restored,
     some,
 )
 from hpo.precision.frozen import FrozenLinear
@@ -37,12 +35,12 @@ from hpo.precision.table import Precision
 
 MODES = ("training", "evaluation")
 Step = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
-"""Calls the model in each of the modes, always on the same inputs, and returns what came out."""
+"""Call the model in each of the modes on the same inputs, and return its results."""
 
 LOSES = {"tf32": 12, "float16": 12, "bfloat16": 9, "float8": 5}
-"""{format: a k that it loses}."""
+"""{format: k of a change too small for it}."""
 KEEPS = {"float32": 12, "tf32": 9, "float16": 9, "bfloat16": 5, "float8": 2}
-"""{format: a k that it keeps}."""
+"""{format: k of a change inside it}."""
 EVERY_FORMAT_KEEPS = 2
 _SMALLEST = 2.0**-10
 """Smaller values, relative to the largest, are set to 0: fp16 and float8 have too few bits for them."""
@@ -52,9 +50,9 @@ a byte) times 1 and -1."""
 
 
 def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
-    """Whether the compiled model computes in `precision`. `seen` has the products of the eager model.
+    """Compare the compiled model with `precision`. `seen` has the products of the eager model.
 
-    The compiler treats weights of one class, shape and format alike: one of them is changed alone.
+    The compiler treats weights of one class, shape and format alike. One of each is changed alone.
     """
     formats = {name: seen.expected(name, precision) for name in seen.products}
     carriers = {name: _carrier(model, name) for name in formats}
@@ -63,7 +61,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
             return Agreement(None, f"compiled, {name} is quantised, so that its products cannot be measured.")
 
     def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        with left_as_it_was(model):  # buffers too, which a step in training mode may change
+        with restored(model):  # a step in training mode may change buffers
             return step()
 
     with _on_grid(model, carriers) as change:
@@ -71,7 +69,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         noise: set[tuple[str, int]] = set()
 
         def shown(changes: Mapping[str, int]) -> set[str]:
-            """The modes with another result, without the noise."""
+            """Return the modes with another result, without the noise."""
             change(changes)
             different = _differences(outputs(), base) - noise
             change(dict.fromkeys(changes))
@@ -84,7 +82,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         # A GPU may run small products without TF32.
         lost = {} if precision.tf32 else {n: LOSES[kind] for n, kind in formats.items() if kind in LOSES}
         if lost and shown(lost):
-            add_noise()  # of a tensor that differs now and then
+            add_noise()  # a tensor may differ only now and then
             for name, k in lost.items():
                 if modes := shown({name: k}):
                     return _disagreement(name, f"in more than {formats[name]}", modes)
@@ -116,7 +114,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
 
 
 def _carrier(model: nn.Module, name: str) -> Tensor:
-    """The tensor to change: the weight, or the scale of a weight in integers."""
+    """Return the tensor to change: the weight, or the scale of a weight in integers."""
     module, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
     if isinstance(module, FrozenLinear) and weight is module.stored and module.scale is not None:
         return module.scale
@@ -137,7 +135,7 @@ def _disagreement(name: str, what: str, modes: Collection[str]) -> Agreement:
 def _differences(
     one: tuple[Sequence[Tensor], Sequence[Tensor]], other: tuple[Sequence[Tensor], Sequence[Tensor]]
 ) -> set[tuple[str, int]]:
-    """The modes and numbers of the tensors that differ in a bit."""
+    """Return mode and number of each differing tensor."""
     return {
         (mode, number)
         for mode, *both in zip(MODES, one, other, strict=True)
@@ -150,7 +148,7 @@ def _differences(
 def _on_grid(
     model: nn.Module, carriers: Mapping[str, Tensor]
 ) -> Iterator[Callable[[Mapping[str, int | None]], None]]:
-    """Round the weights to fractions of two bits; a function changes some by 2^-k (None: puts them back)."""
+    """Round the weights to fractions of two bits; yield a function that changes some by 2^-k (None: by 0)."""
     tensors = [*carriers.values(), *(model.get_parameter(name) for name in carriers)]
     originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
 
@@ -177,14 +175,14 @@ def _on_grid(
 
 
 def _rounded(weight: Tensor) -> Tensor:
-    """The values to two bits of fraction, at most a power of two; the first is 1.75 times this power.
+    """Round to two bits of fraction, at most a power of two. The first value is 1.75 times this power.
 
-    A float8 layer scales its weights by the largest. The largest is then the first, for each change.
+    A float8 layer scales its weights by the largest value. Under every change, this is the first.
     """
     mantissa, exponent = torch.frexp(weight.detach().float())
     values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
     largest = values.abs().max()
-    if not largest:  # as of an adapter before its first step
+    if not largest:  # an adapter before its first step
         values, largest = torch.full_like(values, 2.0**-6), largest + 2.0**-6
     top = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)
     values = values.clamp(-top, top).masked_fill(values.abs() < top * _SMALLEST, 0)

@@ -1,8 +1,8 @@
 """The precision of a model's products, measured at the operators that multiply by its weights.
 
-Dtypes and flags do not tell. A flag or an environment variable makes a library round its fp32 inputs, and a
-layer may compute in fp32 and cast its result back. So a pass of the model is watched operator by operator.
-The weights are the parameters, and the tensors made of them, such as casts, views and decoded matrices
+Dtypes and flags are no proof. A flag or an environment variable makes a library round its fp32 inputs, and a
+layer may compute in fp32 and cast its result back. So this module observes a pass operator by operator.
+Weights are parameters and tensors made of them, such as casts, views and decoded matrices
 (`hpo.precision.origins`). Each operator on a weight is called again with the same shapes and dtypes, inputs
 of 1, biases of 0 and the weights
 
@@ -18,17 +18,13 @@ too few bits of fraction for 1.5 + 2^-k rounds it to 1.5, and the term does not 
     bfloat16          7                                                    kept     kept
     float8            3 (e4m3), 2 (e5m2)                                            kept
 
-tf32 has the exponent of float32: it keeps weights of 2^-30, which float16 takes for 0. Everything is exact in
-fp32 in any order of summation, on any device, and emulated precisions round as native ones do. Inputs of 1
-hide the weights of some operators, such as attention. These are called with their real inputs instead.
+tf32 has the exponent of float32: it keeps weights of 2^-30, but float16 rounds them to 0. Sums are exact in
+fp32 in any order on any device, and emulated precisions round like native ones. Inputs of 1 hide the weights
+of some operators, such as attention. These are called with their real inputs instead.
 
-A weight may be cast to a narrower dtype and back: then the narrower one counts. Storage does not count: a
-matrix is stored in int8, but decoded and multiplied in fp32 or bf16.
-
-The compiler hides the operators: `hpo.precision.compiled` measures a compiled model.
-
-The model comes back as it was: its weights are not written to, its mode, buffers and the random number
-generators are restored.
+If a weight is cast to a narrower dtype and back, the narrower one counts. Storage does not count: a matrix
+stored in int8 is decoded and multiplied in fp32 or bf16. The compiler hides the operators, so
+`hpo.precision.compiled` measures a compiled model. The model and the random number generators are restored.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ KEPT_BY = {30: "float64", 12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
 UNVERIFIED = "the precision of the products is unverified"
 SMALL = 2.0**-30
-"""Times this, the weights lie below the range of float16 and inside that of tf32."""
+"""A factor that moves the weights below the range of float16 but not of tf32."""
 
 _PRODUCT = re.compile(r"m[mv](_|$)|matmul|linear|conv|rnn|attention|encoder_layer")
 """PyTorch's matrix products, such as `addmm` and `_scaled_mm`."""
@@ -67,12 +63,12 @@ _WHOLE_LAYER = re.compile(r"rnn|encoder_layer|multi_head")
 
 
 class Agreement(NamedTuple):
-    """Whether a model was seen to compute in its precision."""
+    """Answer to the question: does a model compute in its precision?"""
 
     agrees: bool | None
     """None: unverified."""
     reason: str = ""
-    """Why it does not agree, or why this could not be verified."""
+    """Reason for a disagreement or a missing verification."""
 
 
 @dataclass
@@ -85,7 +81,7 @@ class Observation:
     """The `float8_facts` of the model."""
     float8_weights: frozenset[str] = frozenset()
     float32_weights: frozenset[str] = frozenset()
-    """The weights of parts that compute in fp32 inside autocast."""
+    """Weights of the parts in fp32."""
     compiled: Agreement | None = None
     """The agreement of the compiled model; None: the model is eager."""
 
@@ -99,7 +95,7 @@ class Observation:
         }
 
     def expected(self, name: str, precision: Precision) -> str:
-        """The format of a weight's products under `precision`. Under fp8, most layers may be bf16."""
+        """Return the format of a weight's products under `precision`. Under fp8, most layers may be bf16."""
         if precision.autocast and name in self.float32_weights:
             return "float32"
         is_wider = precision.float8 and name not in self.float8_weights
@@ -142,7 +138,7 @@ TF32_UNSEEN = "TF32 is on, but no product was seen to use it. A GPU may run smal
 
 
 def some(names: Iterable[str]) -> str:
-    """The first three, and the number of the others."""
+    """Return the first three names and the number of the others."""
     names = [*names]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -150,8 +146,8 @@ def some(names: Iterable[str]) -> str:
 def observe_model(
     model: nn.Module, mixed_precision: MixedPrecision, call: Callable[[Any], object]
 ) -> Observation:
-    """Have `call` call the eager model in training and in evaluation mode, and measure its products."""
-    with left_as_it_was(model), observe(model) as seen:
+    """Measure the products while `call` calls the eager model in training and in evaluation mode."""
+    with restored(model), observe(model) as seen:
         with mixed_precision.autocast():
             call(model.train())
         with mixed_precision.evaluation():
@@ -167,7 +163,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         float8_weights=frozenset(float8_weights(model)),
         float32_weights=float32_weights(model),
     )
-    # Parts that a model compiles itself run eagerly, or their operators would not come here.
+    # The operators of parts compiled by the model itself are visible only if these run eagerly.
     with torch.compiler.set_stance("force_eager"), _Products(model, seen):
         yield seen
 
@@ -185,7 +181,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if set(types) - {Tensor, nn.Parameter}:
-            return NotImplemented  # a tensor made of others: its own operators come here next
+            return NotImplemented  # a tensor made of others: its inner operators are dispatched next
         name = func.name().split("::")[-1].split(".")[0].rstrip("_")
         call = _Call(func, name, args, kwargs or {})
         is_product = bool(_PRODUCT.search(name) or not call.is_known) and self._note(call)
@@ -207,8 +203,8 @@ class _Products(TorchDispatchMode):
                 key = call.key(tensor)
                 if weight.narrowest != UNMEASURED and key not in self.known:
                     self.known[key] = call.measure(tensor, data)
-                found = self.known.get(key, UNMEASURED)
-                self.seen.products[weight.name].add(narrower(weight.narrowest, found))
+                measured = self.known.get(key, UNMEASURED)
+                self.seen.products[weight.name].add(narrower(weight.narrowest, measured))
         return True
 
 
@@ -223,12 +219,14 @@ class _Call:
 
     @property
     def is_known(self) -> bool:
-        """Whether the operator multiplies its own arguments. Autocast reaches the products inside other
-        operators, but not while they are watched."""
+        """Whether the operator multiplies its own arguments.
+
+        Autocast reaches the products inside other operators, but not under observation.
+        """
         return self.func.name().startswith("aten::") and self.name != "_trilinear"
 
     def written(self) -> list[Tensor]:
-        """The arguments that the operator writes to."""
+        """Return the arguments with in-place results."""
         if not (schema := getattr(self.func, "_schema", None)):
             return []
         named = {argument.name: argument for argument in schema.arguments}
@@ -236,7 +234,7 @@ class _Call:
         return strided([value for name, value in given if (of := named[name].alias_info) and of.is_write])
 
     def key(self, weight: Tensor) -> Any:
-        """Equal for two calls of one kernel."""
+        """Return a key, equal for two calls of one kernel."""
         leaves = tree_leaves((self.args, self.kwargs))
         tensors = ((t.shape, t.stride(), t.dtype, t is weight) for t in leaves if isinstance(t, Tensor))
         others = (repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
@@ -244,7 +242,7 @@ class _Call:
         return self.func, *tensors, *others, *switches
 
     def factors(self) -> list[Tensor]:
-        """The tensors to multiply; all matrices of an unknown operator."""
+        """Return the tensors to multiply; all matrices of an unknown operator."""
         args, least = self.args, 1
         if not self.is_known or _WHOLE_LAYER.search(self.name):
             least = 2
@@ -260,7 +258,7 @@ class _Call:
         return 0 if re.search("add[bm]", self.name) else 2 if re.search("conv|^linear$", self.name) else None
 
     def measure(self, weight: Tensor, data: list[Tensor]) -> str:
-        """The format of the product with `weight`."""
+        """Return the format of the product with `weight`."""
         if not self.is_known or not weight.is_floating_point():
             return UNMEASURED
         try:
@@ -270,19 +268,18 @@ class _Call:
             if self.bias_at is not None:
                 biases = strided(self.args[self.bias_at : self.bias_at + 1])
                 ones |= {id(bias): torch.zeros_like(bias) for bias in biases}
-            found = self._measured(weight, ones)
-            return self._measured(weight, {}) if found == UNMEASURED else found
-        except Exception as error:
-            # An operator that refuses these weights is only not measured.
+            kind = self._measured(weight, ones)
+            return self._measured(weight, {}) if kind == UNMEASURED else kind
+        except Exception as error:  # an operator may refuse these weights
             if is_out_of_memory(error):
                 raise
             return UNMEASURED
 
     def _measured(self, weight: Tensor, replaced: dict[int, Tensor]) -> str:
-        """The format, with other arguments replaced: {id: tensor in its place}."""
+        """Return the format. `replaced` are the other changed arguments: {id: new tensor}."""
         args, bases = self.args, dict[float, Tensor | None]()
         if self.name == "_cudnn_rnn":
-            args = (*args[:3], None, *args[4:])  # a copy of all weights in one, which it would take instead
+            args = (*args[:3], None, *args[4:])  # without its joint copy of all weights
 
         def result(k: int | None, scale: float) -> Tensor | None:
             changed = {**replaced, id(weight): _planted(weight, k, scale)}
@@ -292,7 +289,7 @@ class _Call:
             return outputs[0] if outputs and bool(outputs[0].isfinite().all()) else None
 
         def is_kept(k: int | None, scale: float = 1.0) -> bool:
-            """Whether a term of 2^-k changes the result; False too where a result is not finite."""
+            """Return whether a term of 2^-k changes the result. Both results must be finite."""
             if scale not in bases:
                 bases[scale] = result(None, scale)
             base, changed = bases[scale], result(k, scale)
@@ -306,9 +303,9 @@ class _Call:
 
 
 def _planted(weight: Tensor, k: int | None, scale: float) -> Tensor:
-    """The weights of this file's docstring.
+    """Return the weights of the module's docstring.
 
-    Two slices of opposite signs are 1.75 for each k, so that a scale by the largest value stays.
+    Two slices of opposite signs are 1.75 for each k, so a scale by the largest value stays.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     signs = [_signs(size).to(weight.device, dtype) for size in weight.shape]
@@ -328,34 +325,28 @@ def _planted(weight: Tensor, k: int | None, scale: float) -> Tensor:
 
 
 def _signs(size: int) -> Tensor:
-    """As many 1 as -1 (one more where the size is odd), in an order of no period."""
+    """Return equally many 1 and -1 (one more 1 for an odd size) in an order without a period."""
     signs = torch.ones(size)
     signs[1::2] = -1
     return signs[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
 
 
-def _same_random_numbers(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Put back the random number generators of the CPU and of the devices of `tensors` at the end."""
-    return torch.random.fork_rng({each.device.index or 0 for each in tensors if each.device.type == "cuda"})
-
-
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back, bit for bit, the model's mode and buffers and the random number generators at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the model's mode and buffers and the random number generators after the block."""
+    modules = [*model.modules()]
+    modes = [module.training for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    values = [{name: each.clone() for name, each in of.items() if each is not None} for of in buffers]
+    gpus = {each.device.index or 0 for each in model.parameters() if each.device.type == "cuda"}
     try:
-        with _same_random_numbers(model.parameters()):
+        with torch.random.fork_rng(gpus):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         with torch.no_grad():
-            for module, name, buffer, values in buffers:
-                if buffer is not None and values is not None:
-                    buffer.copy_(values)
-                module._buffers[name] = buffer
+            for module, mode, of, before in zip(modules, modes, buffers, values, strict=True):
+                module.training = mode
+                for name, buffer in of.items():
+                    if buffer is not None:
+                        buffer.copy_(before[name])
+                    module._buffers[name] = buffer

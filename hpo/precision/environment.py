@@ -1,8 +1,7 @@
-"""Environment variables by which libraries change a precision behind PyTorch's flags.
+"""Environment variables with an effect on precision behind PyTorch's flags.
 
-PyTorch's switches do not show them, so what is set is recorded on every trial. One that can make a precision
-of the device untrue is refused, whatever a study asks for: every trial is compared with fp32, and libraries
-read the variable when they are loaded, so this process cannot undo it.
+Every trial records them. A variable that can make a precision of the device untrue is refused, because each
+trial is compared with fp32. Libraries read it at their start, so this process cannot undo it.
 
 Sources: oneDNN, "Primitive Attributes: floating-point math mode" and "CPU Dispatcher Control"; PyTorch, "CUDA
 Environment Variables"; NVIDIA, "Accelerating AI Training with NVIDIA TF32 Tensor Cores"; cuBLAS, "Floating
@@ -31,7 +30,7 @@ _REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
         "PyTorch then lets cuBLAS compute fp32 products in TF32",
     ),
 }
-"""{variable: (kind of device, values that change nothing, what others do)}."""
+"""{variable: (type of device, harmless values, effect of others)}."""
 WATCHED = (
     *_REFUSED,
     "ATEN_CPU_CAPABILITY",
@@ -49,7 +48,7 @@ WATCHED = (
 
 
 def environment_overrides(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of the variables that are set."""
+    """Return the variables that are set."""
     return {name: environment[name] for name in WATCHED if environment.get(name)}
 
 

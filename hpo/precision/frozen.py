@@ -1,17 +1,16 @@
-"""Weights that are not trained, stored in fewer bits: `base_precision`.
+"""Frozen weights of linear layers, stored in fewer bits: `base_precision`.
 
-    fp32   as they are
-    bf16   8 bits of mantissa, exact where the checkpoint is in bf16 itself
+    fp32   unchanged
+    bf16   8 bits of mantissa, exact for a checkpoint in bf16
     int8   w = scale * q, q in -127 .. 127, with one scale for each row, by its largest value
-    nf4    4 bits: 16 levels that are the quantiles of a normal distribution, times the largest value of each
+    nf4    4 bits: 16 levels at the quantiles of a normal distribution, times the largest value of each
            block of 64 weights (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); by bitsandbytes
 
-That is of linear layers. Embeddings, which bitsandbytes and others leave alone as well, are in bf16 under all
-but fp32, and what they give is fp32 again; norms and biases are few, and stay.
+Embeddings are in bf16, except under fp32, and return fp32. Norms and biases are few and stay.
 
-This is how weights are stored, not how they are multiplied: each product decodes them into the dtype that
-`fp_precision` multiplies in, forward and backward, and keeps no decoded copy between the two. So either can
-be searched apart from the other, and a merged model, whose weights are the decoded ones, computes the same.
+Storage is independent of multiplication. Each product decodes its weights into the dtype of `fp_precision`,
+forward and backward, and keeps no decoded copy in between. A merged model has the decoded weights and
+computes the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STORAGE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "nf4": 
 
 
 def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """A matrix as it is stored, and its scales."""
+    """Return the stored form of a matrix and its scales."""
     if kind == "bf16":
         return weight.to(torch.bfloat16), None
     if kind == "int8":
@@ -42,7 +41,7 @@ def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(stored: Tensor, scale: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The matrix that `encode` stored; one that is floating-point already is only cast."""
+    """Return the matrix of `encode` in `dtype`."""
     if scale is None or stored.is_floating_point():
         return stored.to(dtype)
     if stored.dtype == torch.int8:
@@ -54,7 +53,7 @@ def decode(stored: Tensor, scale: Tensor | None, shape: torch.Size, dtype: torch
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b without gradients of W and b; W is decoded anew in the backward pass."""
+    """x W^T + b without gradients of W and b. The backward pass decodes W again."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -72,7 +71,7 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer that is not trained, whose weights are stored as `kind` says."""
+    """A frozen linear layer with weights in the format `kind`."""
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class FrozenLinear(nn.Module):
         return product
 
     def linear(self) -> nn.Linear:
-        """A plain layer with the decoded weights."""
+        """Return a plain layer with the decoded weights."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         plain.weight = nn.Parameter(self.weight, requires_grad=False)
         plain.bias = self.bias
@@ -111,14 +110,14 @@ class FrozenLinear(nn.Module):
 
 
 def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]:
-    """Store the weights of the layers that are not trained as `kind` says, in place, and return them.
+    """Store the weights of frozen layers in the format `kind`, in place, and return them.
 
-    Embeddings give `dtype`. Layers that are stored so already keep what they have.
+    Embeddings return `dtype`. A second call changes nothing.
     """
     kept: set[Tensor] = {module.stored for module in model.modules() if isinstance(module, FrozenLinear)}
     if kind == "fp32":
         return kept
-    for name in [name for name, _ in model.named_modules()]:  # a list of modules would keep those replaced
+    for name in [name for name, _ in model.named_modules()]:  # a list of modules would keep them alive
         module = model.get_submodule(name)
         if any(weight.requires_grad for weight in module.parameters()):
             continue
@@ -128,22 +127,19 @@ def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]
             kept.add(stored.stored)
         elif isinstance(module, nn.Embedding):
             module.weight.data = module.weight.data.to(torch.bfloat16)
-            if _DTYPE not in vars(module):
+            if "output_dtype" not in vars(module):
                 module.register_forward_hook(_cast_output)
-            vars(module)[_DTYPE] = dtype
+            vars(module)["output_dtype"] = dtype
             kept.add(module.weight)
     return kept
 
 
-_DTYPE = "output_dtype"
-
-
 def _cast_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output.to(vars(module)[_DTYPE])
+    return output.to(vars(module)["output_dtype"])
 
 
 def plain_linears(model: nn.Module) -> None:
-    """Put plain linear layers with the decoded weights in the place of the stored ones, all in fp32."""
+    """Replace stored layers by plain ones with the decoded weights, all in fp32."""
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenLinear):
             model.set_submodule(name, module.linear())
@@ -151,9 +147,9 @@ def plain_linears(model: nn.Module) -> None:
 
 
 def storage_facts(model: nn.Module) -> dict[str, Any]:
-    """What the weights of linear layers that are not trained are really stored in, and what all weights take.
+    """Return the real storage of frozen linear layers and the bytes of all weights.
 
-    `bits_per_weight` counts scales, too.
+    `bits_per_weight` includes scales.
     """
     layers = [module for module in model.modules() if isinstance(module, FrozenLinear | nn.Linear)]
     frozen = [layer for layer in layers if not any(p.requires_grad for p in layer.parameters())]

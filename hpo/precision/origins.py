@@ -1,9 +1,9 @@
 """The weights of a model, followed from operator to operator.
 
 Each tensor of a pass has an origin: weights, constants, data, or a mixture of weights and data. A tensor made
-of weights and constants is a weight as well. A tensor made of data is an activation. A mixture may be either,
-such as a weight with a mask that the forward pass computes, or hidden states with a scale added. A mixture
-that may be a matrix to multiply by is kept, as a weight that cannot be measured.
+of weights and constants is a weight, a tensor made of data an activation. A mixture may be either, such as a
+weight with a computed mask or hidden states with an added scale. If it may be a matrix to multiply by, it
+counts as a weight without a measurement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 UNMEASURED = "unmeasured"
 WIDEST_FIRST = ["float64", "float32", "tf32", "float16", "bfloat16", "float8", UNMEASURED]
 _NO_COPY = re.compile(r"^new_|_like$|^lift_fresh$")
-"""Operators that take the shape or dtype of a tensor and not its values, or numbers of Python."""
+"""Operators on shapes, dtypes and Python numbers, not on a tensor's values."""
 
 
 class Weight(NamedTuple):
@@ -28,9 +28,9 @@ class Weight(NamedTuple):
 
     name: str
     narrowest: str
-    """The narrowest format of all casts on the way. UNMEASURED: data were mixed into the weight."""
+    """Narrowest format of all casts on the way. UNMEASURED: data were mixed into the weight."""
     dims: int
-    """The dimensions of the parameter; 0 for a vector."""
+    """Dimensions of the parameter; 0 for a vector."""
 
 
 def _matrix_dims(tensor: Tensor) -> int:
@@ -38,10 +38,10 @@ def _matrix_dims(tensor: Tensor) -> int:
 
 
 def _is_mixed(name: str, weight: Weight, numel: int, data: list[Tensor], result: Tensor) -> bool:
-    """Whether a result of a matrix and data may be a matrix to multiply by. Otherwise it is an activation.
+    """Return whether a result of a matrix and data may be a matrix to multiply by, not an activation.
 
-    An activation has the dimensions of a batch, which come from data at least as large as the weight. Data of
-    integers pick rows of a table, or matrices of a stack.
+    An activation has the dimensions of a batch, from data at least as large as the weight. Integers pick rows
+    of a table, or matrices of a stack.
     """
     if not weight.dims or name == "embedding":
         return False
@@ -53,7 +53,7 @@ def _is_mixed(name: str, weight: Weight, numel: int, data: list[Tensor], result:
 
 
 class Origins:
-    """Which tensors are weights, and which are constants. All by storage, which views share."""
+    """Weights and constants among the tensors, by storage. Views share a storage."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: dict[Any, Weight] = {}
@@ -69,7 +69,7 @@ class Origins:
     def follow(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], written: list[Tensor], is_product: bool
     ) -> None:
-        """Record the origin of an operator's outputs and of the arguments that it writes to."""
+        """Record the origin of an operator's outputs and of its arguments with in-place results."""
         inputs = [] if _NO_COPY.search(name) else inputs
         sources = [(storage(t), t) for t in inputs if t.dim()] or [(storage(t), t) for t in inputs]
         weights = [(self.weights[key], t.numel()) for key, t in sources if key in self.weights]
@@ -89,7 +89,7 @@ class Origins:
             weight = weight._replace(narrowest=UNMEASURED)
         is_activation = is_product and (data or weight.narrowest == UNMEASURED)
         if is_product and not all(constants):
-            weight = weight._replace(dims=0)  # maybe a state that begins with zeros, which data join later
+            weight = weight._replace(dims=0)  # maybe a state: zeros at first, data later
         for key, tensor in results.items():
             made = weight._replace(narrowest=narrower(weight.narrowest, _format(tensor)))
             if is_activation or (data and not _is_mixed(name, weight, numel, data, tensor)):
@@ -101,7 +101,7 @@ class Origins:
                 self.weights.setdefault(key, made)
 
     def is_fixed(self, key: Any) -> bool:
-        """Whether a tensor is a buffer or a weight, or is made of them alone."""
+        """Return whether a tensor is a buffer or a weight, or is made of them alone."""
         weight = self.weights.get(key)
         return self.constants.get(key, False) or (weight is not None and weight.narrowest != UNMEASURED)
 
@@ -111,7 +111,7 @@ def storage(tensor: Tensor) -> Any:
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
-    """The tensors that a tensor is made of, or itself."""
+    """Return the inner tensors of a tensor, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return strided(tensor)
     names = tensor.__tensor_flatten__()[0]
@@ -124,7 +124,7 @@ def strided(values: Any) -> list[Tensor]:
 
 
 def _format(tensor: Tensor) -> str:
-    """The format of a tensor's values; the widest for integers, which limit nothing."""
+    """Return the format of a tensor's values. Integers limit nothing and count as the widest."""
     name = str(tensor.dtype).removeprefix("torch.")
     return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])
 

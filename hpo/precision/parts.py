@@ -1,20 +1,16 @@
-"""Modules that compute in fp32 inside a model under bf16 or fp16 autocast.
+"""Parts of a model in fp32 under bf16 or fp16 autocast.
 
-Such a module runs without autocast. Its floating-point inputs are cast to fp32, and its weights are fp32. Its
-output stays fp32: autocast casts the inputs of the next product, and a value beyond the range of fp16 reaches
-a residual sum or a norm unchanged.
+A part runs without autocast on fp32 inputs and weights. Its output stays fp32: autocast casts the inputs of
+the next product, and a value beyond the range of fp16 reaches a residual sum or a norm unchanged.
 
-The module gets a subclass of its class, with another `forward` and nothing else. Names, weights, hooks and
-copies of the model stay as they are. `torch.compile` traces the new `forward`, and activation checkpointing
-repeats it. An `nn.Embedding` keeps its class, because a lookup multiplies nothing.
+The part gets a subclass of its class with another `forward`. Names, weights, hooks and copies of the model
+stay the same, `torch.compile` traces the new `forward`, and activation checkpointing repeats it. An
+`nn.Embedding` keeps its class, because a lookup multiplies nothing. Under fp8, parts compute in bf16.
 
-fp8 converts linear layers. It leaves out those inside the marked modules, and they compute in bf16.
-
-Related work chooses such parts by a rule or by an estimate. NVFP4 pretraining (arXiv 2509.25149) keeps the
-first and last blocks in bf16 by a fixed recipe. HAWQ (arXiv 1905.03696) ranks layers by the largest
-eigenvalue of the Hessian, and adds the ranks up. PEPPP (arXiv 2106.09686) predicts the error and memory of a
-whole precision configuration from other models. `hpo.trial.part_search` measures sets of parts of this model,
-on this data and device, because errors of parts do not add.
+Related work chooses parts by a rule or an estimate: a fixed recipe (NVFP4 pretraining, arXiv 2509.25149),
+ranks by the largest eigenvalue of the Hessian (HAWQ, arXiv 1905.03696), or a prediction from other models
+(PEPPP, arXiv 2106.09686). `hpo.trial.part_search` measures sets of parts on this model, data and device,
+because errors of parts do not add.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 
 class InFloat32(nn.Module):
-    """The class that `run_in_float32` puts before the class of a module."""
+    """The first base class of a part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -54,7 +50,7 @@ def run_as_before(model: nn.Module) -> None:
 
 
 def float32_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that `run_in_float32` marked and all modules inside them, by name."""
+    """Return all parts in fp32 and the modules inside them by name."""
     roots = [f"{name}." for name, module in model.named_modules() if isinstance(module, InFloat32)]
     named = model.named_modules()
     return {name: module for name, module in named if any(f"{name}.".startswith(root) for root in roots)}

@@ -1,19 +1,15 @@
-"""Precision as a value: which there are, what each needs of a device, and which one a trial runs.
+"""The table of precisions, their support by devices, and the precision of a trial.
 
-A precision is a row of the table below. It says in which dtype the weights are kept, in which dtype
-autocast computes matrix products, whether fp32 products may use TF32, and whether the loss is scaled.
-Why these differ: bf16 keeps fp32's exponent (8 bits) and loses mantissa (8 bits with the hidden one), so
-nothing overflows but every product is rounded to about 3 significant digits. fp16 keeps 11 bits of
-mantissa and only 5 of exponent: largest number 65504, smallest normal one 6.1e-5, so activations overflow and
-gradients vanish unless the loss is scaled up before the backward pass and down before the update
-(Micikevicius et al. 2018, arXiv 1710.03740). TF32 rounds the inputs of an fp32 product to 11 bits.
+A row of the table has the dtype of the weights, the dtype of matrix products under autocast, TF32, and loss
+scaling. bf16 keeps fp32's exponent (8 bits) and loses mantissa (8 bits with the hidden one), so nothing
+overflows but every product is rounded to about 3 significant digits. fp16 keeps 11 bits of mantissa and only
+5 of exponent (65504 to 6.1e-5). Activations overflow and gradients vanish unless the loss is scaled up before
+the backward pass and down before the update (Micikevicius et al. 2018, arXiv 1710.03740). TF32 rounds the
+inputs of an fp32 product to 11 bits.
 
-What a device can do is asked for *native* support. PyTorch computes bf16 and fp16 on devices without the
-instructions too, tens of times slower than fp32; such a precision is `emulated`, and a study must allow it.
-A requested precision is never replaced silently: `resolve` either gives it, or says what it gave instead
-and why, or raises.
-
-This module does not import PyTorch: `amp.py` turns the values into autocast, scaler and flags.
+Support means *native* support. PyTorch computes bf16 and fp16 without the instructions too, tens of times
+slower than fp32; this is `emulated`, and a study must allow it. `resolve` never replaces a precision
+silently: it returns the requested one, or another one with the reason, or raises.
 """
 
 from __future__ import annotations
@@ -32,16 +28,15 @@ from hpo.versions import install_hint
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
 PRECISION = "fp_precision"
-"""The setting of a trial that names its precision."""
 BASE_PRECISION = "base_precision"
-"""The setting that names how the frozen weights under an adapter are stored."""
+"""Setting for the storage of frozen weights under an adapter."""
 OPTIMIZER_STATE = "optimizer_state"
-"""The setting that names how the optimiser keeps its moments."""
+"""Setting for the storage of the optimiser's moments."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """One way to compute a trial. dtypes by PyTorch's names."""
+    """A row of the table. dtypes by PyTorch's names."""
 
     name: str
     weights: str = "float32"
@@ -53,23 +48,23 @@ class Precision:
     """Linear layers are replaced by torchao's float8 ones."""
     aliases: tuple[str, ...] = ()
     falls_back_to: str | None = None
-    """What `amp.on_unsupported: fallback` tries next."""
+    """The next precision under `amp.on_unsupported: fallback`."""
     frozen: str = "fp32"
-    """How linear layers that are not trained are stored, a `base_precision`; fp32: as `weights` says."""
+    """The `base_precision` of frozen linear layers. fp32: like `weights`."""
 
     @property
     def changes_weights(self) -> bool:
-        """Whether weights that are fp32 ones are changed to compute in it."""
+        """Whether it converts fp32 weights."""
         return self.float8 or self.weights != "float32"
 
     @property
     def linear_dtype(self) -> str:
-        """The dtype that a linear layer's output has when this precision really runs."""
+        """dtype of a linear layer's output."""
         return self.autocast or self.weights
 
     @property
     def products(self) -> str:
-        """What matrix products are computed in: `float8`, `tf32` or a dtype."""
+        """Format of matrix products: `float8`, `tf32` or a dtype."""
         return "float8" if self.float8 else "tf32" if self.tf32 else self.linear_dtype
 
 
@@ -89,7 +84,7 @@ ALIASES = {alias: precision.name for precision in PRECISIONS.values() for alias 
 
 
 def canonical_precision(name: str) -> str:
-    """`bf16-mixed` -> `bf16`. Raises ValueError with the nearest name for an unknown one."""
+    """`bf16-mixed` -> `bf16`. Raises ValueError for an unknown name."""
     canonical = ALIASES.get(name, name)
     if canonical not in PRECISIONS:
         known = [*PRECISION_NAMES, *ALIASES]
@@ -98,21 +93,20 @@ def canonical_precision(name: str) -> str:
 
 
 class AmpConfig(Section):
-    """Mixed precision and loss scaling. A key left out takes the value of the preset."""
+    """Mixed precision and loss scaling. A missing key takes the value of the preset."""
 
     preset: Literal["auto", "basic", "advanced", "ultra"] = "auto"
     """`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, cudnn benchmark,
-    statistics. `ultra`: as advanced with bf16, and micro-batches that are not finite run again in fp32.
-    `auto`: the best native precision of the device. The precision of a preset counts only where
+    statistics. `ultra`: like `advanced` with bf16, and micro-batches with a loss that is not finite run again
+    in fp32. `auto`: the best native precision of the device. The preset's precision counts only if
     `fp_precision` is neither fixed nor searched."""
     on_unsupported: Literal["skip", "prune", "fallback", "fail"] = "skip"
-    """What a worker does with a precision that its device lacks: `skip` draws it in no trial and leaves it to
-    other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the nearest precision that
-    works (bf16, fp16, fp32), says so on the trial and leaves it out of precision statistics; `fail` ends it
-    as `failed`."""
+    """For a precision that the device lacks. `skip`: the worker draws it in no trial and leaves it to other
+    devices. `prune`: the trial ends as `unsupported`. `fallback`: the trial runs the nearest precision (bf16,
+    fp16, fp32), records the change and does not count in precision statistics. `fail`: it ends as `failed`.
+    """
     allow_emulated: Switch = False
-    """Run a precision that the device only emulates (slowly) instead of treating it as unsupported. The trial
-    is marked as emulated."""
+    """Run emulated (slow) precisions instead of treating them as unsupported. The trial records this."""
     init_scale: float = Field(65536.0, gt=0, le=1e38)
     """fp16: first factor of the loss."""
     growth_factor: float = Field(2.0, gt=1)
@@ -122,23 +116,22 @@ class AmpConfig(Section):
     growth_interval: Count = 2000
     """fp16: steps without an overflow before the scale grows."""
     min_scale: float = Field(1.0, gt=0)
-    """fp16: a step that overflows with the scale at or under this floor ends the trial as `nonfinite`."""
+    """fp16: an overflow with the scale at or under this floor ends the trial as `nonfinite`."""
     tf32: Switch | None = None
-    """TF32 for the products that autocast leaves in fp32. It never touches `fp_precision: fp32`, which is
-    IEEE fp32. On AMD GPUs it must be false."""
+    """TF32 for the fp32 products under autocast. `fp_precision: fp32` stays IEEE fp32. Must be false on AMD
+    GPUs."""
     cudnn_benchmark: Switch | None = None
     """`torch.backends.cudnn.benchmark`."""
     fallback_to_fp32: Switch | None = None
     """Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for every micro-batch."""
     max_fp32_fallbacks: Whole = Field(3, ge=0)
-    """Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."""
+    """Most fp32 repeats in one epoch; one more ends the trial as `nonfinite`."""
     memory_fraction: float | None = Field(None, gt=0, le=1)
-    """CUDA: share of the device's memory that one worker may take."""
+    """CUDA: one worker's share of the device's memory."""
     track_stats: Switch | None = None
     """Keep statistics of the loss scale and of skipped steps."""
 
 
-# preset: its precision (None: the best of the device), and which of these switches are on
 _SWITCHES = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
 PRESETS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "basic": ("fp32", ()),
@@ -146,15 +139,16 @@ PRESETS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "ultra": ("bf16", _SWITCHES),
     "auto": (None, ("cudnn_benchmark", "track_stats")),
 }
+"""{preset: (its precision, switches turned on)}. None: the best precision of the device."""
 
 _AUTO_ORDER = ("bf16", "fp16", "tf32", "fp32")
-"""The fastest first; all of them rarely change a result."""
+"""The fastest first. All of them rarely change a result."""
 
 
 def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]:
-    """Fill what `config` leaves open from its preset; also return the preset's precision on `device`.
+    """Return the config with all switches set, and the preset's precision on `device`.
 
-    Raises InputError where the result has TF32 and the device is an AMD GPU.
+    Raises InputError for TF32 on an AMD GPU.
     """
     precision, switched_on = PRESETS[config.preset]
     filled = {name: name in switched_on for name in _SWITCHES if getattr(config, name) is None}
@@ -170,13 +164,13 @@ def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]
 
 @dataclass(frozen=True)
 class Support:
-    """What a device makes of a precision; `reason` is empty when it is native."""
+    """Support of a precision by a device. `reason` is empty if it is native."""
 
     level: SupportLevel
     reason: str = ""
 
 
-# By `Precision.products`: the first CUDA compute capability, and the CPUs, with instructions for them.
+# By `Precision.products`: the first CUDA compute capability and the CPU features with instructions for them.
 _CAPABILITY = {"float8": (8, 9), "tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0), "float32": (0, 0)}
 _CPUS = {
     "bfloat16": ("AMX or AVX512-BF16", {"amx_bf16", "avx512_bf16", "arm_bf16"}),
@@ -194,50 +188,61 @@ _AMD_MATRICES = {
 
 
 def support(name: str, device: DeviceInfo) -> Support:
-    """Whether `device` runs the precision natively, emulates it, or cannot run it.
+    """Return the support of a precision: native, emulated or unsupported.
 
     Sources: CUDA programming guide, "Arithmetic instructions" by compute capability; oneDNN, "Data
     types", for CPUs; torchao's float8 training needs compute capability 8.9.
     """
     products = PRECISIONS[name].products
     level: SupportLevel = "unsupported" if products in ("float8", "tf32") else "emulated"
-    needed = "compute capability >= {}.{}".format(*_CAPABILITY[products])
     if device.gcn_arch:
-        return _amd_support(name, level, device)
-    if device.type == "cpu":
-        if level == "unsupported":
-            return Support(level, f"`{name}` needs CUDA with {needed}, but this is a CPU ({device.name}).")
-        wanted, features = _CPUS.get(products, ("", set()))
-        if not features or features & device.cpu_features:
-            return Support("native")
-        return Support(level, f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks.")
-    if products == "float8" and not device.has_torchao:
-        return Support(level, f"`fp8` needs the package torchao. {install_hint('fp8')}")
-    native = (device.compute_capability or (0, 0)) >= _CAPABILITY[products]
-    if products == "bfloat16" and device.cuda_bf16 is not None:
-        native = device.cuda_bf16
-    if native:
-        return Support("native")
-    capability = device.compute_capability
-    has = "does not report its own" if capability is None else "has {}.{}".format(*capability)
-    return Support(level, f"`{name}` needs {needed}, but this {device.name} {has}.")
+        reason = _lack_of_amd_gpu(name, level, device)
+    elif device.type == "cpu":
+        reason = _lack_of_cpu(name, level, device)
+    else:
+        reason = _lack_of_nvidia_gpu(name, device)
+    return Support(level, reason) if reason else Support("native")
 
 
-def _amd_support(name: str, level: SupportLevel, device: DeviceInfo) -> Support:
+def _lack_of_cpu(name: str, level: SupportLevel, device: DeviceInfo) -> str:
+    products = PRECISIONS[name].products
     if level == "unsupported":
-        return Support(level, f"`{name}` is not supported on AMD GPUs: nobody has checked it on one.")
+        needed = "CUDA with compute capability >= {}.{}".format(*_CAPABILITY[products])
+        return f"`{name}` needs {needed}, but this is a CPU ({device.name})."
+    wanted, features = _CPUS.get(products, ("", device.cpu_features))
+    if not wanted or features & device.cpu_features:
+        return ""
+    return f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks."
+
+
+def _lack_of_nvidia_gpu(name: str, device: DeviceInfo) -> str:
+    products, capability = PRECISIONS[name].products, device.compute_capability
+    if products == "float8" and not device.has_torchao:
+        return f"`fp8` needs the package torchao. {install_hint('fp8')}"
+    is_native = (capability or (0, 0)) >= _CAPABILITY[products]
+    if products == "bfloat16" and device.cuda_bf16 is not None:
+        is_native = device.cuda_bf16
+    if is_native:
+        return ""
+    needed = "compute capability >= {}.{}".format(*_CAPABILITY[products])
+    has = "does not report its own" if capability is None else "has {}.{}".format(*capability)
+    return f"`{name}` needs {needed}, but this {device.name} {has}."
+
+
+def _lack_of_amd_gpu(name: str, level: SupportLevel, device: DeviceInfo) -> str:
+    if level == "unsupported":
+        return f"`{name}` is not supported on AMD GPUs: nobody has checked it on one."
     if PRECISIONS[name].products == "float32" or device.gcn_name in _AMD_MATRICES:
-        return Support("native")
-    return Support(
-        level,
+        return ""
+    return (
         f"`{name}` needs an AMD GPU with matrix instructions for it, and {device.gcn_name} ({device.name}) "
-        "is not known to have them.",
+        "is not known to have them."
     )
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """Which precision a trial runs, and why it is not the requested one if it is not."""
+    """The precision of a trial, and the reason if it is not the requested one."""
 
     requested: str
     effective: str
@@ -252,10 +257,10 @@ class Resolution:
 
 
 def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
-    """Decide what a trial that asks for `requested` runs on `device`.
+    """Return the precision for a trial that requests `requested` on `device`.
 
-    When the device cannot run it (or only emulates it and the study does not allow that), raises
-    Unsupported under `on_unsupported: skip` and `prune`, and Failed under `fail`.
+    If the device lacks it, or emulates it without the study's consent, raises Unsupported under
+    `on_unsupported: skip` and `prune`, and Failed under `fail`.
     """
     answer = support(requested, device)
     if _usable(answer, config):
@@ -273,7 +278,7 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
 
 
 def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -> dict[str, str]:
-    """{precision: reason} of those of `precisions` that `resolve` would not run on `device` as they are."""
+    """Return {precision: reason} of the precisions that `device` cannot run."""
     answers = {name: support(name, device) for name in precisions}
     return {name: one.reason for name, one in answers.items() if not _usable(one, config)}
 
@@ -281,7 +286,7 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
 def lacking_choices(
     values: Mapping[str, Iterable[Any]], device: DeviceInfo, config: AmpConfig
 ) -> dict[str, str]:
-    """{choice_name: reason} of the values, by setting, that `device` lacks."""
+    """Return {choice_name: reason} of the values that `device` lacks. `values` are by setting."""
     bases = {name: base_lacks(name, device) for name in values.get(BASE_PRECISION, ())}
     return left_out(values.get(PRECISION, ()), device, config) | {
         choice_name(BASE_PRECISION, name): reason for name, reason in bases.items() if reason
@@ -293,12 +298,12 @@ def _usable(answer: Support, config: AmpConfig) -> bool:
 
 
 def choice_name(setting: str, value: object) -> str:
-    """What a device may leave out, by one name: `bf16` of `fp_precision`, or `base_precision=nf4`."""
+    """Return the name of a choice: `bf16` for `fp_precision: bf16`, or `base_precision=nf4`."""
     return str(value) if setting == PRECISION else f"{setting}={value}"
 
 
 def named_choices(params: Mapping[str, Any]) -> list[str]:
-    """The `choice_name` of each of a trial's parameters that a device may lack."""
+    """Return the `choice_name` of each parameter that a device may lack."""
     return [choice_name(name, params[name]) for name in (PRECISION, BASE_PRECISION) if name in params]
 
 

@@ -1,4 +1,4 @@
-"""What limits the conclusions that a study allows, and what can be done about it."""
+"""Limits of the conclusions from a study, each with its remedy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pandas as pd
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.outcome import Outcome
-from hpo.report.limits import no_better_than_constant
-from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
-from hpo.report.verdicts import chosen_on_test
+from hpo.report.best_screens import constant_warnings, split_warnings
+from hpo.report.formats import format_percent, plural
+from hpo.report.tables import ON, UNKNOWN, StudyTables, differing_settings, fell_back, precision_order
 from hpo.study.reading.study_record import (
     StudyRecord,
     complete_trials,
@@ -21,7 +21,7 @@ from hpo.study.reading.study_record import (
 )
 
 LOW_UTILIZATION = 0.8
-"""Below this share of busy time the report says what to raise. Above it a GPU may still have much to spare:
+"""Share of busy time below which the report says what to raise. A busier GPU may still have much to spare:
 see `hpo.device.Utilization`."""
 
 
@@ -31,22 +31,17 @@ class Notice(NamedTuple):
 
 
 def caveats(tables: StudyTables) -> list[Notice]:
-    """The notices of this study, most serious first."""
+    """Return the notices of this study, most serious first."""
+    record = tables.record
+    measure_again = "Measure it again on texts that were not used to choose the model."
     return [
         *_precision_caveats(tables.trials),
-        *(Notice(*said) for said in unverified_precisions(tables.record)),
-        *(Notice(*said) for said in lost_weights(tables.record)),
-        *(
-            Notice(text, "Measure it again on texts that were not used to choose the model.")
-            for text in chosen_on_test(tables.record)
-        ),
-        *(
-            Notice(text, "The model may have learned nothing from the texts.")
-            for text in no_better_than_constant(tables.record)
-        ),
-        *_not_run(tables.undrawn),
+        *(Notice(*pair) for pair in (*unverified_precisions(record), *lost_weights(record))),
+        *(Notice(text, measure_again) for text in split_warnings(record)),
+        *(Notice(text, "The model may have learned nothing.") for text in constant_warnings(record)),
+        *_undrawn_caveats(tables.undrawn),
         *_speed_caveats(tables),
-        *_lost_text(tables.record),
+        *_lost_text(record),
         *_comparison_caveats(tables),
     ]
 
@@ -55,8 +50,7 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     invalid = trials[trials["outcome"].eq(Outcome.INVALID)]
     if len(invalid):
         yield Notice(
-            f"{_trials(invalid)} {'is' if len(invalid) == 1 else 'are'} invalid: "
-            f"{' '.join(invalid['reason'].unique())}",
+            f"Invalid: {_trials(invalid)}. {' '.join(invalid['reason'].unique())}",
             "They say nothing about a precision. Correct the model, the data or the metric.",
         )
     disagree = trials[trials["agrees"].eq(False) & trials["effective"].eq(trials["precision"])]
@@ -78,29 +72,28 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     emulated = trials[trials["support"].eq("emulated") & trials["effective"].notna()]
     if len(emulated):
         yield Notice(
-            f"{_on_devices(emulated, ' was emulated')}, because the device has no instructions for it.",
-            "Its speed here says nothing about a device that has such instructions. "
+            f"Emulated, because the device has no instructions for it: {_on_devices(emulated)}.",
+            "Its speed here says nothing about a device with such instructions. "
             "Leave `amp.allow_emulated` off where time matters.",
         )
     degraded = trials[trials["compatibility"].eq("degraded")]
     if len(degraded):
         yield Notice(
-            f"{_trials(degraded)}: the compatibility check found larger errors than usual against fp32 "
+            f"{_trials(degraded)}: larger errors than usual against fp32 in the compatibility check "
             f"({_on_devices(degraded)}).",
             "Look at `compatibility` in the trial's telemetry before trusting a small difference in metric.",
         )
 
 
-def _not_run(undrawn: dict[str, str]) -> Iterator[Notice]:
+def _undrawn_caveats(undrawn: dict[str, str]) -> Iterator[Notice]:
     if lacking := {name: reason for name, reason in undrawn.items() if reason}:
         yield Notice(
             f"Not run here: {_names(lacking)}. {' '.join(dict.fromkeys(lacking.values()))}",
             "This study has no result for it. Start a worker on a device that supports it.",
         )
-    if open_still := undrawn.keys() - lacking.keys():
+    if untried := undrawn.keys() - lacking.keys():
         yield Notice(
-            f"No trial tried {_names(open_still)}.",
-            "This study has no result for it. Raise `n_trials`.",
+            f"No trial tried {_names(untried)}.", "This study has no result for it. Raise `n_trials`."
         )
 
 
@@ -117,43 +110,40 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
             "Compare scores, speed and memory only within one kind: each kind has rows of its own.",
         )
-        for metric in tables.record.metric_names:
-            if metric in MEASURED_METRICS:
-                yield Notice(
-                    f"The objective `{metric}` was measured on {len(devices)} kinds of device.",
-                    "The best trial may be best because of its device. Search on one kind of device.",
-                )
+        for metric in [name for name in tables.record.metric_names if name in MEASURED_METRICS]:
+            yield Notice(
+                f"The objective `{metric}` was measured on {len(devices)} kinds of device.",
+                "The best trial may be best because of its device. Search on one kind of device.",
+            )
     for device in devices:
         utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()
-        if not utilization.median() < LOW_UTILIZATION:
-            continue
-        busy = f"{utilization.median():.0%} of the time (median of {len(utilization)} trials)"
-        yield Notice(
-            f"{device} was busy {busy}.",
-            "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
-            "counts any running kernel as busy, so less of it may be in use.",
-        )
+        if utilization.median() < LOW_UTILIZATION:
+            busy = f"{format_percent(utilization.median())} of the time"
+            yield Notice(
+                f"{device} was busy {busy} (median of {plural(len(utilization), 'trial')}).",
+                "Raise `batch_size` (or `micro_batch_size`), or run more workers per device. On a GPU, NVML "
+                "counts any running kernel as busy, so its real use may be lower.",
+            )
 
 
 def _lost_text(record: StudyRecord) -> Iterator[Notice]:
-    losing = [
-        (sum(data["num_lost_spans"].values()), data["num_cut_examples"], trial.number, data)
-        for trial in record.trials
-        if (data := trial.telemetry.get("data"))
-        and (data["num_cut_examples"] or any(data["num_lost_spans"].values()))
-    ]
-    if not losing:
+    losses = []
+    for trial in record.trials:
+        if data := trial.telemetry.get("data"):
+            num_lost = sum(data["num_lost_spans"].values())
+            losses += [(num_lost, data["num_cut_examples"], trial.number, data)]
+    losses = [one for one in losses if one[0] or one[1]]
+    if not losses:
         return
-    # Trials may differ in max_length: the one that lost most speaks for all.
-    num_lost, num_cut, number, data = max(losing, key=lambda one: one[:3])
+    # Trials may differ in max_length: the notice describes the one that lost most.
+    _, num_cut, number, data = max(losses, key=lambda one: one[:3])
     advice = "Nothing is learned from it. Raise `max_length`, or set `data.long_text: window`"
-    spans = ""
+    lost = {task: num for task, num in sorted(data["num_lost_spans"].items()) if num}
+    spans = "".join(f", {num:,} true spans of {task} lost" for task, num in lost.items())
     if data["num_lost_spans"]:
-        by_task = ", ".join(f"{task} {num:,}" for task, num in sorted(data["num_lost_spans"].items()) if num)
-        spans = f", {num_lost:,} true spans lost ({by_task})" if num_lost else ", no true span lost"
-        advice += "; a span that no window holds whole needs a larger `data.stride`"
+        advice += "; a span longer than the overlap of windows needs a larger `data.stride`"
     yield Notice(
-        f"{_count(len(losing))} lost training text at `max_length`; most in trial {number}: "
+        f"Training text was cut at `max_length` in {plural(len(losses), 'trial')}; most in trial {number}: "
         f"{num_cut:,} of {data['num_examples']:,} texts cut{spans}.",
         f"{advice}.",
     )
@@ -181,23 +171,19 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
     if len(tried) > 1:
         yield Notice(
             f"The precision table compares different configurations (settings: {', '.join(settings)}).",
-            "It shows what the search found under each precision, not the effect of precision alone.",
+            "It shows the search's result under each precision, not the effect of precision alone.",
         )
 
 
 def _trials(trials: pd.DataFrame) -> str:
     numbers = [str(number) for number in trials["number"]]
     shown = ", ".join(numbers[:8]) + (" ..." if len(numbers) > 8 else "")
-    return f"{_count(len(numbers))} (number {shown})"
+    return f"{plural(len(numbers), 'trial')} (number {shown})"
 
 
-def _count(num_trials: int) -> str:
-    return f"{num_trials} trial{'s' if num_trials > 1 else ''}"
-
-
-def _on_devices(trials: pd.DataFrame, did: str = "") -> str:
+def _on_devices(trials: pd.DataFrame) -> str:
     """`bf16 on Tesla T4, fp8 on Example CPU`."""
-    pairs = trials["precision"] + did + ON + trials["device"].fillna("not known")
+    pairs = trials["precision"] + ON + trials["device"].fillna(UNKNOWN)
     return ", ".join(sorted(pairs.unique()))
 
 

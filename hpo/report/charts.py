@@ -1,15 +1,22 @@
-"""The charts of a study as plain numbers: what is drawn. `figures.py` says how."""
+"""Charts of a study, drawn by plotly in the report and the dashboard.
+
+Colours are those of Okabe and Ito (2008): people with the common colour-blindnesses can tell them apart.
+"""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
+from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.formats import format_metric, format_number, format_seconds
+from hpo.report.formats import format_interval, format_metric, format_number, format_seconds, format_value
 from hpo.report.tables import (
     ON,
     StudyTables,
@@ -18,236 +25,307 @@ from hpo.report.tables import (
     objective_column,
     searched_parameters,
 )
-from hpo.report.verdicts import forests
 from hpo.study.sampling.fronts import pareto_front
 
-LINE_COLOR = "#333333"
-"""The colour of what is computed over several trials."""
+PRECISION_STYLES = {
+    # precision: (colour, marker)
+    "fp32": ("#0072B2", "circle"),
+    "tf32": ("#56B4E9", "square"),
+    "bf16": ("#D55E00", "diamond"),
+    "fp16": ("#E69F00", "triangle-up"),
+    "bf16-true": ("#CC79A7", "triangle-down"),
+    "fp8": ("#009E73", "pentagon"),
+}
+_OTHER_STYLE = ("#6B6B6B", "x-thin-open")
+_LINE_COLOR, _GRID_COLOR, _AXIS_COLOR, _TEXT_COLOR = "#333333", "#E3E6EA", "#9AA4AF", "#22272E"
 
 MAX_CURVES = 24
-"""More learning curves than this cannot be told apart; the best ones are drawn."""
+"""Largest number of learning curves; the best ones are drawn."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the report."""
+
+    key: str
+    title: str
+    figure: go.Figure
+    caption: str = ""
+
+    def with_title(self) -> go.Figure:
+        """Return the figure with its title, of the size of its container."""
+        title = {"text": _text(self.title), "x": 0.01}
+        return go.Figure(self.figure).update_layout(title=title, height=None, margin_t=48)
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
-    """The charts of the report that have something to show, in its order.
+    """Return the charts of the report in its order.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
-    charts = forests(tables)
-    charts += [objectives(tables)] if len(metrics) > 1 else []
-    for index in range(len(metrics)):
-        charts += [history(tables, index), precision_metric(tables, index)]
-    if not {"train_examples_per_second", "train_tokens_per_second"} & set(metrics):
-        charts += metric_throughput(tables)
-    charts += [learning_curves(tables, index) for index in range(len(metrics))]
-    return [chart for chart in charts if chart.series]
+    charts = forests(tables.record.comparisons)
+    if not tables.complete.empty:
+        charts += [objectives(tables)] if len(metrics) > 1 else []
+        for index in range(len(metrics)):
+            charts += [history(tables, index), *precision_metric(tables, index)]
+        if not {"train_examples_per_second", "train_tokens_per_second"} & set(metrics):
+            charts += metric_throughput(tables)
+    return charts + [chart for index in range(len(metrics)) for chart in learning_curves(tables, index)]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
+    """Plot an objective by trial, with the best so far."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
-    key, title = _key("history", index), f"{metric} by trial"
     rows = tables.complete
-    if rows.empty:
-        return Chart(key, title)
     values = _objective(rows, metric)
     met = values[rows["meets_limits"].eq(True)]
     best = met.cummax() if direction == "maximize" else met.cummin()
-    return Chart(
-        key,
-        title,
-        x_label="trial number",
-        y_label=_label(metric),
-        series=[
-            *_points(rows, rows["number"].astype(float), values),
-            Series("best so far", LINE_COLOR, list(rows["number"][met.index]), list(best), "steps_after"),
-        ],
-        caption=f"{len(rows)} complete trials. The line is the best so far ({direction}).",
-        x_whole=True,
-    )
+    line = _line("best so far", list(rows["number"][met.index]), list(best), shape="hv")
+    figure = _figure([*_points(rows, rows["number"], values), line], "trial number", _label(metric))
+    caption = f"{len(rows)} complete trials. The line is the best so far ({direction})."
+    return Chart(_key("history", index), f"{metric} by trial", figure, caption)
 
 
-def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
+def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
+    """Plot an objective by the precision that ran."""
     metric = tables.record.metric_names[index]
-    key, title = _key("precision_metric", index), f"{metric} by precision"
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
-        return Chart(key, title)
+        return
     groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     for position, (_, group) in enumerate(groups):
         # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
-    ticks = [(group.replace(ON, "\non ").replace(", ", "\n"), len(points)) for group, points in groups]
-    formats = ", ".join(["Groups: precision", *tables.formats.columns]) + ". "
+    names = [(group.replace(ON, "\non ").replace(", ", "\n"), len(points)) for group, points in groups]
+    figure = _figure(list(_points(rows, x, y)), y_label=_label(metric))
+    # Slanted to the left where they do not fit: to the right, plotly hides the last one.
+    ticks = _category_axis([f"{name} (n = {num})" for name, num in names])
+    figure.update_xaxes(**ticks, autotickangles=[0, -45, -90])
+    formats = ", ".join(["Groups: precision", *tables.formats]) if tables.formats else ""
     differing = ", ".join(differing_settings(rows))
-    caption = f"The trials differ in these settings too: {differing}." if differing else ""
-    return Chart(
-        key,
-        title,
-        y_label=_label(metric),
-        series=_points(rows, x, y),
-        x_ticks=[f"{group} (n = {num})" for group, num in ticks],
-        caption=(formats if tables.formats.columns else "") + caption,
-    )
+    other = f"The trials differ in these settings too: {differing}" if differing else ""
+    caption = " ".join(f"{text}." for text in (formats, other) if text)
+    yield Chart(_key("precision_metric", index), f"{metric} by precision", figure, caption)
 
 
 def metric_throughput(tables: StudyTables) -> list[Chart]:
-    """The first objective against training throughput, with its Pareto front, on each kind of device."""
-    title = f"{tables.record.metric_names[0]} against training throughput"
-    return [
-        _metric_throughput(tables, rows, f"metric_throughput{place}", title + on)
-        for rows, place, on in _by_device(tables, tables.complete)
-    ]
+    """Plot the first objective against training throughput, one chart for each kind of device."""
+    title, complete, devices = (
+        f"{tables.record.metric_names[0]} against training throughput",
+        tables.complete,
+        tables.devices,
+    )
+    parts = [("", title, complete)]
+    if len(devices) > 1:
+        parts = [
+            (f"_device_{place}", f"{title}{ON}{device}", complete[complete["device"].eq(device)])
+            for place, device in enumerate(devices, 1)
+        ]
+    return [chart for key, title, rows in parts for chart in _throughput(tables, rows, key, title)]
 
 
-def _metric_throughput(tables: StudyTables, complete: pd.DataFrame, key: str, title: str) -> Chart:
+def _throughput(tables: StudyTables, complete: pd.DataFrame, key: str, title: str) -> Iterator[Chart]:
     metric, direction = tables.record.metric_names[0], tables.record.directions[0]
     rows = complete[complete["counts_for_speed"]]
     if rows.empty:
-        return Chart(key, title)
+        return
     speed, values = rows["train_examples_per_second"], _objective(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
-    caption = _front_caption(rows, front)
-    if left_out := len(complete) - len(rows):
-        caption += f" {left_out} left out: device shared, fell back, or no speed measured."
-    return Chart(
-        key,
-        title,
-        x_label="training throughput (examples/s)",
-        y_label=_label(metric),
-        series=[*_points(rows, speed, values), _front_line(front, speed, values, "maximize")],
-        x_log=bool(speed.max() > 20 * speed.min() > 0),
-        caption=caption,
-    )
+    traces = [*_points(rows, speed, values), _front_line(front, speed, values, "maximize")]
+    figure = _figure(traces, "training throughput (examples/s)", _label(metric))
+    if speed.max() > 20 * speed.min() > 0:
+        figure.update_xaxes(type="log")
+    omitted = len(complete) - len(rows)
+    reasons = f" {omitted} omitted: device shared, fell back, or no speed measured." if omitted else ""
+    yield Chart(f"metric_throughput{key}", title, figure, _front_caption(rows, front) + reasons)
 
 
 def objectives(tables: StudyTables) -> Chart:
-    """The first two objectives against each other with the Pareto front of all objectives."""
-    metrics, directions = tables.record.metric_names, tables.record.directions
-    key, title = "objectives", f"{metrics[1]} against {metrics[0]}"
-    rows = tables.complete
-    if rows.empty:
-        return Chart(key, title)
+    """Plot the first two objectives against each other with the Pareto front of all objectives."""
+    metrics, directions, rows = tables.record.metric_names, tables.record.directions, tables.complete
     x, y = _objective(rows, metrics[0]), _objective(rows, metrics[1])
     front = rows[rows["number"].isin([trial.number for trial in tables.best])]
-    series = _points(rows, x, y)
+    traces = list(_points(rows, x, y))
     if len(metrics) == 2:
-        series.append(_front_line(front, x, y, directions[0]))
-    return Chart(
-        key,
-        title,
-        x_label=f"{_label(metrics[0])}, {directions[0]}",
-        y_label=f"{_label(metrics[1])}, {directions[1]}",
-        series=series,
-        caption=_front_caption(rows, front),
-    )
+        traces.append(_front_line(front, x, y, directions[0]))
+    labels = [f"{_label(metric)}, {way}" for metric, way in zip(metrics[:2], directions[:2], strict=True)]
+    title = f"{metrics[1]} against {metrics[0]}"
+    return Chart("objectives", title, _figure(traces, *labels), _front_caption(rows, front))
 
 
-def learning_curves(tables: StudyTables, index: int = 0) -> Chart:
+def learning_curves(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
+    """Plot an objective while training, of the best trials."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
-    key, title, evaluations = _key("learning_curves", index), f"{metric} while training", tables.evaluations
-    if metric in evaluations:
-        evaluations = evaluations.dropna(subset=[metric, "epoch"])
-    if metric not in evaluations or evaluations.empty:
-        return Chart(key, title)
+    evaluations = tables.evaluations
+    if metric not in evaluations:
+        return
+    evaluations = evaluations.dropna(subset=[metric, "epoch"])
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
+    if chosen.empty:
+        return
     outcomes = tables.trials.set_index("number")["outcome"]
-    series: list[Series] = []
+    traces = []
     shown = evaluations[evaluations["number"].isin(chosen)]
     for precision, group in _by_group(shown, shown["precision"]):
-        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        color, symbol = PRECISION_STYLES.get(precision, _OTHER_STYLE)
         # The first curve stands in the legend: a complete one, if any.
         curves = sorted(group.groupby("number"), key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
         for place, (number, curve) in enumerate(curves):
             trial = f"trial {number}, {precision}, {outcomes[number]}"
-            series.append(
-                Series(
-                    precision,
-                    color,
-                    list(curve["epoch"]),
-                    list(_shown(curve[metric], metric)),
-                    "line",
-                    markers=markers,
-                    with_markers=True,
-                    dashed=outcomes[number] != Outcome.COMPLETE,
-                    hover=[f"{trial}\n{metric} {format_metric(metric, value)}" for value in curve[metric]],
-                    in_legend=place == 0,
-                )
-            )
+            texts = [_text(f"{trial}\n{metric} {format_metric(metric, value)}") for value in curve[metric]]
+            is_dashed = outcomes[number] != Outcome.COMPLETE
+            x, y = list(curve["epoch"]), list(_scaled(curve[metric], metric))
+            line = _line(precision, x, y, color=color, dash="dash" if is_dashed else "solid")
+            marker = {"symbol": symbol, "size": 6}
+            line |= {"mode": "lines+markers", "marker": marker, "showlegend": place == 0}
+            traces.append(line | {"hovertext": texts, "hoverinfo": "text"})
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
-    return Chart(key, title, x_label="epoch", y_label=_label(metric), series=series, caption=caption)
+    figure = _figure(traces, "epoch", _label(metric))
+    yield Chart(_key("learning_curves", index), f"{metric} while training", figure, caption)
 
 
-def _label(metric: str) -> str:
-    return f"{metric[: -len('_bytes')].replace('_', ' ')} (GiB)" if metric.endswith("_bytes") else metric
+def forests(comparisons: Mapping[str, Any]) -> list[Chart]:
+    """Plot the difference of each precision to fp32 with its interval, for each comparison with verdicts."""
+    return [_forest(name, result) for name, result in comparisons.items() if result.get("verdicts")]
 
 
-def _shown(values: pd.Series, metric: str) -> pd.Series:
-    """In the unit of the metric's axis."""
-    return values.astype(float) / (2**30 if metric.endswith("_bytes") else 1)
-
-
-def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
-    return _shown(rows[objective_column(metric)], metric)
-
-
-def _by_group(rows: pd.DataFrame, groups: pd.Series) -> list[tuple[str, pd.DataFrame]]:
-    return sorted(rows.groupby(groups), key=lambda pair: group_order(pair[0]))
-
-
-def _by_device(tables: StudyTables, rows: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
-    """The rows of each kind of device, with what is added to their chart's key and title; one kind: all."""
-    if len(tables.devices) < 2:
-        return [(rows, "", "")]
-    return [
-        (rows[rows["device"].eq(device)], f"_device_{place}", f"{ON}{device}")
-        for place, device in enumerate(tables.devices, 1)
+def _forest(question: str, comparison: Mapping[str, Any]) -> Chart:
+    key, title = "verdicts", "Difference to fp32 on new seeds"
+    if question != "precisions":
+        key, title = f"{key}_{question}", f"{title}: {question.replace('_', ' ')}"
+    rows, margin = list(comparison["verdicts"])[::-1], comparison["margin"]
+    ends = [-0.6, len(rows) - 0.4]
+    traces = [
+        _line("no difference", [0.0] * 2, ends),
+        _line("margin", [-margin] * 2, ends, dash="dash"),
     ]
+    for position, row in enumerate(rows):
+        if not is_number(row["low"]):
+            continue
+        color, symbol = PRECISION_STYLES.get(row["precision"], _OTHER_STYLE)
+        interval = format_interval(row["difference"], row["low"], row["high"], "+")
+        point = _marker(row["precision"], [row["difference"]], [position], (color, symbol))
+        sides = [row["high"] - row["difference"]], [row["difference"] - row["low"]]
+        point["error_x"] = {"array": sides[0], "arrayminus": sides[1], "color": color}
+        text = _text(f"{row['name']}: {interval} {row['unit']}")
+        traces.append(point | {"hovertext": [text], "hoverinfo": "text", "showlegend": False})
+    names = [row["name"] if is_number(row["low"]) else f"{row['name']}\n(no interval)" for row in rows]
+    figure = _figure(traces, f"{rows[0]['unit']} of {rows[0]['metric']}", height=170 + 34 * len(rows))
+    figure.update_yaxes(**_category_axis(names))
+    caption = (
+        "Each end of an interval errs in at most 2.5% of comparisons, whenever they stop. As good: right of "
+        f"the margin of {margin:g}; worse: left of it."
+    )
+    return Chart(key, title, figure, caption)
 
 
-def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
-    series = []
+def _figure(
+    traces: Sequence[Mapping[str, Any]], x_label: str = "", y_label: str = "", height: int = 420
+) -> go.Figure:
+    axis = {"gridcolor": _GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": _AXIS_COLOR}
+    return go.Figure(list(traces)).update_layout(
+        template="none",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": _TEXT_COLOR},
+        hoverlabel={"align": "left"},
+        xaxis={**axis, "title": {"text": _text(x_label) or None}},
+        yaxis={**axis, "title": {"text": _text(y_label) or None, "standoff": 12}},
+        margin={"l": 8, "r": 12, "t": 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "y": 1.02},
+        height=height,
+    )
+
+
+def _marker(name: str, x: list[Any], y: list[Any], style: tuple[str, str]) -> dict[str, Any]:
+    color, symbol = style
+    size = 12 if symbol.startswith("triangle") else 10
+    outline = {"width": 0.8, "color": _LINE_COLOR}
+    marker = {"symbol": symbol, "color": color, "size": size, "opacity": 0.9, "line": outline}
+    return _trace(name, x, y) | {"mode": "markers", "marker": marker}
+
+
+def _line(name: str, x: list[Any], y: list[Any], **line: Any) -> dict[str, Any]:
+    line = {"color": _LINE_COLOR, "width": 1.8, **line}
+    return _trace(name, x, y) | {"mode": "lines", "line": line}
+
+
+def _trace(name: str, x: list[Any], y: list[Any]) -> dict[str, Any]:
+    shown = _text(name)
+    return {"type": "scatter", "name": shown, "legendgroup": shown, "x": x, "y": y, "hoverinfo": "name+y"}
+
+
+def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> Iterator[dict[str, Any]]:
     for precision, group in _by_group(rows, rows["precision"]):
-        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
-        places = list(x[group.index]), list(y[group.index])
-        series.append(Series(precision, color, *places, markers=markers, hover=_hover(group)))
-    return series
+        style = PRECISION_STYLES.get(precision, _OTHER_STYLE)
+        points = _marker(precision, list(x[group.index]), list(y[group.index]), style)
+        yield points | {"hovertext": _hover(group), "hoverinfo": "text"}
 
 
-def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: str) -> Series:
+def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: str) -> dict[str, Any]:
     order = x[front.index].sort_values().index
-    line = list(x[order]), list(y[order])
-    draw: Any = "steps_before" if x_direction == "maximize" else "steps_after"
-    return Series("Pareto front", LINE_COLOR, *line, draw, dashed=True)
+    shape = "vh" if x_direction == "maximize" else "hv"
+    return _line("Pareto front", list(x[order]), list(y[order]), dash="dash", shape=shape)
 
 
 def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
-    numbers = ", ".join(f"trial {number}" for number in front["number"])
-    return f"{len(rows)} complete trials. On the Pareto front: {numbers}."
+    numbers = ", ".join(map(str, front["number"]))
+    return f"{len(rows)} complete trials. On the Pareto front: trial {numbers}."
 
 
 def _hover(rows: pd.DataFrame) -> list[str]:
     metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
     names, texts = searched_parameters(rows), []
     for row in rows.to_dict("records"):
-        ran = "nothing" if pd.isna(row["effective"]) else row["effective"]
+        values = {name: row[f"param.{name}"] for name in names if not pd.isna(row[f"param.{name}"])}
         lines = [
             f"trial {row['number']}: {row['outcome']}",
-            f"requested {row['precision']}, ran {ran}",
-            *[f"{metric} {format_metric(metric, row[objective_column(metric)])}" for metric in metrics],
+            f"requested {row['precision']}, ran {row['effective']}",
+            *(f"{metric} {format_metric(metric, row[objective_column(metric)])}" for metric in metrics),
             f"{format_number(row['train_examples_per_second'])} examples/s",
             f"took {format_seconds(row['seconds'])}",
+            *(
+                f"{name} {format_number(value) if isinstance(value, float) else format_value(value)}"
+                for name, value in values.items()
+            ),
         ]
-        for name in names:
-            value = row[f"param.{name}"]
-            if not pd.isna(value):
-                lines.append(f"{name} {format_number(value) if isinstance(value, float) else value}")
-        texts.append("\n".join(lines))
+        texts.append(_text("\n".join(lines)))
     return texts
+
+
+def _by_group(rows: pd.DataFrame, groups: pd.Series) -> list[tuple[str, pd.DataFrame]]:
+    return sorted(rows.groupby(groups), key=lambda pair: group_order(pair[0]))
+
+
+def _category_axis(names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "tickmode": "array",
+        "tickvals": list(range(len(names))),
+        "ticktext": list(map(_text, names)),
+        "range": [-0.6, len(names) - 0.4],
+        "showgrid": False,
+    }
+
+
+def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
+    return _scaled(rows[objective_column(metric)], metric)
+
+
+def _scaled(values: pd.Series, metric: str) -> pd.Series:
+    """The values in the unit of the metric's axis."""
+    return values.astype(float) / (2**30 if metric.endswith("_bytes") else 1)
+
+
+def _label(metric: str) -> str:
+    return f"{metric[: -len('_bytes')].replace('_', ' ')} (GiB)" if metric.endswith("_bytes") else metric
+
+
+def _text(text: str) -> str:
+    """Escape a text, since plotly interprets some HTML in every text."""
+    return html.escape(text).replace("\n", "<br>")
 
 
 def _key(name: str, index: int) -> str:

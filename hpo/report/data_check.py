@@ -1,13 +1,11 @@
-"""A check of a study's data before training: facts, lengths, advice, and their tables as text."""
+"""A check of a study's data before training: facts, lengths and advice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pandas as pd
+from typing import Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
@@ -15,25 +13,23 @@ from hpo.data.advice import data_advice, study_lengths
 from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, data_facts, length_facts
 from hpo.data.dataset import load_data
 from hpo.models.encoder import load_tokenizer
-from hpo.report.formats import format_number
+from hpo.report.formats import format_number, format_percent
+from hpo.report.terminal import Part, Rows
 from hpo.tasks.tokenized_split import Windowing
 from hpo.trial.objectives import check_metrics
 
-if TYPE_CHECKING:
-    from hpo.report.terminal import Part
-
-QUANTILES = (50, 90, 99, 100)
+_QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}
 MAX_CLASSES = 12
-"""A terminal shows the classes of a task with at most so many; `--json` has them all."""
+"""Tasks with more classes have no table of classes; `--json` has them all."""
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What `check_data` finds."""
+    """Result of `check_data`."""
 
     study: str
     encoder: str
-    """The encoder whose tokenizer counted; the first of those that are searched."""
+    """Encoder of the tokenizer; the first of the searched ones."""
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
@@ -43,26 +39,86 @@ class DataCheck:
         return asdict(self)
 
     def text(self) -> Iterator[Part]:
-        """Tables of the splits, tasks, classes and lengths; then what to change."""
-        tables = {
-            f"{self.study}: splits": rows_table(self),
-            "rows of each source": sources_table(self),
-            "texts in two splits": leaks_table(self),
-            "labels": tasks_table(self),
-            **{
-                task.name: balance_table(task) for task in self.facts.tasks if len(task.labels) <= MAX_CLASSES
-            },
-            f"length in tokens of {self.encoder}, long_text {self.long_text}": cuts_table(self),
-        }
-        for title, table in tables.items():
-            yield title, table.rename(columns=lambda name: name.replace("`", ""))
+        """Show tables of the splits, tasks, classes and lengths, then the advice."""
+        yield f"{self.study}: splits", self._splits()
+        yield "rows of each source", self._sources()
+        yield "texts in two splits", self._leaks()
+        yield "labels", self._tasks()
+        yield from (
+            (task.name, class_table(task)) for task in self.facts.tasks if len(task.labels) <= MAX_CLASSES
+        )
+        yield f"length in tokens of {self.encoder}, long_text {self.long_text}", self._lengths()
         yield from ("- " + one.replace("`", "") for one in self.advice)
         if not self.advice:
-            yield "Nothing was found that speaks against training on these data."
+            yield "No problem was found in these data."
+
+    def _splits(self) -> Rows:
+        lengths = self.lengths
+        return [
+            {
+                "split": name,
+                "rows": f"{split.num_rows:,}",
+                "repeated texts": f"{split.num_duplicates:,}",
+                "tokens": f"{lengths.num_tokens[name]:,}",
+                **{title: f"{lengths.quantiles[name][q]:,}" for q, title in _QUANTILES.items()},
+            }
+            for name, split in self.facts.splits.items()
+        ]
+
+    def _sources(self) -> Rows:
+        sources, total = self.facts.sources, self.facts.splits["train"].num_rows
+        return [
+            {
+                "source": name,
+                **{split: f"{rows.get(name, 0):,}" for split, rows in sources.items()},
+                "share of train": _share(num, total),
+            }
+            for name, num in sources.get("train", {}).items()
+        ]
+
+    def _leaks(self) -> Rows:
+        return [
+            {
+                "split": leak.split,
+                "also in": leak.other,
+                "rows": f"{leak.num_rows:,}",
+                "share": _share(leak.num_rows, self.facts.splits[leak.split].num_rows),
+            }
+            for leak in self.facts.leaks
+        ]
+
+    def _tasks(self) -> Rows:
+        return [
+            {
+                "task": task.name,
+                "split": split,
+                "labelled": f"{num:,}",
+                "unlabelled": _share(task.num_rows[split] - num, task.num_rows[split]),
+                "no label": _share(task.num_empty[split], num) if split in task.num_empty else "",
+            }
+            for task in self.facts.tasks
+            for split, num in task.num_annotated.items()
+        ]
+
+    def _lengths(self) -> Rows:
+        """A row for each `max_length`: texts over it, windows, and lost spans by task."""
+        lengths, rows = self.lengths, []
+        num_texts = sum(split.num_rows for split in self.facts.splits.values())
+        for cut in lengths.cuts:
+            num_over = sum(cut.num_over.values())
+            row = {"max_length": str(cut.max_length), "longer texts": _count(num_over, num_texts)}
+            if self.long_text == "window":
+                row["windows"] = f"{sum(cut.num_windows.values()):,}"
+            for task, lost in cut.num_lost_spans.items():
+                row[f"lost spans of {task}"] = _count(
+                    sum(lost.values()), sum(lengths.num_spans[task].values())
+                )
+            rows.append(row)
+        return rows
 
 
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
-    """Read, check and tokenise the data of a study. Raises InputError as a run of it would."""
+    """Read, check and tokenise the data of a study. Raises InputError like a run of it."""
     dataset = load_data(config.data)
     check_metrics(config, dataset)
     facts = data_facts(dataset)
@@ -71,125 +127,40 @@ def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     tokenizer = load_tokenizer(
         encoder, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
-    lengths = length_facts(dataset, tokenizer, _windowings(config), runs_dir / "cache" / "tokens")
-    name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", "minilm"))
-    advice = data_advice(facts, lengths, config)
-    return DataCheck(config.name, name, config.data.long_text, facts, lengths, advice)
-
-
-def _windowings(config: StudyConfig) -> list[Windowing]:
     data = config.data
-    return [
+    windowings = [
         Windowing(length, data.long_text, data.stride_of(length), data.pair_segments)
         for length in study_lengths(config)
     ]
+    lengths = length_facts(dataset, tokenizer, windowings, runs_dir / "cache" / "tokens")
+    name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", "minilm"))
+    return DataCheck(config.name, name, data.long_text, facts, lengths, data_advice(facts, lengths, config))
 
 
-def rows_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each split: rows, repeated texts, lengths in tokens."""
-    lengths = check.lengths
-    return pd.DataFrame(
-        {
-            "split": name,
-            "rows": f"{split.num_rows:,}",
-            "repeated texts": f"{split.num_duplicates:,}",
-            "tokens": f"{lengths.num_tokens[name]:,}",
-        }
-        | {_quantile(q): f"{lengths.quantiles[name][q]:,}" for q in QUANTILES}
-        for name, split in check.facts.splits.items()
-    )
-
-
-def sources_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each source of the data: its rows in each split, and its share of those for training."""
-    sources, total = check.facts.sources, check.facts.splits["train"].num_rows
-    return pd.DataFrame(
-        {"source": name}
-        | {split: f"{of.get(name, 0):,}" for split, of in sources.items()}
-        | {"share of train": _percent(num, total)}
-        for name, num in sources.get("train", {}).items()
-    )
-
-
-def _quantile(percent: int) -> str:
-    return {50: "median length", 100: "longest"}.get(percent, f"{percent} %-quantile")
-
-
-def tasks_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each task and split: how much of it is labelled, and in how many rows no class holds."""
-    rows = []
-    for task in check.facts.tasks:
-        for split, num in task.num_annotated.items():
-            total = task.num_rows[split]
-            rows.append(
-                {
-                    "task": task.name,
-                    "split": split,
-                    "labelled": f"{num:,}",
-                    "unlabelled": _percent(total - num, total),
-                    "none holds": _percent(task.num_empty[split], num) if split in task.num_empty else "",
-                }
-            )
-    return pd.DataFrame(rows)
-
-
-def leaks_table(check: DataCheck) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "texts of": leak.split,
-            "that stand in": leak.other,
-            "rows": f"{leak.num_rows:,}",
-            "share": _percent(leak.num_rows, check.facts.splits[leak.split].num_rows),
-        }
-        for leak in check.facts.leaks
-    )
-
-
-def balance_table(task: TaskFacts) -> pd.DataFrame:
+def class_table(task: TaskFacts) -> Rows:
     """A row for each class (rows and share) or span name (spans), the most frequent in training first."""
     if task.numbers:
-        return pd.DataFrame(
-            {"split": split} | {key: format_number(value) for key, value in numbers.items()}
+        return [
+            {"split": split, **{key: format_number(value) for key, value in numbers.items()}}
             for split, numbers in task.numbers.items()
-        )
-    if not task.labels:
-        return pd.DataFrame()
-    return pd.DataFrame(
-        {"span name" if task.counts_spans else "class": label}
-        | {
-            split: f"{of[label]:,}"
-            + ("" if task.counts_spans else f" ({_percent(of[label], task.num_annotated[split])})")
-            for split, of in task.counts.items()
+        ]
+    return [
+        {
+            "span name" if task.counts_spans else "class": label,
+            **{
+                split: f"{counts[label]:,}"
+                if task.counts_spans
+                else f"{counts[label]:,} ({_share(counts[label], task.num_annotated[split])})"
+                for split, counts in task.counts.items()
+            },
         }
         for label in sorted(task.labels, key=lambda label: -task.counts["train"][label])
-    )
+    ]
 
 
-def cuts_table(check: DataCheck) -> pd.DataFrame:
-    """A row for each `max_length`: texts over it, windows, and lost spans by task."""
-    lengths = check.lengths
-    num_texts = sum(split.num_rows for split in check.facts.splits.values())
-    rows = []
-    for cut in lengths.cuts:
-        row = {
-            "max_length": str(cut.max_length),
-            "texts over it": _of(sum(cut.num_over.values()), num_texts),
-        }
-        if check.long_text == "window":
-            row["windows"] = f"{sum(cut.num_windows.values()):,}"
-        for task, lost in cut.num_lost_spans.items():
-            row[f"lost spans of `{task}`"] = _of(sum(lost.values()), sum(lengths.num_spans[task].values()))
-        rows.append(row)
-    return pd.DataFrame(rows)
+def _count(num: int, total: int) -> str:
+    return f"{num:,} ({_share(num, total)})" if num else "0"
 
 
-def _of(num: int, total: int) -> str:
-    return f"{num:,} ({_percent(num, total)})" if num else "0"
-
-
-def _percent(num: int, total: int) -> str:
-    """No more than is there: 0 % and 100 % are so exactly."""
-    share = 100 * num / total if total else 0.0
-    if share in (0, 100):
-        return f"{share:.0f} %"
-    return "< 0.1 %" if share < 0.1 else f"{min(share, 99.9):.1f} %"
+def _share(num: int, total: int) -> str:
+    return format_percent(num / total if total else 0.0)

@@ -1,23 +1,25 @@
-"""Detailed evaluations of the best trials in words. In a document an unknown value is None."""
+"""Detailed evaluations of the best trials as text and tables. In a document an unknown value is None."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpo.report.formats import format_metric_interval, format_number, with_baseline
-
-if TYPE_CHECKING:
-    from hpo.study.reading.study_record import TrialRecord
+from hpo.json_safe import is_number
+from hpo.report.formats import format_interval, format_number, format_percent, plural
+from hpo.report.messages import BASELINE, with_baseline
+from hpo.report.terminal import Rows
+from hpo.study.reading.study_record import TrialRecord
 
 SPLITS = ("test", "validation", "train")
-"""In the order of the page: what the search has not seen comes first."""
+"""Order of the page: splits that the search has not seen come first."""
+MAX_CONFUSIONS = 20
 
 
 @dataclass(frozen=True)
 class Detailed:
-    """The detailed evaluation of one trial on one split."""
+    """Detailed evaluation of one trial on one split."""
 
     trial_number: int
     split: str
@@ -25,64 +27,132 @@ class Detailed:
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        of_task: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
-        return of_task
+        tasks: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
+        return tasks
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{task}: {text}" for task, of in self.tasks.items() for text in of["warnings"] or ()]
+        return [f"{name}: {text}" for name, task in self.tasks.items() for text in task["warnings"] or ()]
+
+    @property
+    def title(self) -> str:
+        return f"Trial {self.trial_number} on {self.split}: {self.num_rows}"
+
+    @property
+    def num_rows(self) -> str:
+        return plural(self.document["num_examples"], "row")
+
+    @property
+    def thresholds(self) -> str:
+        """The split on which thresholds were chosen; empty if unknown."""
+        split = self.document["decided_on"]
+        if not split:
+            return ""
+        flattering = ", so the scores here are flattering" if split == self.split else ""
+        return f"thresholds were chosen on {split}{flattering}"
 
 
 def evaluations_of(trial: TrialRecord) -> list[Detailed]:
-    """Of one trial, in the order of `SPLITS`, then others."""
+    """Return the evaluations of a trial in the order of `SPLITS`."""
     splits = sorted(trial.detailed, key=lambda split: ((*SPLITS, split).index(split), split))
     return [Detailed(trial.number, split, trial.detailed[split]) for split in splits]
 
 
-def intervals(one: Detailed) -> list[dict[str, Any]]:
-    """The score and every metric of every task: `task`, `metric`, `value`, `low`, `high`, `baseline`.
+def intervals(one: Detailed) -> dict[str, dict[str, Any]]:
+    """Return `task`, `metric`, `value`, `low`, `high`, `baseline` of the score and of `<task>/<metric>`.
 
     The task of the score is empty.
     """
     score, baseline = one.document["score"], one.document["baseline"]
-    rows = [{"task": "", "metric": "score", **score, "baseline": baseline.get("score")}] if score else []
-    return rows + [
-        {"task": task, "metric": metric, **interval, "baseline": baseline.get(f"{task}/{metric}")}
-        for task, of_task in one.tasks.items()
-        for metric, interval in of_task["metrics"].items()
-    ]
-
-
-def interval_text(row: Mapping[str, Any]) -> str:
-    return format_metric_interval(row["value"], row["low"], row["high"])
+    rows = {"score": {"task": "", "metric": "score", **score}} if score else {}
+    for name, task in one.tasks.items():
+        for metric, interval in task["metrics"].items():
+            rows[f"{name}/{metric}"] = {"task": name, "metric": metric, **interval}
+    return {name: row | {"baseline": baseline.get(name)} for name, row in rows.items()}
 
 
 def objectives(one: Detailed, metrics: Sequence[str]) -> dict[str, str]:
-    """The values of a study's objectives with their intervals, by name.
+    """Return the values of a study's objectives with their intervals, by name.
 
-    Without an objective that is a metric of the data: the score, else the first metric of each task.
+    If no objective is a metric of the data: the score, else the first metric of each task.
     """
-    rows = {f"{row['task']}/{row['metric']}".lstrip("/"): row for row in intervals(one)}
+    rows = intervals(one)
     shown = [name for name in metrics if name in rows] or [name for name in rows if name == "score"]
-    shown = shown or [*{rows[name]["task"]: name for name in reversed(rows)}.values()][::-1]
-    return {name: with_baseline(interval_text(rows[name]), rows[name]["baseline"]) for name in shown}
+    shown = shown or [*{row["task"]: name for name, row in reversed(rows.items())}.values()][::-1]
+    return {name: with_baseline(_interval(rows[name]), rows[name]["baseline"]) for name in shown}
 
 
 def headline(one: Detailed, metrics: Sequence[str]) -> str:
-    """`test, 500 rows: score 0.821 [0.790, 0.848]`, of the objectives `metrics`."""
+    """`test, 500 rows: score 0.821 [0.790, 0.848]`."""
     values = ", ".join(map(" ".join, objectives(one, metrics).items()))
-    return f"{one.split}, {num_rows(one)}: {values}"
+    return f"{one.split}, {one.num_rows}: {values}"
 
 
-def decided_text(one: Detailed) -> str:
-    """`thresholds were chosen on validation`, and what that means there; empty where it is not known."""
-    decided_on = one.document["decided_on"]
-    if not decided_on:
-        return ""
-    flattering = ", so the scores here are flattering" if decided_on == one.split else ""
-    return f"thresholds were chosen on {decided_on}{flattering}"
+def metrics_table(one: Detailed) -> Rows:
+    """A row for each metric: its value with an interval, and the best constant prediction."""
+    level = one.document["level"]
+    interval = f"value [{format_percent(level) if is_number(level) else 'interval'}]"
+    return [
+        {
+            "task": row["task"] or "all tasks",
+            "metric": row["metric"],
+            interval: _interval(row),
+            BASELINE: format_number(row["baseline"]),
+        }
+        for row in intervals(one).values()
+    ]
 
 
-def num_rows(one: Detailed) -> str:
-    count = one.document["num_examples"]
-    return f"{format_number(count)} row{'' if count == 1 else 's'}"
+def classes_table(task: Mapping[str, Any]) -> Rows:
+    """A row for each class of a task, the most frequent first, then by F1."""
+    classes = sorted(
+        task["classes"] or (),
+        key=lambda one: (-(one["support"] or 0), one["f1"] if is_number(one["f1"]) else 2.0),
+    )
+    return [
+        {
+            "class": one["name"],
+            **{name: format_number(one[name]) for name in ("precision", "recall", "f1", "support")},
+            "predicted": format_number(one["num_predicted"]),
+        }
+        for one in classes
+    ]
+
+
+def confusions_table(task: Mapping[str, Any]) -> Rows:
+    """The most frequent pairs of a true class and another, predicted class."""
+    confusion = task["confusion"] or {"labels": [], "counts": []}
+    labels, pairs = confusion["labels"], [pair for pair in confusion["counts"] if pair[0] != pair[1]]
+    return [
+        {"true": labels[true], "predicted": labels[predicted], "rows": format_number(count)}
+        for true, predicted, count in sorted(pairs, key=lambda pair: -pair[2])[:MAX_CONFUSIONS]
+    ]
+
+
+def task_metrics_table(telemetry: Mapping[str, Any]) -> Rows:
+    """The metrics of each task on validation and the best constant predictions."""
+    baseline = telemetry.get("baseline") or {}
+    return [
+        {
+            "task": task,
+            "metric": metric,
+            "value": format_number(value),
+            BASELINE: format_number(baseline.get(f"{task}/{metric}")),
+        }
+        for task, values in (telemetry.get("metrics") or {}).items()
+        for metric, value in values.items()
+    ]
+
+
+def source_metrics_table(telemetry: Mapping[str, Any]) -> Rows:
+    """The metrics of each source of the data; no rows unless a task has several sources."""
+    return [
+        {"task": task, "source": source, "metric": metric, "value": format_number(value)}
+        for source, tasks in (telemetry.get("source_metrics") or {}).items()
+        for task, metrics in tasks.items()
+        for metric, value in metrics.items()
+    ]
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return format_interval(row["value"], row["low"], row["high"])

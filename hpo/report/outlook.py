@@ -1,14 +1,15 @@
-"""What is left of a stored study, by the planner that its workers ask (`hpo.study.sampling.forecast`)."""
+"""The rest of a stored study, by the planner of its workers (`hpo.study.sampling.forecast`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.sections import BudgetConfig
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.sampling.forecast import (
     Cost,
     Forecast,
@@ -29,34 +30,28 @@ from hpo.study.sampling.promotion import (
     rungs_of,
 )
 
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
-
-
 _FINISHED = ("COMPLETE", "PRUNED", "FAIL")
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """The rest of a study."""
+    """Forecast for the rest of a study."""
 
     cost: Cost | None
-    """None: nothing was trained."""
+    """Measured cost of a trial; None: nothing was trained."""
     forecast: Forecast
     num_planned: int
-    """Trials that will have begun in the end."""
+    """Number of trials at the end of the study."""
     seconds: float
-    """Device time that is left to spend."""
+    """Remaining device time."""
     next_seconds: float
-    """Device time of another trial, and of the trials that would continue with it."""
+    """Device time of one more trial, with the promotions that it allows."""
     promotion: Promotion | None
-    """How the trials pause; None: they do not."""
+    """Rule of pauses; None: trials do not pause."""
 
 
 def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
-    """Return the device-seconds of a trial, or its active seconds if they are not known."""
+    """Return the device-seconds of a trial, or its active seconds if these are unknown."""
     return record.spent.get(trial.number) or trial.active_seconds or 0.0
 
 
@@ -67,14 +62,14 @@ def outlook(
     budget: BudgetConfig | None,
     cost: Cost | None = None,
 ) -> Outlook:
-    """Return what is left of a study with these settings, which may differ from the stored ones.
+    """Forecast a study with these settings, which may differ from the stored ones.
 
     Args:
-        cost: if nothing was trained yet.
+        cost: cost of a trial if nothing was trained yet.
     """
     before = record.definition.get("budget")
     is_raised = before is not None and (budget is None or budget.hours > before["hours"])
-    trials = [_frozen(trial, is_raised) for trial in record.trials]
+    trials = [_planner_trial(trial, is_raised) for trial in record.trials]
     ended = [trial for trial in trials if trial.state.name in _FINISHED]
     begun = [trial for trial in trials if trial.state.name == "RUNNING"]
     running = [trial for trial in begun if not is_paused(trial)]
@@ -111,7 +106,7 @@ def outlook(
 
 
 def stored_outlook(record: StudyRecord) -> Outlook:
-    """Return what is left of a study as its definition in the database says."""
+    """Forecast a study by its definition in the database."""
     definition = record.definition
     pruner = PrunerConfig.model_validate(definition.get("pruner", {}))
     given = definition.get("budget")
@@ -119,24 +114,24 @@ def stored_outlook(record: StudyRecord) -> Outlook:
     return outlook(record, pruner, sum(record.counts.values()), budget)
 
 
-def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence[FrozenTrial]) -> Cost | None:
-    """The mean cost of the trials that have trained and have ended or paused."""
-    found = []
-    for read, trial in zip(record.trials, trials, strict=True):
-        rests = trial.state.name in _FINISHED or is_paused(trial)
-        if not rests or (read.trained_seconds is None and not read.values):
+def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence[Any]) -> Cost | None:
+    """Mean cost of the trials that have trained and have ended or paused."""
+    measurements = []
+    for stored, trial in zip(record.trials, trials, strict=True):
+        is_at_rest = trial.state.name in _FINISHED or is_paused(trial)
+        if not is_at_rest or (stored.trained_seconds is None and not stored.values):
             continue
-        seconds = trial_seconds(record, read)
-        active = read.attributes.get("active_seconds", seconds)
-        share = training_share(read.trained_seconds, active)
-        attributes = read.attributes | {"outcome_reason": read.reason}
+        seconds = trial_seconds(record, stored)
+        active = stored.attributes.get("active_seconds", seconds)
+        share = training_share(stored.trained_seconds, active)
+        attributes = stored.attributes | {"outcome_reason": stored.reason}
         is_complete = trial.state.name == "COMPLETE"
-        found.append(measured_trial(promotion, attributes, is_complete, (seconds, seconds * share)))
-    return measured_cost(filter(None, found))
+        measurements.append(measured_trial(promotion, attributes, is_complete, (seconds, seconds * share)))
+    return measured_cost(filter(None, measurements))
 
 
-def _frozen(trial: TrialRecord, is_raised: bool) -> FrozenTrial:
-    """The trial as workers see it, without Optuna. One that the budget ended runs again if it is raised."""
+def _planner_trial(trial: TrialRecord, is_raised: bool) -> Any:
+    """A trial in the form of Optuna's, without Optuna. If the budget is raised, one that it ended resumes."""
     is_reopened = is_raised and trial.reason == BUDGET_SPENT and trial.state == "PRUNED"
     state = SimpleNamespace(name="RUNNING" if is_reopened else trial.state)
-    return cast("FrozenTrial", SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes))
+    return SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes)

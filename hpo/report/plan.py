@@ -1,78 +1,93 @@
-"""The plan of a study: what is left of it, before its first trial and as its trials are measured."""
+"""Plan of a study: the rest of its trials, their time, and the losses that a comparison can exclude.
+
+The costs come from complete trials, or from some steps that are trained here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpo.compare.comparison_study import unlabelled_test_tasks
+from hpo.compare.planning import DEFAULTS
+from hpo.config.comparison import ComparisonConfig
 from hpo.config.limits import ObjectiveConfig
+from hpo.config.resolved_study import ResolvedStudy
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import middle
+from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS
-from hpo.errors import RunError
+from hpo.data.dataset import DataSet, load_data
+from hpo.errors import DataError, RunError
+from hpo.evaluation.verdict import Question, label_facts
+from hpo.memory import release_free_memory
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
-from hpo.report.formats import format_bytes, format_number, format_seconds
-from hpo.report.number_formats import study_formats
+from hpo.report.formats import format_bytes, format_number, format_percent, format_seconds, plural
 from hpo.report.outlook import outlook, trial_seconds
+from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
+from hpo.tasks.kind import is_error
+from hpo.trial.executor import Executor
+from hpo.trial.objectives import quality_objective
+from hpo.trial.parts import training_args
+from hpo.trial.telemetry import Callbacks
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hpo.config.resolved_study import ResolvedStudy
-    from hpo.config.study_config import StudyConfig
+_logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 13
-"""Steps that are trained where no trial tells; three of them are warm-up."""
+"""Steps that are trained if there is no complete trial; three of them are warm-up."""
 
 
 @dataclass(frozen=True)
 class TrialCost:
-    """A whole trial in one precision."""
+    """Cost of a whole trial in one precision."""
 
     precision: str
     examples_per_second: float | None
-    """In training."""
+    """Training speed."""
     seconds: float
-    """With its evaluations and its setup."""
+    """Time with evaluations and setup."""
     measured_by: str
     run_seconds: float = 0.0
-    """The part of a run that is no training: its setup and one evaluation."""
+    """Time of a run without training: its setup and one evaluation."""
     checkpoint_bytes: int | None = None
-    """Weights and optimizer state, and the best weights; None: unknown."""
+    """Size of weights, optimizer state and best weights; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is left of a study."""
+    """Rest of a study."""
 
     costs: list[TrialCost]
     stages: list[Stage]
-    """The runs that are left, if no trial breaks."""
+    """Remaining runs, if no trial breaks."""
     whole_trials: float
-    """The training that is left, in whole trials."""
+    """Remaining training, in whole trials."""
     hours: float
-    """Device time in all, the time that is spent included."""
+    """Device time of the whole study, past and future."""
     spent_hours: float
     num_workers: int
     budget_hours: float | None
     pruner: str
-    """The pruner, and why the study has it."""
+    """The pruner and the reason for it."""
     paused_bytes: int | None = None
-    """Disk space that the checkpoints of paused trials take at most; None: unknown, or no trial pauses."""
+    """Most disk space for checkpoints of paused trials; None: unknown, or no trial pauses."""
     limit: str = ""
-    """The losses that no comparison can exclude. Empty: not known, or the objective is in label units."""
+    """Losses that no comparison can exclude; empty: unknown, or the objective is in label units."""
     num_shares: int | None = None
-    """The workers, or under a budget the devices, that spend device time at once; None: `num_workers`."""
+    """Number of workers, or under a budget of their devices, that spend time at once; None: `num_workers`."""
 
     @property
     def hours_to_the_end(self) -> float:
-        """Time on a clock, with these workers."""
+        """Wall-clock time with these workers."""
         return max(0.0, self.hours - self.spent_hours) / (self.num_shares or self.num_workers)
 
     def as_json(self) -> dict[str, Any]:
@@ -84,40 +99,39 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         for cost in self.costs:
             rate = cost.examples_per_second
-            speed = "" if rate is None else f", at {format_number(rate)} examples/s"
+            speed = "" if rate is None else f", {format_number(rate)} examples/s"
             yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
         yield f"Pruner: {self.pruner}."
-        yield _left_to_run([stage for stage in self.stages if stage.num_trials], self.whole_trials)
+        yield self._remaining()
         total, spent, budget = (
-            None if hours is None else format_seconds(3600 * hours)
-            for hours in (self.hours, self.spent_hours or None, self.budget_hours)
+            format_seconds(3600 * hours) if hours else ""
+            for hours in (self.hours, self.spent_hours, self.budget_hours)
         )
-        of = f" of the budget of {budget}" if budget else ""
-        yield f"Device time in all: about {total}{of}{f', of which {spent} are spent' if spent else ''}."
+        within = f" of the budget of {budget}" if budget else ""
+        yield f"Device time in all: about {total}{within}{f', {spent} already spent' if spent else ''}."
         if self.budget_hours is not None and self.whole_trials and self.hours > self.budget_hours:
             yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
         if self.paused_bytes is not None:
             yield f"Checkpoints of paused trials: at most {format_bytes(self.paused_bytes)} of disk space."
-        clock = format_seconds(3600 * self.hours_to_the_end)
-        shares, workers = self.num_shares or self.num_workers, self.num_workers
-        on = f" on {shares} device{'s' * (shares > 1)}" if shares < workers else ""
         if self.hours_to_the_end:
-            yield f"With {workers} worker{'s' * (workers > 1)}{on} the study ends in about {clock}."
+            clock, shares = format_seconds(3600 * self.hours_to_the_end), self.num_shares or self.num_workers
+            on = f" on {plural(shares, 'device')}" if shares < self.num_workers else ""
+            yield f"With {plural(self.num_workers, 'worker')}{on} the study ends in about {clock}."
         if self.limit:
             yield f"What `hpo compare` can show with these data: {self.limit}"
 
-
-def _left_to_run(stages: Sequence[Stage], whole_trials: float) -> str:
-    parts = []
-    for stage in stages:
-        end = "to the end" if stage.end == 1 else f"to {stage.end:.0%} of their training"
-        if stage.begin == 0:
-            parts.append(f"{stage.num_trials} new trials train {end}")
-        else:
-            parts.append(f"{stage.num_trials} paused trials continue from {stage.begin:.0%} {end}")
-    if not parts:
-        return "No trial is left to run."
-    return f"Left to run: {'; '.join(parts)}. Together they train as much as {whole_trials:.3g} whole trials."
+    def _remaining(self) -> str:
+        stages = [stage for stage in self.stages if stage.num_trials]
+        if not stages:
+            return "No trial is left to run."
+        if [(stage.begin, stage.end) for stage in stages] == [(0, 1)]:
+            return f"Left to run: {plural(stages[0].num_trials, 'trial')}, full budget."
+        parts = []
+        for stage in stages:
+            trials = plural(stage.num_trials, "trial" if stage.begin == 0 else "paused trial")
+            parts.append(f"{trials} from {format_percent(stage.begin)} to {format_percent(stage.end)}")
+        whole = f"{self.whole_trials:.3g} full budgets in all"
+        return f"Left to run, in shares of a trial's budget: {', '.join(parts)}; {whole}."
 
 
 def make_plan(
@@ -127,28 +141,28 @@ def make_plan(
     num_workers: int,
     why_pruner: str = "",
 ) -> Plan:
-    """Return what is left of a study, by what its trials took.
+    """Plan the rest of a study by the cost of its trials.
 
     Args:
         costs: used if no trial has trained. Each precision is then as frequent as the others.
         record: None: the study is not stored.
-        why_pruner: why the study has its pruner.
+        why_pruner: reason for the study's pruner.
     """
     run_seconds = fmean(cost.run_seconds for cost in costs)
     cost = Cost(run_seconds, fmean(cost.seconds for cost in costs) - run_seconds)
     record = record or _empty_record(config)
-    found = outlook(record, config.pruner, config.num_trials, config.budget, cost)
+    ahead = outlook(record, config.pruner, config.num_trials, config.budget, cost)
     spent = sum(trial_seconds(record, trial) for trial in record.trials)
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
-    promotion, is_left = found.promotion, found.forecast.whole_trials > 0
-    num_paused = promotion.most_paused(found.num_planned) if promotion is not None and is_left else 0
-    rungs = ", ".join(f"{rung:.0%}" for rung in promotion.used) if promotion is not None else ""
-    pauses = f", which pauses trials at {rungs} of their training" if rungs else ""
+    promotion, is_left = ahead.promotion, ahead.forecast.whole_trials > 0
+    num_paused = promotion.most_paused(ahead.num_planned) if promotion is not None and is_left else 0
+    rungs = ", ".join(map(format_percent, promotion.used)) if promotion is not None else ""
+    pauses = f", pauses trials at {rungs} of their training" if rungs else ""
     return Plan(
         costs,
-        [*found.forecast.stages],
-        found.forecast.whole_trials,
-        (spent + found.seconds) / 3600,
+        [*ahead.forecast.stages],
+        ahead.forecast.whole_trials,
+        (spent + ahead.seconds) / 3600,
         spent / 3600,
         num_workers,
         config.budget.hours if config.budget else None,
@@ -163,32 +177,27 @@ def _empty_record(config: StudyConfig) -> StudyRecord:
 
 
 def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
-    """What whole trials took, by the precision that ran."""
-    of_precision: dict[str, list[TrialRecord]] = {}
+    """Return the cost of complete trials by their effective precision."""
+    by_precision: dict[str, list[TrialRecord]] = {}
     for trial in complete_trials(record):
-        telemetry = trial.telemetry
-        if not telemetry.get("device", {}).get("shared"):
-            of_precision.setdefault(telemetry["precision"]["effective"], []).append(trial)
-    return {
-        name: TrialCost(
+        if not trial.telemetry.get("device", {}).get("shared"):
+            by_precision.setdefault(trial.telemetry["precision"]["effective"], []).append(trial)
+    costs = {}
+    for name, trials in by_precision.items():
+        speeds = [trial.attributes.get("train_examples_per_second") or 0.0 for trial in trials]
+        differing = ", ".join(differing_formats(trials, record.definition))
+        costs[name] = TrialCost(
             name,
-            median([one.attributes.get("train_examples_per_second") or 0.0 for one in trials]) or None,
+            median(speeds) or None,
             median(map(whole_seconds, trials)),
-            f"{len(trials)} complete trial{'s' * (len(trials) > 1)}{_differing(record, trials)}",
-            checkpoint_bytes=max(one.telemetry.get("checkpoint_bytes") or 0 for one in trials) or None,
+            plural(len(trials), "complete trial") + (f", different in {differing}" if differing else ""),
+            checkpoint_bytes=max(trial.telemetry.get("checkpoint_bytes") or 0 for trial in trials) or None,
         )
-        for name, trials in of_precision.items()
-    }
-
-
-def _differing(record: StudyRecord, trials: list[TrialRecord]) -> str:
-    """Name the formats that are put together in a cost."""
-    differ = study_formats(trials, record.definition).columns
-    return f" that differ in {', '.join(differ)}" if differ else ""
+    return costs
 
 
 def whole_seconds(trial: TrialRecord) -> float:
-    """Return the seconds that a whole trial took in one run, with its evaluations."""
+    """Return the seconds of a whole trial in one run, with its evaluations."""
     parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
     return sum({**trial.telemetry, **trial.attributes}.get(part) or 0.0 for part in parts)
 
@@ -202,13 +211,8 @@ def measure_cost(
     """Train some steps with the settings in the middle of their ranges, and evaluate once.
 
     Raises:
-        RunError: that does not work, or was stopped.
+        RunError: the steps failed or were stopped.
     """
-    from hpo.memory import release_free_memory
-    from hpo.trial.callbacks import Callbacks
-    from hpo.trial.executor import Executor
-    from hpo.trial.trial_parts import training_args
-
     config = resolved.config
     searched = {name: one for name, one in config.search_space.items() if name not in BUDGETS}
     params = middle(searched) | ({PRECISION: precision} if PRECISION in searched else {})
@@ -226,16 +230,54 @@ def measure_cost(
     release_free_memory(resolved.device)  # the trials may run in other processes
     if result.outcome != Outcome.COMPLETE:
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
-    told = {**result.telemetry, **result.headline}
+    measured = {**result.telemetry, **result.headline}
     trial = build_trial_config(config, middle(config.search_space) | params, precision)
     windows = executor.loader.tokens("train", trial).num_windows
-    args, rate = training_args(config, trial, windows), told["train_examples_per_second"]
+    args, rate = training_args(config, trial, windows), measured["train_examples_per_second"]
     if rate is None:
-        raise RunError(
-            f"{precision}: in each of {MEASURED_STEPS} steps something was compiled; none tells the speed."
-        )
+        raise RunError(f"{precision}: each of {MEASURED_STEPS} steps compiled something: no speed is known.")
     seconds = args.budget.max_seconds or (args.budget.max_steps or 0) * args.batch_size / rate
-    seconds += len(args.evaluate_at) * told["evaluation_seconds"] + told["setup_seconds"]
-    run_seconds = told["setup_seconds"] + told["evaluation_seconds"]
+    seconds += len(args.evaluate_at) * measured["evaluation_seconds"] + measured["setup_seconds"]
+    run_seconds = measured["setup_seconds"] + measured["evaluation_seconds"]
     measured_by = f"{MEASURED_STEPS} steps"
-    return TrialCost(precision, rate, seconds, measured_by, run_seconds, told.get("checkpoint_bytes"))
+    return TrialCost(precision, rate, seconds, measured_by, run_seconds, measured.get("checkpoint_bytes"))
+
+
+def comparison_limit(config: StudyConfig, data: DataSet, margin: float) -> str:
+    """State the losses that the labels of a comparison's split cannot exclude.
+
+    An infinite margin: nothing is judged by one.
+    """
+    is_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
+    split = "test" if is_test else "validation"
+    question = Question(quality_objective(config.objective).metric, margin, rows=f"rows of {split}")
+    facts = label_facts(data.tasks, data.splits[split], question)
+    if facts is None:
+        return f"{question.metric} has no value for right predictions of {split}, so no loss can be excluded."
+    text = facts.limit(question)
+    if facts.excludable < margin or math.isinf(margin):
+        return text
+    more = "" if math.isinf(facts.row_bound) else f" Label more {question.rows} to change that."
+    return f"{text} So no precision can be shown to be as good as fp32.{more}"
+
+
+def default_comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
+    """State the losses that `hpo compare` cannot exclude with its default margin.
+
+    Empty: there is no default margin, or this machine has no data.
+    """
+    if is_error(quality_objective(config.objective).metric):
+        return ""
+    try:
+        data = data or load_data(config.data)
+    except DataError as error:
+        _logger.warning("The losses that `hpo compare` cannot exclude are unknown here: %s", error)
+        return ""
+    return comparison_limit(config, data, DEFAULTS["margin"])
+
+
+def comparison_cost(search: StudyRecord, plan: ComparisonConfig) -> str:
+    """State the largest number of trials and their time, by the complete trials of the search."""
+    num = len(plan.arms()) * plan.max_seeds
+    seconds = fmean(whole_seconds(trial) for trial in complete_trials(search))
+    return f"At most {num} trials, about {format_seconds(num * seconds)} on one worker."

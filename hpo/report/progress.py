@@ -1,33 +1,27 @@
-"""The lines that a person sees in a terminal, a log file or a notebook while a study runs.
-
-A run shows this before its first trial, so nothing here imports pandas.
-"""
+"""Progress lines of a running study, for a terminal, a log file or a notebook."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from optuna.trial import FrozenTrial
 from rich.console import Console
 from rich.text import Text
 
+from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric
+from hpo.report.formats import describe_params, format_metric, format_percent
 from hpo.report.terminal import OUTCOME_STYLES
 from hpo.study.reading.watch import Look, outcome_of
 from hpo.study.sampling.promotion import rungs_of
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
-    from hpo.config.study_config import StudyConfig
 
 _LINE_SECONDS = 30.0
 
 
 class StudyDisplay:
-    """A line for each trial that has ended, and every half minute one for each trial that runs."""
+    """Prints a line for each ended trial, and every half minute one for each running trial."""
 
     def __init__(self, config: StudyConfig, *, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -36,20 +30,19 @@ class StudyDisplay:
         self._printed_at = time.monotonic()
 
     def show(self, look: Look) -> None:
-        """Print the lines that are due. `look` is the study as it is now."""
+        """Print the due lines. `look` is the present state of the study."""
         for trial in look.ended:
             outcome = outcome_of(trial)
-            at_rung = [*rungs_of(trial.user_attrs).items()][-1:] if outcome == Outcome.PAUSED else []
-            reached = [at["values"] for _, at in at_rung] or [trial.values]
-            has_values = outcome in (Outcome.COMPLETE, Outcome.PAUSED)
-            values = self.values(reached[0] if has_values else ())
-            paused = "".join(f"at {rung:.0%} of its training" for rung, _ in at_rung)
+            values, paused = trial.values if outcome == Outcome.COMPLETE else (), ""
+            if outcome == Outcome.PAUSED:
+                rung, reached = [*rungs_of(trial.user_attrs).items()][-1]
+                values, paused = reached["values"], f"at {format_percent(rung)} of its training"
             is_best = look.best is not None and look.best[1] == trial.number
             self._print_line(
                 trial,
                 (f"{outcome:<12}", OUTCOME_STYLES.get(outcome, "")),
                 paused,
-                (values, "bold"),
+                (self.values(values), "bold"),
                 describe_params(trial.params),
                 (trial.user_attrs.get("outcome_reason", ""), "dim"),
                 (f"{look.num_done}{self._total} trials", "dim"),
@@ -62,22 +55,20 @@ class StudyDisplay:
             self._print_line(trial, *self._facts(trial, progress))
 
     def _print_line(self, trial: FrozenTrial, *parts: str | tuple[str, str]) -> None:
-        said = [
-            part if isinstance(part, tuple) else (part, "") for part in (f"trial {trial.number:>3}", *parts)
-        ]
-        line = Text("  ").join(Text(text, style) for text, style in said if text)
+        texts = [Text(*part) if isinstance(part, tuple) else Text(part) for part in parts]
+        line = Text("  ").join([Text(f"trial {trial.number:>3}"), *filter(None, texts)])
         self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def values(self, values: Sequence[float]) -> str:
-        """The values of the objectives, or of the first ones, with their names."""
+        """Return the values of the objectives, or of the first ones, with their names."""
         pairs = zip(self._objectives, values, strict=False)
         return ", ".join(f"{one.metric} {format_metric(one.metric, value)}" for one, value in pairs)
 
     def _facts(self, trial: FrozenTrial, progress: Mapping[str, Any]) -> list[str]:
-        """The facts of a running trial; its progress is unknown before the first heartbeat of its worker."""
+        """The facts of a running trial; its progress is unknown before its worker's first heartbeat."""
         reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
         facts = [f"{progress['budget_used']:4.0%}"] if progress else []
-        facts += filter(None, [self.values(reported)])
+        facts.append(self.values(reported))
         if progress:
             loss, rate = progress["train_loss"], progress["examples_per_second"]
             facts.append(f"step {progress['step']}")

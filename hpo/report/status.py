@@ -1,37 +1,45 @@
-"""The state of a study in numbers: trials by outcome, workers, rate, estimated end."""
+"""State of a study in numbers: trials by outcome, budget, workers, rate, estimated end.
+
+Nothing slow is imported here: `hpo status` may be called every few seconds.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.config.sampler_config import PrunerConfig
-from hpo.report.outlook import stored_outlook
-from hpo.report.spending import spending
+from hpo.config.sections import MAX_TRIALS, BudgetConfig
+from hpo.outcome import concerns_precision
+from hpo.precision.table import PRECISION
+from hpo.report.formats import format_seconds
+from hpo.report.outlook import Outlook, stored_outlook
 from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
     best_trials,
+    is_over,
     limit_counts,
     lost_weights,
     unverified_precisions,
 )
 
+UNSPENT_SHARE = 0.02
+"""Share of a budget that may stay unspent without a reason."""
+
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
-    """A study's state in numbers: what `hpo status --json` prints. Times are UTC.
+    """Return the content of `hpo status --json`. Times are UTC.
 
-    Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
+    Only trials that trained count for the rate: one that failed at once says nothing about the others.
     """
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
-    rate = len(trained) / hours if hours else None
     workers = [worker for worker in record.workers if worker.alive]
     ahead = stored_outlook(record)
     hours_left = ahead.seconds / 3600 / num_shares(record) if ahead.cost and workers else None
-    end = datetime.now(UTC) + timedelta(hours=hours_left) if hours_left and workers else None
+    end = datetime.now(UTC) + timedelta(hours=hours_left) if hours_left else None
     return {
         "study": record.name,
         "state": record.state,
@@ -49,7 +57,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             for trial in best_trials(record)
         ],
         "limits": limit_counts(record),
-        "budget": spending(record, ahead),
+        "budget": budget_status(record, ahead),
         "workers": [
             {
                 "id": worker.id,
@@ -63,38 +71,69 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for worker in workers
         ],
-        "warnings": [
-            *(" ".join(said) for said in (*lost_weights(record), *unverified_precisions(record))),
-        ],
-        "trials_per_hour": rate,
+        "warnings": record_warnings(record),
+        "trials_per_hour": len(trained) / hours if hours else None,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
 
 
+def record_warnings(record: StudyRecord) -> list[str]:
+    """Warn of trials with lost weights or an unverified precision."""
+    return [" ".join(pair) for pair in (*lost_weights(record), *unverified_precisions(record))]
+
+
 def num_shares(record: StudyRecord) -> int:
-    """Return into how many parts the device time is divided: live workers, or with a budget their devices."""
+    """Return the number of live workers, or under a budget of their devices: they spend time at once."""
     live = [worker for worker in record.workers if worker.alive]
     if record.definition.get("budget") is None:
         return len(live)
     return len({(worker.host, worker.device or worker.id) for worker in live})
 
 
-def paused_told(record: StudyRecord) -> str:
-    """Say how many trials are paused, and when they continue; empty if none is paused."""
-    paused = record.counts.get("paused", 0)
-    factor = PrunerConfig.model_validate(record.definition.get("pruner", {})).options.get("reduction_factor")
-    if not paused or not factor:
+def budget_status(record: StudyRecord, ahead: Outlook | None = None) -> dict[str, Any] | None:
+    """Return the spent and remaining device-hours, and the reason if some stay unspent; None: no budget."""
+    definition = record.definition.get("budget")
+    if definition is None:
+        return None
+    trials = {trial.number: trial for trial in record.trials}
+    by_precision: dict[str, float] = defaultdict(float)
+    by_outcome: dict[str, float] = defaultdict(float)
+    for number, seconds in record.spent.items():
+        if trial := trials.get(number):
+            by_outcome[trial.outcome] += seconds / 3600
+            if not concerns_precision(trial.outcome, trial.telemetry):
+                continue
+            requested = trial.telemetry.get("precision", {}).get("requested") or trial.params.get(PRECISION)
+            by_precision[requested or "unknown"] += seconds / 3600
+    spent, hours = sum(record.spent.values()) / 3600, BudgetConfig.model_validate(definition).hours
+    return {
+        "hours": hours,
+        "spent_hours": spent,
+        "left_hours": max(0.0, hours - spent),
+        "by_precision": dict(by_precision),
+        "by_outcome": dict(by_outcome),
+        "unspent": _unspent_message(record, hours - spent, ahead or stored_outlook(record)),
+    }
+
+
+def _unspent_message(record: StudyRecord, hours_left: float, ahead: Outlook) -> str:
+    """Tell why a study ended before its budget; empty if it goes on, or hardly anything is left."""
+    if not is_over(record) or hours_left <= UNSPENT_SHARE * record.definition["budget"]["hours"]:
         return ""
-    share = {2: "half", 3: "third", 4: "quarter"}.get(factor, f"1 in {factor}")
-    more = "When no trial is left to start, more of them continue."
-    return (
-        f"Trials that are paused: {paused}. One continues if it is among the best {share} of those that "
-        f"trained as long. {more}"
-    )
+    if record.state == "cancelled":
+        reason = "the study was cancelled"
+    elif record.counts["done"] >= record.definition.get("n_trials", MAX_TRIALS):
+        reason = f"all of the study's {record.counts['done']} trials have ended. Raise `n_trials`"
+    elif ahead.cost is None:
+        reason = "no trial has trained"
+    else:
+        next_trial = format_seconds(ahead.next_seconds)
+        reason = f"one more trial, with the continuation of the best, takes about {next_trial}"
+    return f"{format_seconds(3600 * hours_left)} of device time are not spent, because {reason}."
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
-    """Seconds in which at least one of these trials was running: pauses of a study do not count."""
+    """Seconds in which at least one of these trials was running, without pauses of the study."""
     ends = [(trial.ended.timestamp(), trial.active_seconds or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):

@@ -1,7 +1,7 @@
-"""A study as tables, which the report, the dashboard and the command line read.
+"""A study as tables for the report, the dashboard and the command line.
 
-- A trial belongs to the precision that was *requested*. Its metric, speed and memory count only when that
-  precision is what ran: requested = effective, and the observed dtypes agree.
+- A trial belongs to its *requested* precision. Its metric, speed and memory count only if that precision ran:
+  requested = effective, and the observed dtypes agree.
 - The speed of a trial that shared its device does not count. Kinds of device are kept apart, in scores too:
   kernels round differently, and in equal time (`max_seconds`) a faster device trains more.
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -20,29 +20,31 @@ from hpo.config.limits import violation
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
-from hpo.report.formats import BASELINE, format_bytes, format_metric, format_number
-from hpo.report.number_formats import FORMATS, Formats, ran_otherwise, study_formats
-from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
-
-if TYPE_CHECKING:
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.report.formats import MISSING, format_bytes, format_metric, format_number, format_percent
+from hpo.report.terminal import Rows
+from hpo.report.trial_precision import FORMATS, differing_formats, effective_note
+from hpo.study.reading.study_record import (
+    StudyRecord,
+    TrialRecord,
+    best_trials,
+    complete_trials,
+    device_kinds,
+)
 
 OUTCOMES = (*Outcome, "running", "waiting")
-"""In the order of tables and charts."""
-
+"""Order of outcomes in tables."""
 ON = " on "
-"""Between a precision and a kind of device."""
-
+"""Separator of a precision and a kind of device."""
+UNKNOWN = "unknown"
 QUANTITIES = (
     "train_examples_per_second",
     "train_tokens_per_second",
     "train_joules_per_example",
     "peak_memory_bytes",
 )
-"""The table by precision has their medians."""
-
+"""Quantities with a median in the table by precision."""
 _TELEMETRY = {
-    # column: where a trial's telemetry has it
+    # column: path in a trial's telemetry
     "effective": "precision.effective",
     "support": "precision.support",
     "agrees": "precision.agrees",
@@ -76,7 +78,7 @@ _NUMBERS = (
 
 
 class StudyTables:
-    """The tables of one study, each made when it is first read and then kept. Do not change them."""
+    """The tables of one study, each made on first use and then kept. Do not change them."""
 
     def __init__(self, record: StudyRecord) -> None:
         self.record = record
@@ -85,13 +87,14 @@ class StudyTables:
     def trials(self) -> pd.DataFrame:
         """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
 
-        `meets_limits` is known of complete trials. `counts` says whether the trial stands for its requested
-        precision, `counts_for_speed` whether its throughput may be compared, `device` its kind.
-        `start_seconds` and `end_seconds` are relative to the study's first trial.
+        `meets_limits` is known for complete trials. `counts`: the trial ran its requested precision.
+        `counts_for_speed`: its throughput may be compared. `device`: its kind. `start_seconds` and
+        `end_seconds` are relative to the study's first trial.
         """
         trials, kinds = self.record.trials, device_kinds(self.record.trials)
         started = pd.to_datetime([trial.started for trial in trials], utc=True)
         ended = pd.to_datetime([trial.ended for trial in trials], utc=True)
+        within = [None if t.values is None else not violation(t.constraints) for t in trials]
         facts = {
             name: [_look_up(trial.telemetry, path) for trial in trials] for name, path in _TELEMETRY.items()
         }
@@ -103,9 +106,7 @@ class StudyTables:
             **facts,
             "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
             "logits_error": [_largest_logits_error(trial) for trial in trials],
-            "meets_limits": pd.Series(
-                [None if t.values is None else not violation(t.constraints) for t in trials], dtype=object
-            ),
+            "meets_limits": pd.Series(within, dtype=object),
             "counts": False,
             "counts_for_speed": False,
             "worker": [trial.attributes.get("worker", "") for trial in trials],
@@ -114,8 +115,8 @@ class StudyTables:
             "seconds": [trial.active_seconds for trial in trials],
         }
         for index, metric in enumerate(self.record.metric_names):
-            column = [trial.values[index] if trial.values else None for trial in trials]
-            columns[objective_column(metric)] = column
+            values = [trial.values[index] if trial.values else None for trial in trials]
+            columns[objective_column(metric)] = values
         for name in dict.fromkeys(name for trial in trials for name in trial.params):
             columns[f"param.{name}"] = [trial.params.get(name) for trial in trials]
         table = pd.DataFrame(columns)
@@ -142,94 +143,86 @@ class StudyTables:
         return sorted(self.trials["device"].dropna().unique())
 
     @cached_property
-    def formats(self) -> Formats:
-        """The formats of the trials' numbers, beside their precision."""
-        return study_formats(self.record.trials, self.record.definition)
-
-    @cached_property
-    def format_columns(self) -> list[pd.Series]:
-        """The requested formats in which trials differ, each a column of `trials`."""
-        columns = self.formats.columns.items()
-        return [pd.Series(values, self.trials.index, dtype=object, name=name) for name, values in columns]
+    def formats(self) -> dict[str, pd.Series]:
+        """Requested formats that differ between trials, each a column of `trials`."""
+        columns = differing_formats(self.record.trials, self.record.definition).items()
+        return {
+            name: pd.Series(values, self.trials.index, dtype=object, name=name) for name, values in columns
+        }
 
     def groups(self, rows: pd.DataFrame) -> pd.Series:
-        """Return the group of each row of `trials`: precision, formats that differ and, if there are several
-        kinds, its device: `bf16, lora on Tesla T4`."""
+        """Return the group of each row of `trials`: precision, differing formats, and device if several."""
         groups = rows["precision"]
-        for column in self.format_columns:
+        for column in self.formats.values():
             groups = groups + ", " + column[rows.index]
-        return groups if len(self.devices) < 2 else groups + ON + rows["device"].fillna("not known")
+        return groups if len(self.devices) < 2 else groups + ON + rows["device"].fillna(UNKNOWN)
 
     @cached_property
     def complete(self) -> pd.DataFrame:
-        """The rows of `trials` that were trained and evaluated, each with finite values."""
+        """Rows of `trials` that were trained and evaluated with finite values."""
         numbers = [trial.number for trial in complete_trials(self.record)]
         return self.trials[self.trials["number"].isin(numbers)]
 
     @cached_property
     def best(self) -> list[TrialRecord]:
-        """The best complete trial; with several objectives the Pareto front. Maybe none."""
+        """The best complete trial; with several objectives the Pareto front. May be empty."""
         return best_trials(self.record)
 
     @cached_property
     def undrawn(self) -> dict[str, str]:
-        """The study's choices of precision that no trial asked for, each with the reason why no device that
-        worked on the study can run it. The reason is empty where one can, or where that is not known."""
+        """Precisions of the search space without a trial, each with the reason if no device can run it."""
         devices = [device for trial in self.record.trials if (device := trial.telemetry.get("device"))]
         choices = _look_up(self.record.definition, f"search_space.{PRECISION}.choices") if devices else None
         allow_emulated = bool(_look_up(self.record.definition, "amp.allow_emulated"))
         undrawn = {}
         for name in sorted(set(choices or ()) - set(self.trials["precision"]), key=precision_order):
-            reasons = {_why_not(name, device, allow_emulated) for device in devices}
+            reasons = {_lacking(name, device, allow_emulated) for device in devices}
             undrawn[name] = "" if "" in reasons else " ".join(sorted(reasons))
         return undrawn
 
     @cached_property
     def by_precision(self) -> pd.DataFrame:
-        """One row per requested precision, per combination of other formats if trials differ in them, and
-        per device if the study ran on several.
+        """One row per requested precision, combination of other formats, and device, as far as trials differ.
 
-        Trials that ended for a reason that no precision has caused are in no row.
+        Trials that ended for a reason not caused by a precision are in no row. Columns:
 
-        Columns:
-
-        - `precision`, each of `formats.columns`, `device`, `trials`, a count for each outcome, `fell_back`
-        - `support`: native, emulated or unsupported. A choice that no trial of the study had is `not tried`,
-          or `not run here` if no device of the study can run it.
+        - `precision`, each of `formats`, `device`, `trials`, a count for each outcome, `fell_back`
+        - `support`: native, emulated or unsupported. A choice without a trial is `not tried`, or `not run
+          here` if no device of the study can run it.
         - `best_<metric>`: over the complete trials that count and meet the study's limits
-        - `measured`: trials whose speed and memory count; median of each of `QUANTITIES`
+        - `measured`: trials with a speed that counts; median of each of `QUANTITIES`
         - `skipped_steps`, `fp32_fallbacks`: sums
         - `seconds`, `wasted_seconds`, `share_of_time` (0 to 1 of the study's)
 
         Missing numbers are NaN.
         """
-        devices, several = self.devices, len(self.devices) > 1
-        device = self.trials["device"].fillna("not known") if several else "".join(devices)
+        is_one_device = len(self.devices) < 2
+        device = "".join(self.devices) if is_one_device else self.trials["device"].fillna(UNKNOWN)
         concerned = [
             trial.state != "WAITING" and concerns_precision(trial.outcome, trial.telemetry)
-            for trial in self.record.trials  # a trial that waits has no precision yet
+            for trial in self.record.trials  # a waiting trial has no precision yet
         ]
         trials = self.trials.assign(device=device).loc[concerned]
-        nothing = self.summary(trials.iloc[:0])
-        formats = (column[trials.index] for column in self.format_columns)
+        empty = self._summary(trials.iloc[:0])
+        formats = (column[trials.index] for column in self.formats.values())
         keys = [trials["precision"], *formats, trials["device"]]
         names = [str(key.name) for key in keys]
         rows = []
         for values, group in trials.groupby(keys):
-            named = dict(zip(names, values, strict=True))
+            key = dict(zip(names, values, strict=True))
             records = [self.record.trials[index] for index in group.index]
-            for name in self.formats.columns:
-                named[name] += ran_otherwise(records, name, named[name])
-            rows.append({**named, **self.summary(group)})
+            for name in self.formats:
+                key[name] += effective_note(records, name, key[name])
+            rows.append({**key, **self._summary(group)})
         for precision, reason in self.undrawn.items():
-            named = {**dict.fromkeys(names, ""), "device": "" if several else "".join(devices)}
+            key = {**dict.fromkeys(names, ""), "device": "".join(self.devices) if is_one_device else ""}
             support = "not run here" if reason else "not tried"
-            rows.append({**named, "precision": precision, **nothing, "support": support})
+            rows.append({**key, "precision": precision, **empty, "support": support})
         rows.sort(key=lambda row: (precision_order(row["precision"]), *(row[name] for name in names[1:])))
-        return pd.DataFrame(rows, columns=[*names, *nothing])
+        return pd.DataFrame(rows, columns=[*names, *empty])
 
-    def summary(self, group: pd.DataFrame) -> dict[str, Any]:
-        """The columns of `by_precision` after the first two, over these rows of `trials`."""
+    def _summary(self, group: pd.DataFrame) -> dict[str, Any]:
+        """The columns of `by_precision` after its keys, over these rows of `trials`."""
         counted = group[group["counts"]]
         complete = counted[counted["outcome"].eq(Outcome.COMPLETE)]
         trained = counted[counted["train_examples_per_second"].notna()]
@@ -271,27 +264,34 @@ class StudyTables:
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
 
 
+def precision_table(tables: StudyTables) -> Rows:
+    """`StudyTables.by_precision` as text."""
+    summary = tables.by_precision
+    has_devices = summary["device"].nunique() > 1
+    has_energy = summary["train_joules_per_example_median"].notna().any()
+    rows = []
+    for row in summary.to_dict("records"):
+        outcomes = [f"{row[name]} {name}" for name in OUTCOMES if row[name]]
+        outcomes += [f"{row['fell_back']} fell back"] if row["fell_back"] else []
+        cells = {"precision": row["precision"]}
+        cells |= {name.replace("_", " "): row[name] for name in tables.formats}
+        cells |= {"device": row["device"]} if has_devices else {}
+        cells |= {"support": row["support"] or MISSING, "outcomes": ", ".join(outcomes)}
+        for metric in tables.record.metric_names:
+            cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
+        cells["examples/s"] = format_number(row["train_examples_per_second_median"])
+        if has_energy:
+            cells["joules/example"] = format_number(row["train_joules_per_example_median"])
+        cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
+        if not has_devices:
+            cells["share of time"] = format_percent(row["share_of_time"])
+        rows.append(cells)
+    return rows
+
+
 def objective_column(metric: str) -> str:
-    """The column of an objective's values: its name alone may be that of a measured quantity."""
+    """Return the column of an objective; its bare name may be that of a measured quantity."""
     return f"objective.{metric}"
-
-
-def _look_up(values: Mapping[str, Any], path: str) -> Any:
-    """`values["a"]["b"]` for the path `a.b`; None where that is missing."""
-    value: Any = values
-    for name in path.split("."):
-        value = (value or {}).get(name)
-    return value
-
-
-def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The metrics with those of a task as `task/metric`."""
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            for inner, of in _flat(value):
-                yield f"{name}/{inner}", of
-        else:
-            yield name, value
 
 
 def fell_back(trials: pd.DataFrame) -> pd.Series:
@@ -299,52 +299,33 @@ def fell_back(trials: pd.DataFrame) -> pd.Series:
 
 
 def differing_settings(trials: pd.DataFrame) -> list[str]:
-    """The searched settings that have several values in these rows of `trials`.
-
-    Precision, seed and the formats of numbers are left out: the formats have rows of their own.
-    """
+    """Return the searched settings with several values in these rows, without precision, seed and formats."""
     names = [name for name in searched_parameters(trials) if name not in ("seed", *FORMATS)]
     return sorted(name for name in names if trials[f"param.{name}"].nunique(dropna=False) > 1)
 
 
 def searched_parameters(trials: pd.DataFrame) -> list[str]:
-    """The parameters, but the precision, that have a column `param.<name>`."""
+    """Return the parameters with a column `param.<name>`, without the precision."""
     names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
     return [name for name in names if name != PRECISION]
 
 
-def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
-    """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
-    supported = support(name, DeviceInfo.from_facts(facts))
-    runs = supported.level == "native" or (supported.level == "emulated" and allow_emulated)
-    return "" if runs else supported.reason
-
-
-def task_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
-    """The metrics of a trial on validation and the best constant predictions, for people."""
-    baseline = telemetry.get("baseline") or {}
-    rows = [
-        (task, metric, format_number(value), format_number(baseline.get(f"{task}/{metric}")))
-        for task, values in (telemetry.get("metrics") or {}).items()
-        for metric, value in values.items()
-    ]
-    return pd.DataFrame(rows, columns=["task", "metric", "value", BASELINE])
-
-
-def source_metrics_text(telemetry: Mapping[str, Any]) -> pd.DataFrame:
-    """The metrics of each source of the data, for people; no rows where no task is of several sources."""
-    sources = telemetry.get("source_metrics") or {}
-    return pd.DataFrame(
-        {"task": task, "source": source, "metric": metric, "value": format_number(value)}
-        for source, of_source in sources.items()
-        for task, metrics in of_source.items()
-        for metric, value in metrics.items()
-    )
+def precision_order(precision: str) -> tuple[int, str]:
+    """Sort key: the order of the table of precisions, then unknown names."""
+    is_known = precision in PRECISION_NAMES
+    return (PRECISION_NAMES.index(precision) if is_known else len(PRECISION_NAMES), precision)
 
 
 def group_order(label: str) -> tuple[tuple[int, str], str]:
-    """Sorts what `StudyTables.groups` gives as the table of precisions."""
+    """Sort key of the labels of `StudyTables.groups`."""
     return precision_order(label.partition(ON)[0].partition(", ")[0]), label
+
+
+def _lacking(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
+    """The reason why a device cannot run the precision; empty if it can."""
+    supported = support(name, DeviceInfo.from_facts(facts))
+    runs = supported.level == "native" or (supported.level == "emulated" and allow_emulated)
+    return "" if runs else supported.reason
 
 
 def _largest_logits_error(trial: TrialRecord) -> float | None:
@@ -352,36 +333,19 @@ def _largest_logits_error(trial: TrialRecord) -> float | None:
     return max(errors.values(), default=None)
 
 
-def precision_order(precision: str) -> tuple[int, str]:
-    """Sorts precisions as in the table of precisions, unknown names last."""
-    known = precision in PRECISION_NAMES
-    return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
+def _look_up(values: Mapping[str, Any], path: str) -> Any:
+    """`values["a"]["b"]` for the path `a.b`; None if missing."""
+    value: Any = values
+    for name in path.split("."):
+        value = (value or {}).get(name)
+    return value
 
 
-def brief_summary(tables: StudyTables) -> pd.DataFrame:
-    """`StudyTables.by_precision` as text for people."""
-    summary = tables.by_precision
-    several_devices = summary["device"].nunique() > 1
-    rows = []
-    for row in summary.to_dict("records"):
-        cells = {"precision": row["precision"]}
-        cells |= {name.replace("_", " "): row[name] for name in tables.formats.columns}
-        cells |= {"device": row["device"]} if several_devices else {}
-        cells["support"] = row["support"] or "–"
-        outcomes = [f"{row[name]} {name}" for name in OUTCOMES if row[name]]
-        outcomes += [f"{row['fell_back']} fell back"] if row["fell_back"] else []
-        cells["outcomes"] = ", ".join(outcomes)
-        for metric in tables.record.metric_names:
-            cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
-        cells["examples/s"] = format_number(row["train_examples_per_second_median"])
-        if summary["train_joules_per_example_median"].notna().any():
-            cells["joules/example"] = format_number(row["train_joules_per_example_median"])
-        cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
-        if not several_devices:
-            cells["share of time"] = _percent(row["share_of_time"])
-        rows.append(cells)
-    return pd.DataFrame(rows)
-
-
-def _percent(share: float) -> str:
-    return "–" if math.isnan(share) else f"{share:.1%}"
+def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The metrics, with those of a task as `task/metric`."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            for inner, number in _flat(value):
+                yield f"{name}/{inner}", number
+        else:
+            yield name, value

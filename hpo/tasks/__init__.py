@@ -13,4 +13,4 @@ from hpo.tasks.token_classification import TokenClassification
 
 for _kind in (SingleLabel, MultiLabel, TokenClassification, SpanExtraction, SpanPerLabel, Regression):
     register(_kind)
-METRICS.taken = {"score", *(name for kind in KINDS.values() for name in kind.metrics)}
+METRICS.reserved = {"score", *(name for kind in KINDS.values() for name in kind.metrics)}

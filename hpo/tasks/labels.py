@@ -1,4 +1,4 @@
-"""The kinds whose truth is classes of a row: one of them, or any number."""
+"""The kinds with classes of a row: one class, or any number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from hpo.errors import did_you_mean, shorten
@@ -47,16 +46,16 @@ from hpo.tasks.sums import (
 from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
 
 THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
-"""The thresholds tried for multi_label: rare classes may all stay under a probability of 0.05."""
+"""Candidate thresholds of multi_label; rare classes may all have a probability below 0.05."""
 
 _WHOLE = re.compile(r"(-?\d+)\.0+")
-"""A whole number as pandas writes it to csv where its column has an empty cell."""
+"""A whole number from pandas, in a csv column with an empty cell."""
 _LIST = re.compile(r"""\[\s*([\["'{].*|-?\d.*)?\]""", re.DOTALL)
-"""A list as JSON, pandas or NumPy writes it. Its first item begins with a quote, a bracket or a digit."""
+"""A list of JSON, pandas or NumPy. Its first item begins with a quote, a bracket or a digit."""
 _LEAST_PROBABILITY = 1e-15
-"""Losses are of probabilities between this and what is as far from 1."""
+"""Probabilities in losses lie between this and 1 minus this."""
 _AT_ONCE = 2**20
-"""Losses of rows with so many probabilities are computed at a time, for the memory."""
+"""Number of probabilities in one step of `row_losses`, for the memory."""
 
 
 class _Labels(Kind):
@@ -74,7 +73,7 @@ class _Labels(Kind):
         return label if self.is_list else [label]
 
     def label(self, value: Any) -> Label:
-        """Its classes are the strings of the task: a million rows hold them once."""
+        """Return the classes as strings of the task, so a million rows share them."""
         classes = self._listed(value)
         if isinstance(classes, list):
             classes = [self._known(item) for item in classes]
@@ -86,11 +85,11 @@ class _Labels(Kind):
             raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
         if len(set(classes)) < len(classes):
             raise ValueError(f" names a class twice: {shorten(repr(value), 60)}")
-        own = [self.task.labels[self._index[item]] for item in classes]
-        return own if self.is_list else own[0]
+        labels = [self.task.labels[self._index[item]] for item in classes]
+        return labels if self.is_list else labels[0]
 
     def _known(self, item: Any) -> Any:
-        """Return the class of the task that is written so, but for white space, or 1.0 for 1."""
+        """Return the class of the task with this name, up to white space, or 1.0 for 1."""
         if isinstance(item, str) and item in self._index:
             return item
         name = class_name(item)
@@ -100,16 +99,15 @@ class _Labels(Kind):
         label: Any = example.labels[self.task.name]
         return sorted(label, key=self._index.__getitem__) if self.is_list else label
 
-    def held(self, example: Example) -> Sequence[str]:
+    def label_names(self, example: Example) -> Sequence[str]:
         return self._listed(example.labels[self.task.name])
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
-        truth = [self.held(example) for example in examples]
+        truth = [self.label_names(example) for example in examples]
         return _compared(*(self._counts(labels) for labels in (truth, map(self._listed, predicted))))
 
     def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
-        rows = [sorted({self._index[label] for label in labels}) for labels in of_rows]
-        return counted(rows, len(self._index))
+        return counted([[self._index[label] for label in labels] for labels in of_rows], len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
         counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
@@ -125,15 +123,15 @@ class _Labels(Kind):
         return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
-        """The most frequent class in every row. Lists have the classes that fit the metric best: every class
-        for `f1_macro`, the most frequent ones for `f1_micro`, and else the most frequent list."""
+        """Predict the most frequent class in every row. A list gets the best classes for the metric: all for
+        `f1_macro`, the most frequent ones for `f1_micro`, else the most frequent list."""
         true = counts_NC["true"]
         num_rows, num_classes = true.shape
         columns = self._constant(metric, true)
         return _compared(true, counted([columns] * num_rows, num_classes))
 
     def _constant(self, metric: str, true_NC: Any) -> list[int]:
-        """The columns of the best constant prediction."""
+        """Return the columns of the best constant prediction."""
         true_C = np.asarray(true_NC.sum(axis=0))
         order = np.argsort(-true_C, kind="stable")
         if not self.is_list:
@@ -148,11 +146,11 @@ class _Labels(Kind):
         return list(Counter(tuple(sorted(one.tolist())) for one in lists).most_common(1)[0][0])
 
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
-        """-log of the probability of the true class, or the sum of the classes' binary cross-entropies."""
+        """Return -log of the true class's probability, or the sum of the classes' binary cross-entropies."""
         assert p_NC is not None
-        truth = [self.held(example) for example in examples]
+        truth = [self.label_names(example) for example in examples]
         pairs = zip(map(self._listed, predicted), truth, strict=True)
-        wrong = np.flatnonzero([set(ours) != set(theirs) for ours, theirs in pairs])
+        wrong = np.flatnonzero([set(one) != set(other) for one, other in pairs])
         loss_N = np.zeros(len(truth))
         for rows in np.array_split(wrong, 1 + len(wrong) * self.num_outputs // _AT_ONCE):
             p_RC = np.clip(p_NC[rows], _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
@@ -168,7 +166,7 @@ def _number_alike(name: str) -> str:
 
 
 def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:
-    """The row values of true and predicted classes, sparse: [N, C] each."""
+    """Return the row values of true and predicted classes, sparse: [N, C] each."""
     hits_NC = true_NC.multiply(predicted_NC).tocsr()
     is_right_N = 2 * hits_NC.sum(axis=1) == true_NC.sum(axis=1) + predicted_NC.sum(axis=1)
     counts_NC = {"hits": hits_NC, "true": true_NC, "predicted": predicted_NC}
@@ -194,41 +192,20 @@ class SingleLabel(_Labels, Multiclass):
         classes = (self._index.get(label, IGNORE_INDEX) for label in labels)
         return np.fromiter(classes, dtype=np.int32, count=len(examples))
 
-    def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
-        truth: list[Any] = [example.labels[self.task.name] for example in examples]
-        true_N, predicted_N = (
-            np.fromiter((self._index[label] for label in labels), np.int32, len(truth))
-            for labels in (truth, predicted)
-        )
-        right_N = true_N == predicted_N
-        hits = self._ones(true_N[right_N], right_N)
-        all_N = np.ones(len(truth), bool)
-        counts = {
-            "hits": hits,
-            "true": self._ones(true_N, all_N),
-            "predicted": self._ones(predicted_N, all_N),
-        }
-        return counts, {"right": right_N.astype(np.float64)}
-
-    def _ones(self, columns: NDArray[np.int32], has_N: NDArray[np.bool_]) -> Any:
-        """1 in a column of each row that has one: sparse [N, C]."""
-        ends = np.concatenate([[0], np.cumsum(has_N)])
-        return csr_array((np.ones(len(columns)), columns, ends), shape=(len(has_N), len(self._index)))
-
     def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
-        """Proportional to the geometric mean over the windows, summing to 1."""
+        """Return the normalised geometric mean over the windows."""
         return np.asarray(np.exp(log_softmax(mean_of_windows(log_softmax(logits), split))))
 
     def decode(
         self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
     ) -> list[Any]:
-        """The class of the largest mean of log-probabilities over the windows."""
+        """Return the class with the largest mean of log-probabilities over the windows."""
         best_E = mean_of_windows(log_softmax(logits), split).argmax(axis=1)
         return [self.task.labels[best] for best in best_E]
 
 
 class MultiLabel(_Labels, Binary):
-    """Any number of classes of a row, none included."""
+    """Any number of classes of a row, also none."""
 
     name = "multi_label"
     metrics = ("f1_macro", "f1_micro", "exact_match")
@@ -259,7 +236,7 @@ class MultiLabel(_Labels, Binary):
         return (target >= 0).any(dim=-1)
 
     def probabilities(self, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
-        """The largest over the windows: a criterion that is met anywhere is met."""
+        """Return the maximum over the windows: a criterion met in one window is met."""
         return sigmoid(max_of_windows(logits, split))
 
     def decode(
@@ -271,7 +248,7 @@ class MultiLabel(_Labels, Binary):
     def choose(
         self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
     ) -> DecodingThresholds:
-        """Try `THRESHOLD_LOG_ODDS`; of equal values the one nearest to a probability of a half is taken."""
+        """Try `THRESHOLD_LOG_ODDS`; of equal values, choose the nearest to a probability of 1/2."""
         truth: list[Any] = [split.examples[row].labels[self.task.name] for row in rows]
         scores_NC = max_of_windows(logits, split)[rows]
         true_NC = indicators(self.task, truth)

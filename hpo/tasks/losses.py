@@ -1,8 +1,8 @@
-"""Losses that kinds share: of items that are of one class, and of classes that hold each by itself.
+"""Losses of several kinds: of items with one class, and of independent classes.
 
-Sums over the labelled items, in fp32. Nothing here looks at a tensor's values from Python, so a step needs no
-device sync and can be captured in a CUDA graph. Missing items are masked before the arithmetic and not only
-after it: a NaN target behind `torch.where` would still give a NaN gradient.
+Losses are sums over the labelled items, in fp32. Python never reads a tensor's values here, so a step needs
+no device sync and can be captured in a CUDA graph. Missing items are masked before the arithmetic, since a
+NaN target behind `torch.where` would still give a NaN gradient.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_CLASS_WEIGHT = 10.0
 
 
 class Multiclass(Kind):
-    """A kind whose items are of one class each."""
+    """A kind with one class per item."""
 
     losses = ("cross_entropy", "focal")
 
     @property
     def num_choices(self) -> int:
-        """Classes that an item is one of."""
+        """Number of classes of an item."""
         return self.num_outputs
 
     def loss_sum(
@@ -44,7 +44,7 @@ class Multiclass(Kind):
         logits_NK, target_N = logits.reshape(-1, self.num_choices), target.reshape(-1)
         gamma, smoothing = options.gamma, options.label_smoothing
         if gamma == 0.0:
-            # Its `ignore_index` is IGNORE_INDEX unless told otherwise.
+            # The default `ignore_index` is IGNORE_INDEX.
             return F.cross_entropy(logits_NK, target_N, weight, reduction="sum", label_smoothing=smoothing)
         labelled_N = target_N != IGNORE_INDEX
         log_p_NK = F.log_softmax(torch.where(labelled_N[:, None], logits_NK, 0.0), dim=-1)
@@ -59,14 +59,14 @@ class Multiclass(Kind):
         return torch.where(labelled_N, loss_N, 0.0).sum()
 
     def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        """scikit-learn's `balanced`, n / (k * count), with k the number of classes that occur: [K]."""
+        """Return scikit-learn's `balanced`, n / (k * count), with k the number of occurring classes: [K]."""
         per_batch = [torch.bincount(target[target >= 0], minlength=self.num_choices) for target in targets]
         counts = torch.stack(per_batch).sum(dim=0)
         return _clipped(counts.sum() / ((counts > 0).sum() * counts).clamp(min=1), counts)
 
 
 class Binary(Kind):
-    """A kind of whose classes each holds or does not, by itself."""
+    """A kind with independent classes."""
 
     losses = ("bce", "focal")
     target_type = "float32"
@@ -90,7 +90,7 @@ class Binary(Kind):
         return torch.where(labelled, y * positive + (1 - y) * negative, 0.0).sum()
 
     def class_weights(self, targets: Iterable[Tensor]) -> Tensor:
-        """Negatives / positives of each class, the weight of a positive: [C]."""
+        """Return negatives / positives of each class, the weight of a positive: [C]."""
         rows = (target.reshape(-1, self.num_outputs) for target in targets)
         per_batch = [torch.stack([(target_NC == y).sum(dim=0) for y in (0, 1)]) for target_NC in rows]
         negatives, positives = torch.stack(per_batch).sum(dim=0)
@@ -98,5 +98,5 @@ class Binary(Kind):
 
 
 def _clipped(weights: Tensor, counts: Tensor) -> Tensor:
-    """1 for a class that does not occur."""
+    """Clip the weights; an absent class has weight 1."""
     return weights.clamp(MIN_CLASS_WEIGHT, MAX_CLASS_WEIGHT).where(counts > 0, 1.0)

@@ -1,4 +1,4 @@
-"""The kind whose truth is a number of a row.
+"""The kind with a number of a row.
 
 Targets stay in float64 until they are standardised: the float32 nearest to a timestamp is off by up to 64 s.
 Metrics sum squares in float64, so a target and the spread of the targets need a square there.
@@ -29,7 +29,7 @@ from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
 _LARGEST = 1e150
 """The largest magnitude of a target; its inverse is the smallest spread."""
 _ROUNDING = 1e-12
-"""A variance that is smaller in relation to the sum of squares is that of equal values, but for rounding."""
+"""Largest ratio of variance to sum of squares for equal values, due to rounding."""
 
 
 class Regression(Kind):
@@ -65,7 +65,7 @@ class Regression(Kind):
         return float(value)
 
     def fitted(self, train: Sequence[Example]) -> Task:
-        """With the mean and standard deviation of the training targets; 1 for equal targets."""
+        """Return the task with mean and standard deviation of the training targets; 1 for equal targets."""
         name = self.task.name
         values = np.array([row.labels[name] for row in train if name in row.labels], dtype=np.float64)
         if values.min() == values.max():
@@ -87,7 +87,8 @@ class Regression(Kind):
     def loss_sum(
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
-        """Squared error, or the Huber loss with delta 1, in units of the train split's standard deviation."""
+        """Return the squared error, or the Huber loss with delta 1, in units of the train split's standard
+        deviation."""
         labelled_B = self.labelled(target)
         mean, std = self.task.target_mean, self.task.target_std or 1.0
         target_B = ((torch.where(labelled_B, target, mean).double() - mean) / std).float()
@@ -103,11 +104,10 @@ class Regression(Kind):
         return [float(y) for y in output_E * std + mean]
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
-        """Targets from their mean, so that their variance is not lost to rounding in the sum of their
-        squares."""
+        """Centre the targets, so rounding in the sum of squares does not hide their variance."""
         truth_N = np.array([example.labels[self.task.name] for example in examples], np.float64)
         predicted_N = np.array(predicted, np.float64)
-        # So far off that its square is infinite: the metric is undefined.
+        # The square of a larger prediction is infinite: the metric is undefined.
         error_N = np.where(np.abs(predicted_N) < _LARGEST, predicted_N, np.nan) - truth_N
         target_N = truth_N - (truth_N.mean() if len(truth_N) else 0.0)
         values = {
@@ -132,14 +132,14 @@ class Regression(Kind):
         }
 
     def bounded(self, values_N: ByName) -> Mapping[str, FloatArray]:
-        """An error counts as the range of the labels where it is larger."""
+        """Clip errors to the range of the labels."""
         most = _range(values_N["target"])
         absolute_N, squared_N = values_N["absolute"], values_N["squared"]
         caps = {"absolute": np.minimum(absolute_N, most), "squared": np.minimum(squared_N, most**2)}
         return {**values_N, **caps}
 
     def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
-        """An error lies between 0 and the range of the labels."""
+        """Use that an error lies between 0 and the range of the labels."""
         target_N = values_N["target"]
         num_rows, most = len(target_N), _range(target_N)
         if not most:
@@ -152,7 +152,7 @@ class Regression(Kind):
         return most**2 / float(target_N.var()) if metric == "r2" else math.inf
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
-        """The median of the labels for `mae`, else their mean."""
+        """Predict the median of the labels for `mae`, else their mean."""
         target_N = values_N["target"]
         error_N = target_N - (np.median(target_N) if metric == "mae" else target_N.mean())
         return {}, {**values_N, "absolute": np.abs(error_N), "squared": error_N**2}

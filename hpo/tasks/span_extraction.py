@@ -1,4 +1,4 @@
-"""The kind whose truth is one span of a row, or none: an answer."""
+"""The kind with one span of a row, an answer, or none."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class SpanExtraction(SpanKind):
-    """Logits of the answer's first token and of its last one; the first token of all is that of no answer."""
+    """Logits of the answer's first and last token; the first token of the window means no answer."""
 
     name = "span_extraction"
     metrics = ("span_f1", "span_overlap_f1", "exact_match")
     proportions = ("exact_match",)
-    # Not focal: its classes are positions, and the imbalance that focal is for does not exist between them.
+    # Not focal: its classes are positions, without the imbalance that focal corrects.
     losses = ("cross_entropy",)
     is_by_row = True
     needed_key = "span_names"
@@ -68,7 +68,7 @@ class SpanExtraction(SpanKind):
         return problems
 
     def window_targets(self, spans: WindowSpans, annotated_W: BoolArray) -> AnyArray:
-        """First and last token of the answer that a window holds whole, else (0, 0): no answer."""
+        """Return the first and last token of a complete answer in a window, else (0, 0): no answer."""
         target_W2 = np.zeros((len(annotated_W), 2), dtype=np.int32)
         window_S = np.repeat(np.arange(len(annotated_W)), np.diff(spans.start_W1))
         is_whole_S = spans.rows_S4[:, 3] == 0
@@ -82,7 +82,7 @@ class SpanExtraction(SpanKind):
     def loss_sum(
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
-        """Mean of the start's and the end's cross-entropy over the real positions, summed over rows."""
+        """Return the mean of start and end cross-entropy over the real positions, summed over rows."""
         real_BL1, smoothing = (mask_BL != 0)[:, :, None], options.label_smoothing
         masked_BL2 = torch.where(real_BL1, logits, torch.finfo(torch.float32).min)
         log_p_BL2 = masked_BL2.log_softmax(dim=1)
@@ -95,11 +95,11 @@ class SpanExtraction(SpanKind):
     def best_answers(
         self, logits_T2: FloatArray, split: TokenizedSplit
     ) -> tuple[list[list[Span]], NDArray[np.float64]]:
-        """Each example's best answer, and by how much its logits exceed those of no answer.
+        """Return each example's best answer, and the margin of its logits over no answer.
 
-        An answer starts at a token that its window owns and ends at the same or a later one, at most
-        MAX_ANSWER_TOKENS long, all inside the task's segment. No answer is position 0 of the same window.
-        The margin is -inf where there is no answer to choose.
+        An answer starts at an owned token of its window, has at most MAX_ANSWER_TOKENS tokens, and lies
+        inside the task's segment. No answer is position 0 of the same window. The margin is -inf without any
+        possible answer.
         """
         window_T = np.repeat(np.arange(len(split.window_example_W)), np.diff(split.window_start_W1))
         example_T = split.window_example_W[window_T]
@@ -139,7 +139,7 @@ class SpanExtraction(SpanKind):
     def choose(
         self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
     ) -> DecodingThresholds:
-        """Answer the rows with the largest margins: try every number of them."""
+        """Answer the rows with the largest margins: try every number of rows."""
         answers, margin_E = self.best_answers(logits, split)
         margin_N = margin_E[rows]
         order = np.argsort(-margin_N, kind="stable")[: np.isfinite(margin_N).sum()]
@@ -157,23 +157,23 @@ class SpanExtraction(SpanKind):
             "exact_match": exact_K1,
             "span_overlap_f1": overlap_K1,
         }[metric]
-        # Rows of equal margins are answered together or not at all.
+        # Rows with equal margins are answered together or not at all.
         offset_K1 = np.r_[margin_K[0] + 1, (margin_K[1:] + margin_K[:-1]) / 2, margin_K[-1] - 1]
         splits_tie_K1 = np.r_[False, margin_K[1:] == margin_K[:-1], False]
         best = np.where(splits_tie_K1, -np.inf, value_K1).argmax()
         return DecodingThresholds(null_offset=float(offset_K1[best]))
 
     def accepted(self, example: Example) -> list[tuple[int, int]]:
-        """The spans that are right; none: there is no answer."""
+        """Return the accepted answers; empty: there is no answer."""
         name = self.task.labels[0]
         return [(start, end) for start, end in example.alt_spans.get(name) or example.spans.get(name, ())]
 
     def answer_row(self, spans: Sequence[Span], example: Example) -> tuple[float, float, float, float, float]:
-        """One row's span hit, SQuAD exact match, SQuAD F1, whether it has an answer, whether one is
-        predicted.
+        """Return one row's span hit, SQuAD exact match, SQuAD F1, and 1 or 0 for a true and a predicted
+        answer.
 
-        Exact match and F1 are those of the answers' words, normalised, against the best of the accepted
-        answers; a row without an answer counts 1 if none is predicted (or one without a word), else 0.
+        Exact match and F1 compare normalised words with the best accepted answer. A row without an answer
+        counts 1 without a prediction (or with one without a word), else 0.
         """
         accepted = self.accepted(example)
         words = [word for _, start, end in spans[:1] for word in squad_words(example.text[start:end])]
@@ -207,7 +207,7 @@ class SpanExtraction(SpanKind):
         return 1.0 if metric == "span_overlap_f1" else super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
-        """No answer in any row."""
+        """Predict no answer in any row."""
         none = counts_NC["true"] * 0
         is_right_N = 1.0 - np.asarray(counts_NC["true"].sum(axis=1))
         counts = {"hits": none, "true": counts_NC["true"], "predicted": none}
@@ -217,21 +217,21 @@ class SpanExtraction(SpanKind):
         return f" at the null offset {decision.null_offset:.3g}"
 
     def shown_spans(self, example: Example) -> set[Span]:
-        """Of several accepted answers the one that counts as the truth, or the first."""
+        """Return the true answer, or the first accepted one."""
         name = self.task.labels[0]
         return self.true_spans(example) or {(name, *answer) for answer in self.accepted(example)[:1]}
 
     def wrong_spans(self, predicted: Sequence[Span], example: Example) -> set[Span]:
-        """None where an answer is one of the accepted ones."""
+        """Return the missed and the spurious spans; empty for an accepted answer."""
         accepted = self.accepted(example)
         is_right = any((start, end) in accepted for _, start, end in predicted[:1])
         return set() if is_right else super().wrong_spans(predicted, example)
 
 
 def squad_words(text: str) -> list[str]:
-    """Words after SQuAD's normalisation: lower case, no ASCII punctuation, no articles.
+    """Return the words after SQuAD's normalisation: lower case, no ASCII punctuation, no articles.
 
-    The order of its steps is that of SQuAD 2.0's `evaluate-v2.0.py`.
+    The order of the steps is that of SQuAD 2.0's `evaluate-v2.0.py`.
     """
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
 

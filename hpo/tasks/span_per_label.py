@@ -1,6 +1,6 @@
-"""The kind whose truth is evidence: spans for the classes that another task finds in a row.
+"""The kind with evidence: spans for the classes of another task.
 
-Suffixes beside those of `hpo.tasks.spans`: Q (example, predicted class) pairs, P the tokens of all these.
+More suffixes than in `hpo.tasks.spans`: Q (example, predicted class) pairs, P the tokens of all pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVIDENCE_MERGE_GAPS = (0, 2, 5)
 
 
 class SpanPerLabel(SpanKind, Binary):
-    """A token is evidence for a class or is not, for each class by itself."""
+    """Each token is evidence or not, for each class independently."""
 
     name = "span_per_label"
     min_labels = 1
@@ -44,10 +44,10 @@ class SpanPerLabel(SpanKind, Binary):
         ]
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
-        """1 for the classes that hold and have evidence somewhere in the text: int8 [W, C]."""
-        own = set(self.task.labels)
-        held = [[name for name in example.spans if name in own] for example in examples]
-        return indicators(self.task, held).astype(np.int8)
+        """Return 1 for the classes with evidence somewhere in the text: int8 [W, C]."""
+        names = set(self.task.labels)
+        lists = [[name for name in example.spans if name in names] for example in examples]
+        return indicators(self.task, lists).astype(np.int8)
 
     def batch_target(self, split: TokenizedSplit, windows_B: IntArray, is_text_BL: BoolArray) -> AnyArray:
         inside, _ = split.spans[self.task.name].placed(windows_B)
@@ -70,8 +70,7 @@ class SpanPerLabel(SpanKind, Binary):
     def choose(
         self, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str, labels: Predicted
     ) -> DecodingThresholds:
-        """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be
-        0)."""
+        """Try thresholds and gaps; the overlap decides between equal values (exact spans may all be 0)."""
         evidence = Evidence(self.task, logits, split, labels)
         examples = [split.examples[row] for row in rows]
 
@@ -96,7 +95,7 @@ class SpanPerLabel(SpanKind, Binary):
 
 
 class Evidence:
-    """Probabilities of the text tokens of each (example, predicted class), all pairs one after another."""
+    """Probabilities of the text tokens of each (example, predicted class), all pairs in sequence."""
 
     def __init__(
         self, task: Task, logits_TC: FloatArray, split: TokenizedSplit, predicted_labels: Sequence[Any] | None
@@ -125,15 +124,15 @@ class Evidence:
         self.peak_Q = np.maximum.reduceat(self.probability_P, first_Q) if pairs else np.zeros(0)
 
     def spans(self, threshold: float, merge_gap: int) -> list[list[Span]]:
-        """Runs of tokens above the threshold, those at most `merge_gap` tokens apart joined.
+        """Return the runs of tokens above the threshold; runs at most `merge_gap` tokens apart are joined.
 
-        A predicted class always gets evidence: where no token passes, the run around the likeliest token
-        above half its probability.
+        A predicted class always gets evidence: without a token above the threshold, the run around the
+        likeliest token above half its probability.
         """
         fallback_Q = ~(self.peak_Q > threshold)
         limit_Q = np.where(fallback_Q, self.peak_Q / 2, threshold)
         first, last = runs_of(self.probability_P > limit_Q[self.pair_P], self.begins_P)
-        # The first run begins a span, and so does one after a wide gap or after a new text's beginning.
+        # The first run begins a span, and a run after a wide gap or in a new text.
         texts_P = self.begins_P.cumsum()
         new = np.ones(len(first), bool)
         new[1:] = (first[1:] - last[:-1] - 1 > merge_gap) | (texts_P[first[1:]] != texts_P[last[:-1]])

@@ -1,6 +1,7 @@
-"""What the kinds have in common whose truth is spans of characters.
+"""Common code of the kinds with spans of characters.
 
-Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading order, S spans found, N any.
+Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading order, S predicted spans, N
+any.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _WORD = re.compile(r"\S+")
 
 
 class SpanKind(Kind):
-    """A kind whose truth is spans."""
+    """A kind with spans."""
 
     metrics = ("span_f1", "span_overlap_f1", "f1_macro")
     level = "token"
@@ -30,11 +31,11 @@ class SpanKind(Kind):
     def truth(self, example: Example) -> Any:
         return sorted(self.shown_spans(example), key=lambda span: (span[1], span[2], span[0]))
 
-    def held(self, example: Example) -> Sequence[str]:
+    def label_names(self, example: Example) -> Sequence[str]:
         return [name for name in self.task.labels for _ in example.spans.get(name, ())]
 
     def _known(self, split: TokenizedSplit, windows_B: IntArray, is_text_BL: BoolArray) -> BoolArray:
-        """The tokens whose truth is known: [B, L]."""
+        """Return a mask of the tokens with a known truth: [B, L]."""
         return is_text_BL & split.annotated[self.task.name][windows_B][:, None]
 
     def true_spans(self, example: Example) -> set[Span]:
@@ -66,23 +67,23 @@ class SpanKind(Kind):
         if metric == "f1_macro":
             return macro_f1_bound(*counts_NC.values())
         if metric == "span_overlap_f1":
-            # `words` has the words of both sides of a row, of which all may be true.
+            # `words` counts true and predicted words of a row; all may be true.
             return micro_f1_bound(values_N["shared_words"], values_N["words"], 0 * values_N["words"])
         return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
-        """No span in any row. `words` has a word for each true span."""
+        """Predict no span in any row. `words` has one word for each true span."""
         none = counts_NC["true"] * 0
         words_N = np.asarray(counts_NC["true"].sum(axis=1), np.float64)
         counts = {"hits": none, "true": counts_NC["true"], "predicted": none}
         return counts, {"shared_words": 0 * words_N, "words": words_N}
 
     def shown_spans(self, example: Example) -> set[Span]:
-        """The truth for people."""
+        """Return the truth for a report."""
         return self.true_spans(example)
 
     def wrong_spans(self, predicted: Sequence[Span], example: Example) -> set[Span]:
-        """The missed and the spurious ones."""
+        """Return the missed and the spurious spans."""
         return self.shown_spans(example) ^ set(predicted)
 
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
@@ -91,18 +92,18 @@ class SpanKind(Kind):
 
 
 def word_counts(text: str, truth: set[Span], predicted: Iterable[Span]) -> tuple[int, int]:
-    """Words that true and predicted spans share, and the sum of the words of either.
+    """Return the number of common words of true and predicted spans, and the sum of the words of both.
 
-    A word is a run of characters other than white space; a span covers the words that it shares at least
-    one character with. So the score is the same under any tokenizer. In a script that writes no spaces,
-    words are as long as the text between them: use `span_f1` there.
+    A word is a run of characters other than white space. A span covers every word with a character in it, so
+    the score is the same under any tokenizer. In a script without spaces, words are as long as the text
+    between two spaces: use `span_f1` there.
     """
     true_words, found_words = _words(text, truth), _words(text, predicted)
     return len(true_words & found_words), len(true_words) + len(found_words)
 
 
 def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
-    """The words that each span shares a character with, told by where they begin."""
+    """Return the words with a character in each span, as name and first character."""
     words: set[tuple[str, int]] = set()
     for name, start, end in spans:
         while start > 0 and not text[start].isspace() and not text[start - 1].isspace():
@@ -115,10 +116,11 @@ def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
 
 
 def text_tokens(split: TokenizedSplit) -> tuple[IntArray, IntArray, BoolArray]:
-    """The owned tokens of all texts in reading order: index into T, example, and whether a text begins.
+    """Return the owned tokens of all texts in reading order: index into T, example, and a mask of first
+    tokens.
 
-    A step back in the text (an encoded pair whose second segment is written first) begins anew too, so
-    that no run of tokens spans it.
+    A step back in the text (a pair with its second segment first) begins anew too, so no run of tokens
+    crosses it.
     """
     example_T = np.repeat(split.window_example_W, np.diff(split.window_start_W1))
     token_O = np.flatnonzero(split.owned_T & (split.char_start_T >= 0))
@@ -130,7 +132,7 @@ def text_tokens(split: TokenizedSplit) -> tuple[IntArray, IntArray, BoolArray]:
 
 
 def runs_of(inside_N: BoolArray, starts_N: BoolArray) -> tuple[IntArray, IntArray]:
-    """First and last positions of the runs of `inside_N`, a run beginning anew wherever `starts_N`."""
+    """Return first and last positions of the runs of `inside_N`; `starts_N` begins a new run."""
     before_N = np.concatenate([[False], inside_N])[:-1]
     first_N = inside_N & (starts_N | ~before_N)
     goes_on_N = np.concatenate([inside_N & ~first_N, [False]])[1:]
@@ -140,7 +142,7 @@ def runs_of(inside_N: BoolArray, starts_N: BoolArray) -> tuple[IntArray, IntArra
 def character_spans(
     split: TokenizedSplit, example_S: IntArray, name_S: Sequence[str], first_S: IntArray, last_S: IntArray
 ) -> list[list[Span]]:
-    """Spans of tokens (indices into T, inclusive) as spans of characters, without outer white space."""
+    """Convert spans of tokens (indices into T, inclusive) to characters without outer white space."""
     spans: list[list[Span]] = [[] for _ in split.examples]
     start_S, end_S = split.char_start_T[first_S].tolist(), split.char_end_T[last_S].tolist()
     for example, name, start, end in zip(example_S.tolist(), name_S, start_S, end_S, strict=True):

@@ -1,4 +1,4 @@
-"""Sums over windows and rows that kinds share: logits of examples and their probabilities, counts and F1.
+"""Sums over windows and rows: logits and probabilities of examples, counts and F1.
 
 Suffixes: W windows, E examples, C classes, N rows, B weightings of the rows.
 """
@@ -41,7 +41,7 @@ def log_softmax(logits: FloatArray) -> NDArray[np.float64]:
 
 
 def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
-    """F1 of the counts summed over classes, the last axis: true positives, true and predicted ones."""
+    """Return the F1 of counts summed over classes, the last axis: hits, true and predicted items."""
     total = (true_C + predicted_C).sum(axis=-1)
     return np.where(total > 0, 2 * hits_C.sum(axis=-1) / np.maximum(total, 1), 1.0)[()]
 
@@ -49,9 +49,9 @@ def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[An
 def f1_macro(
     whole: tuple[FloatArray, ...], hits_BC: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray
 ) -> FloatArray:
-    """Mean F1 [B] of the classes that are true in the whole, whose counts [C] are `whole`.
+    """Return the mean F1 [B] of the classes with true items in `whole`, the counts [C] of the whole.
 
-    A class that has no part in a weighting keeps its F1 of the whole.
+    A class absent from a weighting keeps its F1 of the whole.
     """
     hits_C, true_C, predicted_C = whole
     is_true_C = true_C > 0
@@ -64,7 +64,7 @@ def f1_macro(
 
 
 def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArray) -> float:
-    """The largest change of a micro F1 that one row can cause, times the number of rows.
+    """Return the largest change of a micro F1 by one row, times the number of rows.
 
     A row with t true items loses all of its hits and has p spurious items instead. t and p are at most the
     largest numbers of a row. With F = 2H / (T + P), the change is ((2 - F) t + F max(p, t)) / (T + P).
@@ -79,7 +79,7 @@ def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArr
 
 
 def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
-    """The largest change of `f1_macro` that one row can cause, times the number of rows.
+    """Return the largest change of `f1_macro` by one row, times the number of rows.
 
     A row loses the hits of its true classes, and other classes get as many spurious items as any row has.
     With f = 2H / (T + P), a lost hit takes (2 - f) / (T + P - 1) from the F1 of its class, and a spurious
@@ -98,7 +98,7 @@ def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
 
 
 def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
-    """A bound of the change of `f1_macro` if the predictions of so many rows change.
+    """Return a bound of the change of `f1_macro` if the predictions of `num_rows` rows change.
 
     With f = 2H / (T + P), x items of one class change its F1 by at most x (2 - f) / (T + P - x), and by at
     most 1. The bound takes the items of the classes with the largest rates.
@@ -113,13 +113,13 @@ def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: A
         np.maximum(total_C - num_items, true_C), 1
     )
     rate_C = np.sort(rate_C[is_true_C])[::-1]
-    items_C = 1 / np.maximum(rate_C, 1e-12)  # they change the F1 of the class by 1
+    items_C = 1 / np.maximum(rate_C, 1e-12)  # items for a change of the class's F1 by 1
     left_C = num_items - (items_C.cumsum() - items_C)
     return float((rate_C * np.clip(left_C, 0, items_C)).mean())
 
 
 def counted(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
-    """How often each row names each column, sparse: [N, C]."""
+    """Count the columns in each row, sparse: [N, C]."""
     ends = np.cumsum([0, *map(len, columns_of_rows)])
     columns = np.array([column for columns in columns_of_rows for column in columns], np.int32)
     return csr_array((np.ones(len(columns)), columns, ends), shape=(len(columns_of_rows), num_columns))

@@ -1,4 +1,4 @@
-"""The kind whose truth is spans of several names, found by tags of tokens."""
+"""The kind with spans of several names, as tags of tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TokenClassification(SpanKind, Multiclass):
 
     @property
     def num_choices(self) -> int:
-        """The tags, or O, B and I of every name when spans may overlap."""
+        """Number of tags: O, B and I of each name if spans may overlap."""
         return 3 if self.task.spans_may_overlap else self.num_outputs
 
     def labelled(self, target: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ class TokenClassification(SpanKind, Multiclass):
     def decode(
         self, logits: FloatArray, split: TokenizedSplit, decision: DecodingThresholds, labels: Predicted
     ) -> list[Any]:
-        """B begins a span, I goes on with one of its own name and begins one elsewhere.
+        """Decode tags: B begins a span, I continues a span of its name, or else begins one.
 
-        When spans may overlap, each name has tags of its own.
+        If spans may overlap, each name has its own tags.
         """
         token_O, example_O, begins_O = text_tokens(split)
         num_names = len(self.task.labels)

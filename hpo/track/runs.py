@@ -18,7 +18,8 @@ from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
-from hpo.report.formats import format_value, observed_precision
+from hpo.report.formats import format_value
+from hpo.report.trial_precision import observed_precision
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials, is_over
 from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 

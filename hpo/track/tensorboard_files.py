@@ -25,7 +25,7 @@ class TensorboardTracker:
 
         self._new_writer, self._hparams = SummaryWriter, hparams
         self._folder = folder
-        self._open: dict[str, tuple[SummaryWriter, int]] = {}
+        self._open: dict[str, tuple[Any, int]] = {}
         """Writers of running trials by key, each with its number of written evaluations."""
         forget_other_studies(folder, token)
 

@@ -1,19 +1,17 @@
-"""Checkpoints that survive being killed: written under a temporary name, flushed, renamed.
+"""Checkpoints of a trial: written under a temporary name, flushed, renamed. They survive a kill.
 
 A checkpoint is a folder with `model.safetensors` and `state.pt` (plain containers and tensors, read with
-`weights_only=True`). A folder with its final name was complete when it got that name. One that was cut short
-afterwards does not fit its own header (safetensors) or directory (zip) and is passed over for the one before.
+`weights_only=True`). A folder with its final name was complete at its renaming. A later truncation does not
+fit its header (safetensors) or directory (zip). Then the previous checkpoint is used.
 
-The header of the weights also holds the resume key: what must be equal for a trial to go on from there
-(configuration, effective precision, device type, shapes of the weights). A store reads and replaces the
-checkpoints of its own key only.
+The header of the weights holds the resume key: everything a resume must have in common (configuration,
+effective precision, device type, shapes of the weights). A store reads and replaces only its own key.
 
-A write that fails (a full disk) does not end the trial: it leaves nothing half-written and the checkpoints
-before as they were, and is one of the store's `problems`. So is why a trial does not go on from its newest
-checkpoint.
+A failed write (a full disk) does not end the trial. It leaves no partial files, keeps the previous
+checkpoints, and is recorded in `problems`, like a checkpoint that cannot be resumed.
 
     <trial folder>/
-        step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
+        step-00000120/      for a resume: the two newest while the trial runs, then the last
         best-00000080/      weights of the best evaluation
 """
 
@@ -52,7 +50,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, Safetensor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read; tensors on the CPU."""
+    """A checkpoint in memory, with tensors on the CPU."""
 
     resume_key: str
     weights: dict[str, Tensor]
@@ -60,35 +58,32 @@ class Checkpoint:
 
 
 class CheckpointMirror(Protocol):
-    """Where the checkpoints of a trial are for other workers, too. All methods may raise CheckpointError."""
+    """A trial's checkpoints for other workers. All methods may raise CheckpointError."""
 
     def names(self, kind: str, resume_key: str, /) -> Sequence[str]:
-        """The checkpoints that are there, of a kind: `step` or `best`."""
+        """Return the names of checkpoints of a kind: `step` or `best`."""
 
     def fetch(self, path: Path, resume_key: str, /) -> None:
-        """Bring one of them to its place here."""
+        """Copy one checkpoint to `path`."""
 
     def sync(self, kept: Sequence[Path], resume_key: str, /, *, is_last: bool = False) -> None:
-        """Copy what is kept here, and drop what it replaces; `is_last`: the trial is done.
-
-        Called in the thread that writes checkpoints.
-        """
+        """Copy all of `kept` and drop older ones, in the writing thread. `is_last`: the trial has ended."""
 
 
 class CheckpointStore:
-    """The checkpoints of one trial under one resume key; a context manager that waits for the last write.
+    """The checkpoints of one trial under one resume key. The end of the context waits for the last write.
 
-    A thread writes while the trial goes on. Only where the trial ends as `Preempted`, which promises a
-    checkpoint, a last write that failed is raised, as CheckpointError.
+    A thread writes during the training. A failed last write raises CheckpointError only for a `Preempted`
+    trial, because this end promises a checkpoint.
     """
 
     def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
         self.write_seconds = 0.0
-        """How long the last write took, until other workers could read it."""
+        """Duration of the last write and its copy for other workers."""
         self.problems: list[str] = []
-        """What did not work, each once."""
+        """Messages of failures, each once."""
         self._mirror = mirror
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -110,8 +105,10 @@ class CheckpointStore:
         state: Mapping[str, Any] | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write `weights` with `state` as the checkpoint to go on from, with `best` as those of the best
-        evaluation so far, or as both; then drop what they replace. Waits for the write before."""
+        """Write `weights` for a resume with `state`, as the best so far with `best`, or both.
+
+        Then drop replaced checkpoints. Waits for the previous write.
+        """
         self.wait()
         try:
             self._writing = self._writer.submit(self._save, step, *_copied((weights, state, best)))
@@ -127,10 +124,7 @@ class CheckpointStore:
             )
 
     def wait(self, *, must_be_written: bool = False) -> None:
-        """Wait until what was saved is on the disk, or has failed to be written.
-
-        Raises CheckpointError if it failed and `must_be_written`.
-        """
+        """Wait for the current write. Raises CheckpointError if it fails and `must_be_written`."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -142,11 +136,11 @@ class CheckpointStore:
                 raise
 
     def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint of this key to go on from, or None."""
+        """Return the newest intact checkpoint of this key for a resume, or None."""
         return self._newest("step")
 
     def best(self) -> Checkpoint | None:
-        """The best weights of this key, or None if there are none or they are damaged."""
+        """Return the best weights of this key; None if they are missing or damaged."""
         return self._newest("best")
 
     def _newest(self, kind: str) -> Checkpoint | None:
@@ -155,7 +149,7 @@ class CheckpointStore:
             with self._noted():
                 mirrored = set(self._mirror.names(kind, self.resume_key))
         passed: set[str] = set()
-        # Listed anew each time: a file system that was waited for may show more meanwhile.
+        # List again each time: during a wait for a file system, another worker may write.
         while names := ({path.name for path in _named(self.folder, kind)} | mirrored) - passed:
             path = self.folder / max(names)
             passed.add(path.name)
@@ -165,7 +159,7 @@ class CheckpointStore:
                 checkpoint = read_checkpoint(path)
                 if checkpoint.resume_key == self.resume_key:
                     return checkpoint
-                self._note(f"checkpoint {path} is of another precision, device, data, model or version.")
+                self._note(f"checkpoint {path} has another precision, device, data, model or version.")
         return None
 
     @contextlib.contextmanager
@@ -181,23 +175,22 @@ class CheckpointStore:
             self.problems.append(problem)
 
     def finish(self, best_step: int) -> bool:
-        """Keep of this key the last, and of the best evaluations that at `best_step`, or else the newest.
+        """Keep this key's last checkpoint and the best weights at `best_step`, or else the newest.
 
-        Returns whether the weights at `best_step` are there; on a full disk they may not be.
+        Returns whether the weights at `best_step` exist. A full disk may prevent them.
         """
         self.wait()
         best = self._of_key("best")
-        kept = [path for path in best if path.name == f"best-{best_step:08d}"]
-        is_there = bool(kept)
-        kept = [*(kept or best[-1:]), *self._of_key("step")[-1:]]
+        wanted = [path for path in best if path.name == f"best-{best_step:08d}"]
+        kept = [*(wanted or best[-1:]), *self._of_key("step")[-1:]]
         for path in [*_named(self.folder, "best"), *_named(self.folder, "step"), *self.folder.glob(".*.tmp")]:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
         self._sync(is_last=True)
-        return is_there
+        return bool(wanted)
 
     def share(self) -> None:
-        """Wait until other workers can go on from what was saved, or that has failed."""
+        """Wait until other workers can read the last checkpoint."""
         self.wait()
         self._sync(is_last=True)
 
@@ -222,7 +215,7 @@ class CheckpointStore:
             if content is not None:
                 path = self.folder / f"{kind}-{step:08d}"
                 _write(path, weights, content, self.resume_key, same_weights=written)
-                # Older ones alone: a newer one is another worker's, which has taken over meanwhile.
+                # Keep newer ones: they belong to another worker, after this one lost its lease.
                 older = [old for old in self._of_key(kind) if old.name < path.name]
                 for old in older[: len(older) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
@@ -232,7 +225,7 @@ class CheckpointStore:
 
 
 class NoCheckpoints(CheckpointStore):
-    """Of a trial that nobody will go on with: nothing is kept."""
+    """A store for a trial without a resume. It writes nothing."""
 
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), "")
@@ -245,19 +238,19 @@ class NoCheckpoints(CheckpointStore):
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
-    """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
+    """Return the best weights in the folder of a finished trial; None if they are missing or damaged."""
     return next(intact_checkpoints(folder, "best"), None)
 
 
 def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[Checkpoint]:
-    """The checkpoints of a kind that a trial left in its folder, of any key, the newest first."""
+    """Yield the intact checkpoints of a kind in a folder, of any key, the newest first."""
     for path in reversed(_named(folder, kind)):
         with contextlib.suppress(CheckpointError):
             yield read_checkpoint(path)
 
 
 def bits_digest(weights: Mapping[str, Tensor]) -> str:
-    """A hash of all bits of some weights, which are on the CPU, and of their names, types and shapes."""
+    """Return a hash of the bits, names, types and shapes of weights on the CPU."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
@@ -266,7 +259,7 @@ def bits_digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read one checkpoint. Raises CheckpointError if it is missing or torn, or holds code."""
+    """Read one checkpoint. Raises CheckpointError if it is missing or truncated, or contains code."""
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
             key = (file.metadata() or {})[_KEY]
@@ -278,7 +271,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _resume_key(path: Path) -> str | None:
-    """The key of a checkpoint; None where its weights cannot be read."""
+    """Return the key of a checkpoint; None if its weights cannot be read."""
     with contextlib.suppress(*_UNREADABLE), safe_open(path / WEIGHTS, framework="pt") as file:
         return (file.metadata() or {}).get(_KEY)
     return None
@@ -289,7 +282,7 @@ def _named(folder: Path, kind: str) -> list[Path]:
 
 
 def _copied(value: Any) -> Any:
-    """Nested containers with copies of their tensors, on the CPU."""
+    """Return nested containers with copies of their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -302,8 +295,8 @@ def _copied(value: Any) -> Any:
 def _write(
     path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], key: str, same_weights: Path | None
 ) -> None:
-    """Write a checkpoint; its weights are a hard link to those of the checkpoint `same_weights`, if given."""
-    # Process ids repeat on the machines that share a folder.
+    """Write a checkpoint. Its weights are a hard link to the weights of `same_weights`, if given."""
+    # Process ids repeat on other machines with the same folder.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -316,10 +309,10 @@ def _write(
         torch.save(dict(state), temporary / STATE)
         for name in FILES:
             _flush(temporary / name)
-        shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
+        shutil.rmtree(path, ignore_errors=True)  # the same step before a restart
         temporary.rename(path)
         _flush(path.parent)
-    # safetensors and torch.save report a full disk as errors of their own, not as OSError.
+    # safetensors and torch.save have their own errors for a full disk, not OSError.
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         advice = " Free some space." if "No space left" in str(error) else ""

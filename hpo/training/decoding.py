@@ -1,12 +1,12 @@
-"""From logits to predictions: class names, numbers, and spans of characters.
+"""Predictions from logits: class names, numbers, and spans of characters.
 
-Logits come for a whole split as flat float32 arrays in window order: [W, C] of sequence tasks, [T, K] of
-token tasks, special tokens included and padding not. The kinds of task (`hpo.tasks`) join the windows of one
-long text, each in its way. A token that several windows hold is read in the one that owns it, so a long text
-is one row of tokens. Everything per token is vectorised over T; Python loops run over the spans found only.
+Logits of a split are flat float32 arrays in window order: [W, C] of sequence tasks, [T, K] of token tasks,
+with special tokens and without padding. Each kind of task (`hpo.tasks`) joins the windows of one long text. A
+token in several windows is read in its owner, so a long text is one row of tokens. Work per token is
+vectorised over T. Python loops run only over predicted spans.
 
-What a decision needs beyond the logits (a probability threshold, a null offset) is chosen on the
-validation split and kept with the model as a `DecodingThresholds`.
+Thresholds (a probability, a null offset) are chosen on the validation split and stored with the model as
+`DecodingThresholds`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def decode_tasks(
     decisions: Mapping[str, DecodingThresholds] | None = None,
     metrics: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, list[Any]], dict[str, DecodingThresholds]]:
-    """The predictions of every task, evidence after the task whose predicted classes it belongs to, and
-    the decisions that they were made with.
+    """Return the predictions of every task and their decisions.
 
     Without `decisions` they are chosen on this split; `metrics` maps a task to the metric to maximise.
+    Evidence is decoded after the predicted classes of its task.
     """
     predictions: dict[str, list[Any]] = {}
     chosen = dict(decisions or {})
@@ -51,9 +51,9 @@ def decode(
     decision: DecodingThresholds,
     predicted_labels: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """One prediction an example, in the order of `split.examples`; see `Kind.decode`.
+    """Return one prediction per example, in the order of `split.examples`; see `Kind.decode`.
 
-    NaN logits give some prediction, not an error: look for them before.
+    NaN logits give some prediction, not an error: check them before.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         return kind_of(task).decode(logits, split, decision, predicted_labels)
@@ -62,9 +62,9 @@ def decode(
 def class_probabilities(
     tasks: Sequence[Task], logits: Mapping[str, FloatArray], split: TokenizedSplit
 ) -> dict[str, NDArray[np.float64]]:
-    """Each example's probability of each class of the tasks that have classes: [E, C]."""
+    """Return each example's probability of each class, [E, C], for tasks with classes."""
     by_task = {task.name: kind_of(task).probabilities(logits[task.name], split) for task in tasks}
-    return {name: of_task for name, of_task in by_task.items() if of_task is not None}
+    return {name: values for name, values in by_task.items() if values is not None}
 
 
 def choose_decision(
@@ -74,11 +74,10 @@ def choose_decision(
     predicted_labels: Sequence[Any] | None = None,
     metric: str | None = None,
 ) -> DecodingThresholds:
-    """The decision that maximises a metric of the task (default: its primary one) on this split; in place of
-    one that a study's own code brings, the first of its kind.
+    """Return the decision with the best metric of the task (default: its primary one) on this split.
 
-    Only the rows annotated for the task count; without any, or for a kind with nothing to decide, it is
-    `DecodingThresholds()`.
+    In place of a metric of the study's own code, the first of its kind decides. Only rows annotated for the
+    task count. Without rows, or for a kind without thresholds, it is `DecodingThresholds()`.
     """
     kind = kind_of(task)
     metric = metric or task.primary_metric

@@ -1,21 +1,19 @@
-"""Several processes that train one model together (*ranks*), by DistributedDataParallel under torchrun.
+"""Several processes (*ranks*) for one model, by DistributedDataParallel under torchrun.
 
-torchrun starts a rank for each GPU, or several on a CPU. Rank 0 is the worker that the study sees; the others
-follow it from trial to trial. As in `torch.distributed`, whether there are other ranks is a fact of the
-process; where there are none, every function here does nothing.
+torchrun starts a rank for each GPU, or several on a CPU. Rank 0 is the study's worker; the others follow it
+from trial to trial. Without other ranks, every function here does nothing.
 
-Every rank collates the whole global batch and runs its own rows of it, in micro-batches. So each knows the
-labelled items, examples and tokens of the batch without asking, losses are normalised over micro-batches and
-ranks alike, and gradients are summed and not averaged: all ranks clip by one norm and skip the same steps.
+Every rank collates the whole global batch and runs its own rows in micro-batches. So each knows the labelled
+items, examples and tokens of the batch. Losses are normalised over micro-batches and ranks alike. Gradients
+are summed, not averaged: all ranks clip by one norm and skip the same steps.
 
-A rank that runs out of memory in a backward pass that reduces would leave the others waiting. So the bare
-model runs micro-batches, all ranks agree that nobody ran out of memory (`memory_agreed`), and then a backward
-pass of 0 through DistributedDataParallel reduces what each weight has accumulated (`GradientSum`).
+If a rank ran out of memory in a reducing backward pass, the others would wait forever. So the bare model runs
+micro-batches, all ranks agree on their memory (`memory_agreed`), and then a backward pass of 0 through
+DistributedDataParallel sums the accumulated gradients (`GradientSum`).
 
-Rank 0 decides what the ranks must have in common and cannot compute alike (`decide`): its clock, whether to
-stop, the pruner, the checkpoint to go on from. Memory that runs out on any rank ends the trial as `oom`.
-Whatever else is raised on one rank ends its process, and torchrun ends the others: the trial goes on from its
-checkpoint at the next start. A rank that keeps the others waiting in a step for `TIMEOUT` is taken to hang.
+Rank 0 decides for all (`decide`): its clock, stop requests, the pruner, the checkpoint for a resume. If
+memory runs out on any rank, the trial ends as `oom`. Any other error ends its process, and torchrun ends the
+others: the trial resumes at the next start. A rank counts as hanging after `TIMEOUT` in a step.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ from hpo.errors import InputError, OutOfMemory, Preempted, RunError
 from hpo.memory import is_out_of_memory
 
 TIMEOUT = timedelta(minutes=15)
-"""Longer than any rank keeps the others waiting in a step: a shape that one sees first may be compiled."""
-NO_HALVING = "Where several ranks train, the micro-batch is not halved: lower `micro_batch_size`."
+"""Longest wait for another rank in a step. One rank may have to compile a new shape."""
+NO_HALVING = "Several ranks do not halve the micro-batch: lower `micro_batch_size`."
 _T = TypeVar("_T")
 
 _decisions: Any = None
-"""The group in which the others wait for rank 0, for as long as it lives."""
+"""Process group for waiting on rank 0, without a timeout."""
 
 
 def is_distributed() -> bool:
-    """Whether this process trains together with others."""
+    """Return whether there are several ranks."""
     return _decisions is not None
 
 
@@ -60,14 +58,14 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def connected_ranks() -> Iterator[None]:
-    """Connect the processes that one torchrun started; at the end of rank 0's block the others' tasks end."""
+    """Connect the processes of one torchrun. The end of rank 0's block ends the tasks of the others."""
     global _decisions
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
     _decisions = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     is_lost = False
     try:
         yield
-    except RunError:  # one of the others may hang, and would never take what is announced
+    except RunError:  # another rank may hang and never receive an announcement
         is_lost = True
         raise
     finally:
@@ -79,7 +77,7 @@ def connected_ranks() -> Iterator[None]:
 
 
 def decide(what: Callable[[], _T]) -> _T:
-    """`what()` as rank 0 alone calls it; if it raises there, the others raise Preempted."""
+    """Return `what()` of rank 0. If it raises there, the other ranks raise Preempted."""
     if not is_distributed():
         return what()
     value, error = None, None
@@ -99,21 +97,21 @@ def decide(what: Callable[[], _T]) -> _T:
 
 
 def announce(task: Any) -> None:
-    """Give the other ranks, which wait for it in `next_task`, what rank 0 does next."""
+    """Send the next task from rank 0 to the other ranks, waiting in `next_task`."""
     if rank() == 0:
         decide(lambda: task)
 
 
 def next_task() -> Any:
-    """What rank 0 announces; None: there is no more."""
+    """Return the next task of rank 0. None: there is no more."""
     return decide(lambda: None)
 
 
 @contextlib.contextmanager
 def memory_agreed(advice: str) -> Iterator[None]:
-    """A block that all ranks run: raises OutOfMemory on all of them if one ran out of memory in it.
+    """Raise OutOfMemory on all ranks if one of them runs out of memory in the block.
 
-    In a process that trains alone, errors pass.
+    A process without other ranks raises its own error.
     """
     refusal: BaseException | None = None
     try:
@@ -139,7 +137,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
 
 
 def rows_of_rank(batch: Batch) -> Batch:
-    """This rank's rows of a global batch; perhaps none."""
+    """Return this rank's rows of a global batch, possibly none."""
     first, end = (len(batch.windows_B) * each // world_size() for each in (rank(), rank() + 1))
     return batch.rows(slice(first, end))
 
@@ -152,7 +150,7 @@ def add_up(tensor: Tensor) -> Tensor:
 
 
 def largest(number: float) -> float:
-    """The largest that any rank has."""
+    """Return the largest number of all ranks."""
     numbers = torch.tensor(number, dtype=torch.float64)
     if is_distributed():
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
@@ -160,13 +158,13 @@ def largest(number: float) -> float:
 
 
 def merge(rows: Mapping[str, NDArray[np.float32]]) -> None:
-    """Fill each array with the rows that other ranks have; where this rank has none it is zero."""
+    """Fill each array with the rows of other ranks. They must be zero here."""
     for values in rows.values():
         add_up(torch.from_numpy(values.view(np.int32)))  # integers: a sum with zero keeps every bit
 
 
 class GradientSum:
-    """Sums the gradients that a model's weights have, over ranks; the weights are then rank 0's."""
+    """Sum of a model's gradients over ranks. Its creation copies rank 0's weights to all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -175,18 +173,18 @@ class GradientSum:
             self._ddp = DistributedDataParallel(_Zero(self._weights))
 
     def __call__(self) -> None:
-        """To be called on all ranks, after the last micro-batch."""
+        """Sum the gradients, on all ranks after the last micro-batch."""
         if self._ddp is None:
             return
         has_gradient = add_up(torch.tensor([weight.grad is not None for weight in self._weights]).int())
         self._ddp().backward()
         for weight, is_used in zip(self._weights, has_gradient.tolist(), strict=True):
-            # DDP averages. A weight without a gradient on any rank has none: decay must not reach it.
+            # DDP averages. A weight unused on all ranks must have no gradient, or it would decay.
             weight.grad = cast(Tensor, weight.grad) * world_size() if is_used else None
 
 
 class _Zero(nn.Module):
-    """0, as a sum over all weights: each gets a gradient of 0."""
+    """A loss of 0 with a gradient of 0 for each weight."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Energy per example, from the counter of a GPU that is read where a stretch of steps begins and ends.
+"""Energy per example, from the counter of a GPU at the ends of a stretch of steps.
 
-The counter covers the whole board: its idle power, its memory, and other programs that use it. The counter is
-updated every 20 to 100 ms, so a reading may be 0.1 s old. A stretch of steps counts only if it lasts
-`MIN_STRETCH_SECONDS`: each end is then wrong by at most 5 % of its time. A stretch that ends in another way,
-by compilation or by the end of the process, is left out with its examples.
+The counter covers the whole board: its idle power, its memory, and other programs. It is updated every 20 to
+100 ms. So only stretches of `MIN_STRETCH_SECONDS` count: each end is wrong by at most 5 % of their time. A
+stretch ended by a compilation or the end of the process is left out with its examples.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 from hpo.device import DeviceInfo, EnergyCounter, synchronize
 
 MIN_STRETCH_SECONDS = 2.0
-"""The shortest stretch that counts: twenty times the longest update period of the counter."""
+"""The shortest counted stretch: twenty times the longest update period of the counter."""
 
 
 class EnergyMeter:
-    """Joules of training and the examples that they were spent on; nothing without a counter."""
+    """Joules of training and their examples. Empty without a counter."""
 
     def __init__(self, device: DeviceInfo, counter: EnergyCounter | None) -> None:
         self._device = device
         self._counter = counter
         self._began: tuple[float, float] | None = None
-        """Seconds and joules at the beginning of the stretch; None: there is none."""
+        """Seconds and joules at the beginning of the stretch."""
         self._stretch_examples = 0.0
         self._joules, self._examples = 0.0, 0.0
 
@@ -34,7 +33,6 @@ class EnergyMeter:
         self._began, self._stretch_examples = self._read(), 0.0
 
     def count(self, num_examples: float) -> None:
-        """Count the examples of a step."""
         self._stretch_examples += num_examples
 
     def stop(self) -> None:
@@ -46,11 +44,11 @@ class EnergyMeter:
             self._examples += self._stretch_examples
 
     def joules_per_example(self) -> float | None:
-        """Joules per example over all stretches so far; None where none was measured."""
+        """Return joules per example over all stretches. None: not measured."""
         return self._joules / self._examples if self._examples else None
 
     def state_dict(self) -> dict[str, float]:
-        """For checkpoints: plain numbers, without the stretch that has not ended."""
+        """Return plain numbers for a checkpoint, without the current stretch."""
         return {"joules": self._joules, "examples": self._examples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from hpo.data.batches import collate
 from hpo.errors import Nonfinite, OutOfMemory
@@ -33,17 +34,31 @@ class Evaluation:
     metrics: dict[str, dict[str, float]]
     """{task: {metric: value}}."""
     decisions: dict[str, DecodingThresholds]
-    """What was chosen on this split to turn logits into predictions, for use on other splits."""
+    """Thresholds from logits to predictions, chosen on this split for use on other splits."""
     examples_per_second: float | None
-    """The forward passes count, decoding and scoring do not. None: not measured."""
+    """Rate of forward passes, without decoding and scoring. None: not measured."""
     train_loss: float
-    """Mean over the steps since the evaluation before."""
+    """Mean over the steps since the last evaluation."""
     index: int
     """1 for the first evaluation of a trial."""
     rates: dict[str, float | None]
     """Throughput of training so far."""
     source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
+    values: tuple[float, ...] = ()
+    """The objectives of the study. NaN where one is not defined."""
+    ends_trial: str = ""
+    """The reason why the trial ends with this evaluation, before its budget is used up; empty: none."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the trial ends by itself with this evaluation."""
+        return bool(self.ends_trial) or self.budget_used >= 1
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation of a checkpoint, which has it `asdict`."""
+        return TypeAdapter(cls).validate_python(state)
 
 
 def scores_by_source(
@@ -52,19 +67,19 @@ def scores_by_source(
     examples: Sequence[Example],
     num_rows: Mapping[str, int],
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """The metrics of each source for tasks that several have; `num_rows` has the sources in their order."""
+    """Return the metrics of each source for tasks in several sources. `num_rows` is in the order of rows."""
     ends = accumulate(num_rows.values())
     rows = {name: slice(end - num, end) for (name, num), end in zip(num_rows.items(), ends, strict=True)}
-    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in rows}
+    scores: dict[str, dict[str, dict[str, float]]] = {name: {} for name in rows}
     for task in tasks:
-        held = [name for name in rows if any(task.name in row.annotated for row in examples[rows[name]])]
-        for name in held if len(held) > 1 else ():
-            found[name][task.name] = score(task, predictions[task.name][rows[name]], examples[rows[name]])
-    return {name: of_source for name, of_source in found.items() if of_source}
+        sources = [name for name in rows if any(task.name in row.annotated for row in examples[rows[name]])]
+        for name in sources if len(sources) > 1 else ():
+            scores[name][task.name] = score(task, predictions[task.name][rows[name]], examples[rows[name]])
+    return {name: by_task for name, by_task in scores.items() if by_task}
 
 
 def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
-    """Raise Nonfinite when logits are NaN or infinite."""
+    """Raise Nonfinite if logits are NaN or infinite."""
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
@@ -78,10 +93,10 @@ def predict_logits(
     pad_id: int,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, NDArray[np.float32]]:
-    """fp32 logits of a split by task: [W, K] of sequence tasks, [T, K] of token tasks, in window order.
+    """Return fp32 logits by task in window order: [W, K] of sequence tasks, [T, K] of token tasks.
 
-    `batches` of windows as `evaluation_batches` makes them; what is in none stays 0. The model has `tasks`.
-    If memory runs out, a batch is halved. `on_batch` runs before each.
+    `batches` are windows from `evaluation_batches`; windows in no batch stay 0. The model has `tasks`. If
+    memory runs out, a batch is halved. `on_batch` runs before each.
     """
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}

@@ -1,14 +1,12 @@
-"""The training loop: steps and evaluations of one trial, as a generator; it knows no Optuna.
+"""The training loop: a generator of the evaluations of one trial. It knows no Optuna.
 
-What the loop promises:
-
-- A global batch is one optimiser step however it is cut into micro-batches, also where labels are missing
+- A global batch is one optimiser step under every micro-batch size, also with missing labels
   (`hpo.training.losses`).
-- Every step draws its dropout masks from a generator seeded by (seed, step), and every epoch its batches
-  by (seed, epoch): the same after a resume from a checkpoint or a repeated step that ran out of memory.
-- The learning rate follows the share of the budget that is used up (`hpo.training.optim`).
-- With the fused optimisers only every `CHECK_EVERY`-th step waits for the device (and the fp32 fallback,
-  which must know whether a loss is finite).
+- Seeds of dropout masks come from (seed, step), and of an epoch's batches from (seed, epoch). They are the
+  same after a resume and in a repeated step.
+- The learning rate follows the used share of the budget (`hpo.training.schedule`).
+- With fused optimisers, only every `CHECK_EVERY`-th step waits for the device. The fp32 fallback waits for
+  each loss.
 """
 
 from __future__ import annotations
@@ -33,8 +31,10 @@ from hpo.models.attention import sdpa_in_place_of_flash
 from hpo.models.encoder import without_gradient_checkpointing
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
-from hpo.random_numbers import manual_seed
+from hpo.random_numbers import manual_seed, step_seed
 from hpo.tasks.tokenized_split import IntArray
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import TrainingClock
 from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
@@ -51,26 +51,19 @@ from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scor
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
-from hpo.training.optim import (
-    gradient_norm,
-    is_fused,
-    schedule_factor,
-    set_learning_rate,
-    step_unless,
-)
-from hpo.training.progress import Budget, TrainingClock, TrainState
+from hpo.training.optim import gradient_norm, is_fused, step_unless
+from hpo.training.schedule import schedule_factor, set_learning_rate
 from hpo.training.step_graphs import StepGraphs
-from hpo.training.step_seed import step_seed
 from hpo.training.training_data import TrainingData
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
-"""Steps between two looks at whether losses and gradients are finite; on a GPU a look waits for it."""
+"""Steps between two checks of finite losses and gradients. A check waits for the GPU."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Learner(NamedTuple):
-    """A model, its loss, and the precision that both are computed in."""
+    """A model, its loss, and the precision of both."""
 
     model: nn.Module
     loss_fn: MultitaskLoss
@@ -84,19 +77,19 @@ class TrainingArgs:
     budget: Budget
     batch_size: int
     micro_batch_size: int
-    """Of a trial that has not run out of memory."""
+    """Initial size. It is halved if memory runs out."""
     seed: int
     schedule: str | Callable[[float], float]
     warmup_ratio: float
     max_grad_norm: float
     evaluate_at: tuple[Fraction, ...]
-    """Shares of the budget at which there is an evaluation; the last is 1."""
+    """Shares of the budget with an evaluation. The last is 1."""
     evaluation_tokens: int
     """Padded tokens in one evaluation batch."""
     decision_metrics: Mapping[str, str]
-    """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
+    """{task: metric to maximise by thresholds}. Default: the task's primary metric."""
     cuda_graphs: bool = False
-    """Whether passes are replayed as CUDA graphs where the device has them."""
+    """Replay passes as CUDA graphs if the device has them."""
 
 
 AfterStep = Literal["", "interrupted", "ended"]
@@ -104,18 +97,17 @@ AfterStep = Literal["", "interrupted", "ended"]
 
 @dataclass(frozen=True)
 class TrainingHooks:
-    """What is called while a trial trains.
+    """Functions to call during a training.
 
-    What a hook raises ends the training, with model, optimiser and state as the last whole step left them; an
-    evaluation that was left is made when the training goes on.
+    An exception ends the training in the state of the last whole step. A resumed training makes a missed
+    evaluation.
     """
 
     on_step: Callable[[], AfterStep] = lambda: ""
-    """After each step but the last, by rank 0. `interrupted`: it took its time (the copy for a checkpoint),
-    which then counts as no training. `ended`: the training ends with an evaluation now."""
+    """Called by rank 0 after each step except the last. `interrupted`: its time (the copy for a checkpoint)
+    does not count as training. `ended`: the training ends now with an evaluation."""
     on_micro_batch: Callable[[], None] = lambda: None
-    """Between the micro-batches of a step and before the batches of an evaluation. It must do nothing where
-    there are several ranks."""
+    """Called between micro-batches and before evaluation batches. It must do nothing with several ranks."""
 
 
 def train(
@@ -126,13 +118,13 @@ def train(
     clock: TrainingClock,
     hooks: TrainingHooks = TrainingHooks(),
 ) -> Iterator[Evaluation]:
-    """Train until the budget is used up, yielding an evaluation of the validation split at a time.
+    """Train to the end of the budget and yield the evaluations of the validation split.
 
-    The model is on the device, in the precision's weights. `clock.state` says where to begin and is kept up
-    to date. Several ranks that train together call this with the same arguments; the clock is rank 0's.
+    The model is on the device, in the precision's weights. The training begins at `clock.state` and updates
+    it. All ranks call this with the same arguments, but rank 0 has the clock.
 
-    Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, after it repeated the step in fp32,
-    and OutOfMemory when a single example does not fit.
+    Raises Nonfinite if loss, gradients or metrics stay NaN or infinite, after a repetition in fp32, and
+    OutOfMemory if a single example does not fit.
     """
     model, loss_fn, mixed_precision = learner
     state, budget = clock.state, args.budget
@@ -182,16 +174,15 @@ def train(
 
 
 def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:
-    """Note the graphs in the state. Returns whether the last step recorded any, or failed to."""
-    before, now = (state.num_graphs, state.graph_problem), (0, "")
-    if graphs is not None:
-        now = graphs.num_recorded, graphs.problem
+    """Record the number of graphs in the state. Return whether the last step recorded any, or failed to."""
+    before = state.num_graphs, state.graph_problem
+    now = (graphs.num_recorded, graphs.problem) if graphs else (0, "")
     state.num_graphs, state.graph_problem = now
     return now != before
 
 
 def _lap(clock: TrainingClock) -> float:
-    """`clock.lap()` as rank 0 has it: learning rates and the end of the budget may follow from it."""
+    """Return rank 0's `clock.lap()`: learning rates and the end of the budget depend on it."""
     seconds = clock.lap()
     clock.state.train_seconds, seconds = decide(lambda: (clock.state.train_seconds, seconds))
     return seconds
@@ -206,7 +197,7 @@ def _evaluate(
     *,
     is_extra: bool = False,
 ) -> Evaluation:
-    """Evaluate the validation split. `is_extra`: no evaluation is due, as the training ends early."""
+    """Evaluate the validation split. `is_extra`: no evaluation is due, but the training ends early."""
     model, loss_fn, mixed_precision = learner
     synchronize(mixed_precision.device)
     clock.meter.stop()
@@ -245,36 +236,33 @@ def _evaluate(
 
 
 def _check(learner: Learner, batch: Batch | None, args: TrainingArgs, state: TrainState) -> None:
-    """Raise Nonfinite if the training cannot recover. `batch` is that of the last step; None: unknown."""
+    """Raise Nonfinite if the training cannot recover. `batch` is the last step's; None: unknown."""
     with repeated_in_fp32(learner.mixed_precision, partial(_steps_finite, learner, batch, args, state)):
         learner.mixed_precision.check()
 
 
 @contextlib.contextmanager
 def repeated_in_fp32(mixed_precision: MixedPrecision, repeat: Callable[[], bool | None]) -> Iterator[None]:
-    """Note on a Nonfinite of the block whether the numbers are finite when `repeat` computes them in fp32.
-
-    They are not repeated by several ranks.
-    """
+    """Set `finite_in_fp32` of a Nonfinite in the block by a repetition in fp32, except with several ranks."""
     try:
         yield
     except Nonfinite as error:
         if mixed_precision.has_fp32_repeat and world_size() == 1:
             try:
                 error.finite_in_fp32 = repeat()
-            except Exception as fault:  # whatever the repeat raises, the trial has ended
+            except Exception as fault:  # the trial has ended in any case
                 raise_if_lost(mixed_precision.device, fault)
-                _logger.warning("The step that broke could not be repeated in fp32: %r", fault)
+                _logger.warning("The failed step could not be repeated in fp32: %r", fault)
         raise
 
 
 def _steps_finite(
     learner: Learner, batch: Batch | None, args: TrainingArgs, state: TrainState
 ) -> bool | None:
-    """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
+    """Repeat the last step in fp32. None: another step failed, or the weights have changed since."""
     if batch is None or not bool(learner.mixed_precision.last_skipped):
         return None
-    state, model = replace(state), learner.model  # a copy, as the repeat may need smaller micro-batches
+    state, model = replace(state), learner.model  # a copy: the repetition may need smaller micro-batches
     in_fp32 = partial(_in_fp32, learner, scale=lambda loss: loss)
 
     def attempt() -> Tensor:
@@ -308,11 +296,10 @@ def accumulate_gradients(
     on_micro_batch: Callable[[], None] = lambda: None,
     graphs: StepGraphs | None = None,
 ) -> Tensor:
-    """Forward and backward over the global batch in micro-batches; return its loss, detached.
+    """Run the global batch forward and backward in micro-batches; return its loss, detached.
 
-    If memory runs out, `graphs` give up theirs, or the micro-batch is halved, and the batch is done again.
-    `on_micro_batch` runs between micro-batches. Each of several ranks has the gradients of its rows, and the
-    loss of all; there the micro-batch is not halved. Raises OutOfMemory.
+    If memory runs out, release the `graphs` or halve the micro-batch, and repeat the batch. Each of several
+    ranks has the gradients of its rows and the loss of all, and halves nothing. Raises OutOfMemory.
     """
     model, _, mixed_precision = learner
     run = graphs or partial(forward_backward, learner)
@@ -336,10 +323,7 @@ def _accumulate(
     on_micro_batch: Callable[[], None],
     run: Callable[..., Tensor],
 ) -> Tensor:
-    """Run this rank's rows in micro-batches and return their loss, detached.
-
-    `run` is `forward_backward` of the learner, or takes its place.
-    """
+    """Run this rank's rows in micro-batches by `run` (`forward_backward` or like it); return their loss."""
     _, loss_fn, mixed_precision = learner
     device, num_items = mixed_precision.device.torch_device, loss_fn.count(batch)
     total = torch.zeros((), device=device)
@@ -353,10 +337,10 @@ def _accumulate(
 
 
 def build_graphs(learner: Learner, args: TrainingArgs) -> StepGraphs | None:
-    """The CUDA graphs of a trial; None where its passes are not to be recorded, or cannot be."""
+    """Return the CUDA graphs of a trial; None if its passes cannot or must not be recorded."""
     device, config = learner.mixed_precision.device, learner.mixed_precision.config
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    # The fp32 fallback waits for each loss. Several ranks agree between their passes.
+    # The fp32 fallback waits for each loss. Several ranks communicate between their passes.
     if not (args.cuda_graphs and is_nvidia) or config.fallback_to_fp32 or world_size() > 1:
         return None
     return StepGraphs(learner.model, partial(forward_backward, learner), device)
@@ -367,8 +351,7 @@ def forward_backward(
 ) -> Tensor:
     """Run a micro-batch forward and backward under the trial's precision; return its loss, detached.
 
-    If the loss is not finite and the config has a fallback, both passes run in fp32. The other arguments are
-    those of `MultitaskLoss`.
+    The other arguments are explained in `MultitaskLoss`.
     """
     model, loss_fn, mixed_precision = learner
     return backward(
@@ -383,7 +366,7 @@ def backward(
 ) -> Tensor:
     """Run `loss_of` under autocast and its scaled loss backward; return the loss, detached.
 
-    If the loss is not finite and the config has a fallback, `repeat_in_fp32` does both and returns its loss.
+    If the loss is not finite and the config has a fallback, `repeat_in_fp32` runs both passes instead.
     """
     with mixed_precision.autocast():
         loss = loss_of()
@@ -404,8 +387,7 @@ def _in_fp32(
     scale: Callable[[Tensor], Tensor],
 ) -> Tensor:
     model, loss_fn, mixed_precision = learner
-    # The fp32 weights are in the model for its forward pass alone, so the backward pass must compute no
-    # activations again.
+    # The fp32 weights are only in the forward pass, so the backward pass must not recompute activations.
     kept = without_gradient_checkpointing(model)
     with kept, sdpa_in_place_of_flash(model.encoder), mixed_precision.float32(model) as model_in_float32:
         loss = loss_fn(model_in_float32(*batch.inputs), batch, num_items, share)
@@ -420,15 +402,15 @@ def apply_gradients(
     mixed_precision: MixedPrecision,
     max_grad_norm: float,
 ) -> None:
-    """Unscale, clip to the global norm, step, update the scale: in this order (PyTorch, AMP examples)."""
+    """Unscale, clip to the global norm, step and update the scale, in this order (PyTorch, AMP examples)."""
     scaler, device_type = mixed_precision.scaler, mixed_precision.device.type
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = gradient_norm([cast(Tensor, parameter.grad) for parameter in parameters], device_type)
-    # A GPU clips always: to know whether there is anything to clip would mean to wait for it.
+    # A GPU always clips. A comparison of the norm would wait for it.
     clips = bool(max_grad_norm) and (device_type != "cpu" or not norm <= max_grad_norm)
     if is_fused(optimizer) and not scaler.is_enabled():
-        # PyTorch's fused optimisers divide by this as they read the gradients.
+        # PyTorch's fused optimisers divide the gradients by this.
         cast(Any, optimizer).grad_scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1) if clips else None
     elif clips:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)

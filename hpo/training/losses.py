@@ -1,14 +1,12 @@
 """The loss of each kind of task, and of a batch with all of them.
 
-Every loss is a sum over the labelled items, in fp32 whatever the precision of the logits. The caller
-divides by the number of items of the whole batch (`count_items`, on the CPU, before the forward), so
-splitting a batch into micro-batches cannot change the loss, also where labels are missing.
+Every loss is a sum over the labelled items, in fp32 for every precision of the logits. The caller divides by
+the number of items of the whole batch (`count_items`, on the CPU, before the forward pass). So micro-batches
+cannot change the loss, also with missing labels. The kinds (`hpo.tasks`) compute the sums.
 
-An item's loss is the negative log-likelihood of all that is known of it, for a multi_label row the sum
-over its classes. With a mean over classes instead, a task of 62 classes pulls on the shared encoder with
-a 62nd of the strength of a single_label task beside it, and hardly learns before that one has settled.
-
-The sums are made by the kinds (`hpo.tasks`).
+An item's loss is the negative log-likelihood of all its labels; for a multi_label row, the sum over its
+classes. With a mean over classes instead, a task of 62 classes pulls on the shared encoder with a 62nd of the
+strength of a single_label task beside it, and hardly learns before the other task has converged.
 """
 
 from __future__ import annotations
@@ -28,14 +26,10 @@ from hpo.tasks.options import LossOptions
 
 
 def check_loss(tasks: Iterable[Task], loss: str) -> None:
-    """Raise InputError unless `loss` fits a task.
-
-    A task of a kind that the study's `loss` does not fit keeps the loss of `auto`; a loss that would
-    change no task is a mistake.
-    """
+    """Raise InputError unless `loss` fits a task. The other tasks keep the loss of `auto`."""
     kinds = sorted({task.kind for task in tasks})
-    of_own = LOSSES[loss].kinds if loss in LOSSES else ()
-    fits = [*(name for name, kind in KINDS.items() if loss in kind.losses), *of_own]
+    fits = [name for name, kind in KINDS.items() if loss in kind.losses]
+    fits += LOSSES[loss].kinds if loss in LOSSES else ()
     if loss != "auto" and not set(kinds) & set(fits):
         raise InputError(
             f"loss: `{loss}` fits the kinds {', '.join(fits)}, "
@@ -44,10 +38,9 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
 
 
 def count_items(task: Task, target: Tensor) -> int:
-    """Return the number of labelled items of a target, as the table of `hpo.tasks.kind` counts them.
+    """Return the number of labelled items of a target (see `hpo.tasks.kind`). On a GPU it waits.
 
-    An item is labelled if any of its classes or names is. Call it with the target on the CPU: on a GPU it
-    would wait for the device.
+    An item is labelled if any of its classes or names is.
     """
     return int(kind_of(task).labelled(target).sum())
 
@@ -60,28 +53,27 @@ def loss_sum(
     class_weight: Tensor | None,
     attention_mask_BL: Tensor,
 ) -> Tensor:
-    """Return the fp32 sum of the task's loss over the labelled items.
+    """Return the fp32 sum of the task's loss over the labelled items. Shapes: `hpo.tasks.kind`.
 
-    For shapes see `hpo.tasks.kind`. `class_weight` comes from `Kind.class_weights` and lies on the device
-    of the logits. `attention_mask_BL` (nonzero at real tokens) keeps padding out of span_extraction's
-    softmax over positions; the other kinds mark padding in their targets. A batch without items gives 0
-    with a gradient of 0.
+    `class_weight` comes from `Kind.class_weights`, on the device of the logits. `attention_mask_BL` (nonzero
+    at real tokens) excludes padding from span_extraction's softmax over positions. The other kinds mark
+    padding in their targets. A batch without items has a loss of 0 and a gradient of 0.
     """
     kind = kind_of(task)
     extension = LOSSES.get(options.loss)
     if extension is not None and task.kind in extension.kinds:
-        given = (kind, logits.float(), target, options.of(options.loss), class_weight, attention_mask_BL)
-        return cast(Tensor, extension.make(*given)).float()
-    own = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
-    return kind.loss_sum(logits.float(), target, own, class_weight, attention_mask_BL).float()
+        arguments = (logits.float(), target, options.of(options.loss), class_weight, attention_mask_BL)
+        return cast(Tensor, extension.make(kind, *arguments)).float()
+    fitting = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
+    return kind.loss_sum(logits.float(), target, fitting, class_weight, attention_mask_BL).float()
 
 
 @dataclass(eq=False)
 class MultitaskLoss:
     """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
 
-    With `log_variance` (one learnt s for each task) a task's loss L enters as exp(-s) L + s: Kendall et
-    al. 2018, arXiv 1705.07115, in the form without the regression factor 1/2.
+    With `log_variance` (one learnt s for each task) the term of a task's loss L is exp(-s) L + s: Kendall et
+    al. 2018, arXiv 1705.07115, without the regression factor 1/2.
     """
 
     tasks: Sequence[Task]
@@ -91,7 +83,7 @@ class MultitaskLoss:
     log_variance: Mapping[str, nn.Parameter] | None = None
 
     def count(self, batch: Batch) -> dict[str, int]:
-        """Labelled items of a batch by task; on the CPU, before it moves to the device."""
+        """Return the labelled items of a batch by task. Call it on the CPU, before the move to the device."""
         return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
 
     def __call__(
@@ -101,10 +93,10 @@ class MultitaskLoss:
         num_items: Mapping[str, int | Tensor],
         share: float | Tensor = 1.0,
     ) -> Tensor:
-        """The loss of a batch, or the part that a micro-batch has in the loss of its global batch.
+        """Return the loss of a batch, or a micro-batch's part of the loss of its global batch.
 
-        `num_items` are the labelled items of the global batch (`count`), and `share` is the part of its rows
-        that this batch has. A tensor stands for at least one item, and is not looked at.
+        `num_items` are the labelled items of the global batch (`count`), and `share` is this batch's part of
+        its rows. A tensor stands for at least one item, and is not read.
         """
         total = torch.zeros((), device=batch.input_ids_BL.device)
         for task in self.tasks:
@@ -114,7 +106,7 @@ class MultitaskLoss:
             items = num_items[name]
             has_items = isinstance(items, Tensor) or items > 0
             if isinstance(items, Tensor):
-                loss = loss * items.reciprocal()  # as CUDA divides by a number
+                loss = loss * items.reciprocal()  # like CUDA's division by a number
             elif items:
                 loss = loss / items
             if self.log_variance is not None and has_items:

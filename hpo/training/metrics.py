@@ -1,28 +1,27 @@
 """Scores of predictions, for each kind of task.
 
-A prediction is what a person would read: a class name, a list of class names, a number, or spans
-`(name, start, end)`, each the characters `text[start:end]`. So scores do not depend on the tokenizer, on
-windows or on truncation: a span that truncation cut off counts as missed.
+A prediction is a class name, a list of class names, a number, or spans `(name, start, end)`, each the
+characters `text[start:end]`. So scores do not depend on the tokenizer, on windows or on truncation: a span
+beyond the truncation counts as missed.
 
-Names are scikit-learn's and SQuAD's. Rows whose truth for the task is missing are left out. No metric is
-ever NaN or infinite:
+Names are scikit-learn's and SQuAD's. Rows without a truth for the task are left out. No metric is NaN or
+infinite:
 
-- F1 is 2 TP / (2 TP + FP + FN), and 1 where there is nothing to find and nothing was found
+- F1 is 2 TP / (2 TP + FP + FN), and 1 if there is nothing to find and nothing was predicted
   (scikit-learn's `zero_division=1`).
-- `f1_macro` is the mean over the classes (or span names) that are true somewhere in the split. One that is
-  not has no F1 that a split can tell: one row of 400 that is predicted as such a class would take a whole
-  class's share off the mean. Where no class is true, it is `f1_micro`.
-- `r2` of a constant target is 1 if all predictions are exact, else 0 (`force_finite=True`); of a single
-  row it is left out.
-- The `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows. Its
-  `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
+- `f1_macro` is the mean over the classes (or span names) with a true row in the split. The F1 of other
+  classes is unknown: one row of 400 with such a prediction would take a whole class's share off the mean.
+  Without any true class, it is `f1_micro`.
+- `r2` of a constant target is 1 if all predictions are exact, else 0 (`force_finite=True`). A single row has
+  no `r2`.
+- `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows. Its
+  `span_f1` is the F1 of exact character spans, without the rows without answer and prediction.
 - `span_f1` of the other kinds is micro over spans, `span_overlap_f1` micro over (example, span name, word).
-- Without an annotated row there is no metric at all, and none for a regression with a prediction that is
-  not finite.
+- Without an annotated row there is no metric, and none for a regression with an infinite or NaN prediction.
 
-Every metric is a function of sums over rows (`RowStatistics`), so a resample of the rows is a vector of
-weights, and thousands of resamples are matrix products. One that a study's own code brings may be any
-function of truths and predictions: for it the rows themselves are kept, and each resample is a call.
+Every metric is a function of sums over rows (`RowStatistics`). So a resample of the rows is a vector of
+weights, and thousands of resamples are matrix products. A metric of the study's own code may be any function
+of truths and predictions. For it the rows themselves are stored, and each resample is a call.
 """
 
 from __future__ import annotations
@@ -46,38 +45,38 @@ from hpo.tasks.kind import FloatArray, Task, kind_of
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What each annotated row adds to the sums that a task's metrics are made of.
+    """The terms of each annotated row in the sums of a task's metrics.
 
     Suffixes: N annotated rows, C classes or span names, B weightings.
     """
 
     task: Task
     num_examples: int
-    """Of the split, with those that are not annotated for the task."""
+    """All examples of the split, also without annotation."""
     index_N: NDArray[np.intp]
-    """The annotated examples, ascending."""
+    """Numbers of the annotated examples, ascending."""
     counts_NC: Mapping[str, Any]
-    """`hits`, `true` and `predicted` by class or span name, sparse; none for a regression."""
+    """`hits`, `true` and `predicted` by class or span name, sparse. Empty for a regression."""
     values_N: Mapping[str, FloatArray]
-    """Whatever else a kind sums up, by name."""
+    """Other terms of the kind by name."""
     rows: tuple[Sequence[Any], Sequence[Any]] = ((), ())
-    """The truths and the predictions, where the study's own code has metrics of them."""
+    """Truths and predictions, for metrics of the study's own code."""
     _drawn: dict[bytes, dict[str, FloatArray]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """These metrics of weightings that were asked for: all intervals see the same, and a call may be slow."""
+    """Cache of these metrics by weighting, because a call may be slow."""
 
     @property
     def num_rows(self) -> int:
-        """The annotated rows."""
+        """Number of annotated rows."""
         return len(self.index_N)
 
     def class_counts(self) -> tuple[FloatArray, ...]:
-        """True positives, true and predicted ones by class: each [C]; none of a regression."""
+        """Return true positives, true and predicted rows by class, each [C]. Empty for a regression."""
         return tuple(np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
 
     def scores(self) -> dict[str, float]:
-        """The metrics of the whole; see the module for what is left out."""
+        """Return the metrics of all annotated rows."""
         if not self.num_rows:
             return {}
         values = kind_of(self.task).whole_scores(self.num_rows, self.counts_NC, self.values_N)
@@ -85,22 +84,22 @@ class RowStatistics:
         return values | {name: float(value_B[0]) for name, value_B in own.items() if np.isfinite(value_B[0])}
 
     def _own_scores(self, samples: Iterable[Sequence[int]]) -> dict[str, FloatArray]:
-        """Each metric of the study's own code for samples of the rows, [B]; none if the rows are not kept."""
+        """Return each metric of the study's own code for samples of the rows, [B]."""
         metrics = metrics_of(self.task.kind)
         if not metrics or not self.rows[0]:
             return {}
         values: dict[str, list[float]] = {name: [] for name in metrics}
         for sample in samples:
             for name, metric in metrics.items():
-                given = [[of_row[n] for n in sample] for of_row in self.rows]  # its own: it may sort them
+                copies = [[column[n] for n in sample] for column in self.rows]  # the metric may sort them
                 with errors_of_code():
-                    values[name].append(_number(name, metric.make(*given)) if sample else math.nan)
-        return {name: np.array(of_samples) for name, of_samples in values.items()}
+                    values[name].append(_number(name, metric.make(*copies)) if sample else math.nan)
+        return {name: np.array(by_sample) for name, by_sample in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
-        """The metrics [N] of all rows but one, each left out in turn: what the jackknife needs.
+        """Return the metrics [N] without each row in turn, for the jackknife.
 
-        `f1_macro` is the mean over the classes of the whole, as in `weighted_scores`.
+        `f1_macro` is the mean over the classes of all rows, as in `weighted_scores`.
         """
         sums = {name: values_N.sum() - values_N for name, values_N in self.values_N.items()}
         counts = {
@@ -112,23 +111,22 @@ class RowStatistics:
         return values | self._own_scores([*rows[:n], *rows[n + 1 :]] for n in rows)
 
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
-        """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
-        none.
+        """Return the metrics [B] if example e of the split counts `weights_BE[b, e]` times; NaN: no metric.
 
-        `f1_macro` is the mean over the classes of the whole: one that has no part in a weighting keeps its F1
-        of the whole. Without it, a rare class that is always missed would leave the mean wherever it is not
-        drawn, and the mean would rise.
+        `f1_macro` is the mean over the classes of all rows. A class without a row in a weighting keeps its F1
+        of all rows. Otherwise a rare, always missed class would leave the mean, and the mean would rise.
         """
         weights_BN = weights_BE if self.num_rows == self.num_examples else weights_BE[:, self.index_N]
         sums = {name: weights_BN @ values_N for name, values_N in self.values_N.items()}
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
         values = kind_of(self.task).scores(rows_B, counts, sums, self.class_counts())
-        drawn = (np.repeat(np.arange(self.num_rows), of_N.astype(int)).tolist() for of_N in weights_BN)
         if metrics_of(self.task.kind):
             key = hashlib.sha256(weights_BN.tobytes()).digest()
             if key not in self._drawn:
-                self._drawn[key] = self._own_scores(drawn)
+                rows = np.arange(self.num_rows)
+                samples = (np.repeat(rows, counts_N.astype(int)).tolist() for counts_N in weights_BN)
+                self._drawn[key] = self._own_scores(samples)
             values |= self._drawn[key]
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
 
@@ -141,25 +139,23 @@ def _number(name: str, value: Any) -> float:
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
-    """The metrics `task.metrics` of one prediction an example; see the module for what is left out."""
+    """Return the metrics `task.metrics` of one prediction per example."""
     return row_statistics(task, predictions, examples).scores()
 
 
 def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The objective `score`: the mean of the tasks' primary metrics; None where a task has none.
+    """Return the objective `score`: the mean of the tasks' primary metrics; None if a task lacks its metric.
 
-    The mean of the other tasks would be another quantity by the same name.
-
-    An r2 below 0 counts as 0: it has no lower bound as the others have, so that one regression that diverged
-    would decide the search. Metrics are numbers, or arrays of one shape.
+    The mean of the other tasks would be another quantity. An r2 below 0 counts as 0, or one diverged
+    regression would decide the search. Metrics are numbers, or arrays of one shape.
     """
-    of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
-    primary = [np.maximum(value, 0) for value in of_tasks if value is not None]
-    return sum(primary) / len(primary) if 0 < len(primary) == len(of_tasks) else None
+    values = [metrics[task.name].get(task.primary_metric) for task in tasks]
+    primary = [np.maximum(value, 0) for value in values if value is not None]
+    return sum(primary) / len(primary) if 0 < len(primary) == len(values) else None
 
 
 def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> RowStatistics:
-    """Of one prediction an example; rows that are not annotated for the task have no part."""
+    """Return the statistics of one prediction per example, from rows annotated for the task."""
     pairs = zip(predictions, examples, strict=True)
     rows = [(e, *pair) for e, pair in enumerate(pairs) if task.name in pair[1].annotated]
     index_N = np.array([e for e, _, _ in rows], np.intp)
@@ -167,5 +163,6 @@ def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Ex
     annotated = [example for _, _, example in rows]
     kind = kind_of(task)
     counts_NC, values_N = kind.row_values(predicted, annotated)
-    of_own = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
-    return RowStatistics(task, len(examples), index_N, counts_NC, values_N, of_own)
+    truths = [kind.truth(one) for one in annotated]
+    kept = (truths, predicted) if metrics_of(task.kind) else ((), ())
+    return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept)

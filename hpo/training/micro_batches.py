@@ -1,4 +1,4 @@
-"""Micro-batches that fit into memory: halved where it runs out, at the same global batch."""
+"""Smaller micro-batches if memory runs out, at the same global batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hpo.data.batches import Batch
 from hpo.errors import OutOfMemory
 from hpo.memory import is_out_of_memory
+from hpo.training.budget import TrainState
 from hpo.training.distributed import NO_HALVING, memory_agreed
-from hpo.training.progress import TrainState
 
 _T = TypeVar("_T")
 
@@ -22,11 +22,10 @@ def within_memory(
     batch: Batch,
     release: Callable[[], bool] = lambda: False,
 ) -> _T:
-    """`attempt()`, again with half the micro-batch for as long as memory runs out.
+    """Return `attempt()`. While memory runs out, halve the micro-batch and repeat it.
 
-    It runs `batch` in micro-batches of `state.micro_batch_size`. `release` gives up memory that the attempt
-    can do without; if it gave up any, the micro-batch is not halved. Several ranks do not halve. Raises
-    OutOfMemory where not even one example fits.
+    The attempt runs `batch` in micro-batches of `state.micro_batch_size`. If `release` frees unneeded memory,
+    the micro-batch is not halved. Several ranks do not halve. Raises OutOfMemory if one example does not fit.
     """
     num_rows, length = batch.input_ids_BL.shape
     while True:
@@ -39,7 +38,7 @@ def within_memory(
             is_released = release()
             if state.micro_batch_size == 1 and not is_released:
                 raise OutOfMemory(f"one example of {length} tokens does not fit into memory.") from error
-        # Here, after the error and the activations that it holds are gone.
+        # Only now are the error and its activations gone.
         if not is_released:
             state.micro_batch_size = -(-min(state.micro_batch_size, num_rows) // 2)
             state.oom_halvings += 1

@@ -2,17 +2,15 @@
 
 Adam's two moments take twice the memory of fp32 weights. Between steps they are stored in fewer bits:
 
-    bf16   rounded up or down by chance, so that the mean is exact. Rounded to nearest, a moment that moves by
-           0.1 % in a step would never change.
-    int8   blocks of 256 weights that follow each other. Each number is one of 256 fractions of the largest of
-           its block, dense near 0 by powers of ten ("dynamic", Dettmers et al. 2022, arXiv 2110.02861).
+    bf16   stochastic rounding with an exact mean. Under rounding to nearest, a moment with a change of 0.1 %
+           in a step would never change.
+    int8   blocks of 256 consecutive weights. Each number is one of 256 fractions of the largest of its block,
+           dense near 0 by powers of ten ("dynamic", Dettmers et al. 2022, arXiv 2110.02861).
 
-int8 is the format of torchao's 8-bit optimisers, and the steps end where theirs do. torchao's optimisers
-compile their step for every shape and for every value of weight decay and beta, which a search varies.
-Without a compiler, one of their steps took 37 times as long as PyTorch's fused one on a CPU. Here PyTorch's
-fused optimiser steps in fp32 on a chunk of the weights at a time, and the moments of the chunk are decoded
-for it (`hpo.training.optim.Float32Optimizer`). This compiles nothing, needs no package and runs on every
-device.
+int8 is the format of torchao's 8-bit optimisers, with equal results. torchao compiles the step for every
+shape and every value of weight decay and beta. Without a compiler, its step took 37 times as long as
+PyTorch's fused one on a CPU. Here PyTorch's fused optimiser steps in fp32 on one chunk of weights at a time,
+with decoded moments (`hpo.training.float32_optimizer`). This compiles nothing and runs on every device.
 
 Tensors with less than `MIN_ELEMENTS` keep fp32, as in torchao. If blocks do not divide a tensor, zeros fill
 the last block; torchao keeps fp32 there.
@@ -31,23 +29,23 @@ from torch import Tensor
 
 MIN_ELEMENTS = 4096
 SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum": True}
-"""The moments of Adam and Lion by their names in the optimiser's state, and whether they have a sign."""
+"""{name of a moment in the optimiser's state: True if it has a sign}, for Adam and Lion."""
 BLOCK = 256
 _EXPONENTS = 7
 
 Encoded = dict[str, Tensor]
-"""The `codes` of a moment, and for int8 the `scales` of its blocks."""
+"""`codes` of a moment, and for int8 the `scales` of its blocks."""
 
 
 def is_encoded(weight: Tensor, kind: str) -> bool:
-    """Return whether the moments of a weight are stored in the format `kind` and not in fp32."""
+    """Return whether the moments of a weight have the format `kind`, not fp32."""
     return kind != "fp32" and weight.numel() >= MIN_ELEMENTS
 
 
 def encode(moment: Tensor, name: str, kind: str, seed: int) -> Encoded:
-    """Encode an fp32 moment. `seed` decides the chances of bf16 and differs in each step."""
+    """Encode an fp32 moment. `seed` is for stochastic rounding to bf16, and differs in each step."""
     if kind == "bf16":
-        return {"codes": _rounded_by_chance(moment, seed)}
+        return {"codes": _round_stochastically(moment, seed)}
     blocks = F.pad(moment.flatten(), (0, -moment.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return {"codes": nearest(blocks / scales, signed=SIGNED[name]).to(torch.uint8), "scales": scales}
@@ -65,8 +63,7 @@ def decode(encoded: Mapping[str, Tensor], name: str, kind: str, shape: torch.Siz
 def state_facts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dtypes of the stored moments, their bytes, and their bytes in fp32.
 
-    `states` has a mapping for each weight, from the moment's name to an fp32 tensor or to the result of
-    `encode`.
+    `states` has a mapping for each weight: from a moment's name to an fp32 tensor or the result of `encode`.
     """
     dtypes: Counter[str] = Counter()
     num_bytes = elements = 0
@@ -81,19 +78,19 @@ def state_facts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"dtypes": dict(dtypes), "bytes": num_bytes, "fp32_bytes": 4 * elements}
 
 
-def _rounded_by_chance(moment: Tensor, seed: int) -> Tensor:
-    """Round to bf16, away from zero with the probability that keeps the mean."""
+def _round_stochastically(moment: Tensor, seed: int) -> Tensor:
+    """Round to bf16, away from zero with the probability of an exact mean."""
     generator = torch.Generator(moment.device).manual_seed(seed)
     bits = moment.view(torch.int32)
-    chance = torch.randint(0, 1 << 16, bits.shape, device=bits.device, dtype=torch.int32, generator=generator)
-    rounded = (bits + chance) & -(1 << 16)
+    noise = torch.randint(0, 1 << 16, bits.shape, device=bits.device, dtype=torch.int32, generator=generator)
+    rounded = (bits + noise) & -(1 << 16)
     return rounded.view(torch.float32).to(torch.bfloat16)
 
 
 def nearest(fractions: Tensor, *, signed: bool) -> Tensor:
-    """Return the index in the table of the entry nearest to each of `fractions`, from -1 to 1, in int32.
+    """Return the index of the nearest table entry for each of `fractions`, from -1 to 1, in int32.
 
-    Equals `torch.bucketize` over the midpoints between entries, whose binary search makes an int8 step 2.5
+    Equals `torch.bucketize` over the midpoints between entries. Its binary search makes an int8 step 2.5
     times as long on a CPU. The first 16 bits of a number leave two entries at most, because the relative gaps
     of the table are wider than 2^-7.
     """
@@ -104,10 +101,10 @@ def nearest(fractions: Tensor, *, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _ends(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the upper end of the interval of each entry, and the first entry for given leading bits.
+    """Return the upper end of each entry's interval, and the first entry for given leading bits.
 
-    The second tensor is indexed by the first 16 bits of a number, in the order of an int16. Its entry is the
-    one nearest to the least number with these bits.
+    The second tensor is indexed by the first 16 bits of a number, in the order of an int16: the entry nearest
+    to the least number with these bits.
     """
     table = _table(signed, device)
     between = (table[1:] + table[:-1]) / 2

@@ -1,16 +1,14 @@
 """CUDA graphs of a micro-batch's forward and backward pass: recorded once for each shape, then replayed.
 
-A step of an encoder launches thousands of kernels, which may take the CPU longer than the GPU needs to run
-them. A replay launches all of them at once.
+A step of an encoder launches thousands of kernels. The launches may take the CPU longer than the kernels take
+the GPU. A replay is one launch of all kernels on the same addresses. So inputs are copied into fixed tensors,
+gradients are added to fixed tensors, and numbers of labels are tensors. Dropout draws from the generator's
+state at the replay, as in a normal pass.
 
-A replay runs the kernels of the recorded pass on the same addresses. So inputs are copied into fixed tensors,
-gradients are added to fixed tensors, and numbers of labels are tensors. Dropout draws from the state that the
-generator has at the replay, like a pass that is not recorded.
-
-A pass is recorded when its shape comes for the second time. The first replay is compared with the pass. It
-also shows how long launches and kernels take, and so up to which number of tokens a recording pays. Larger
-shapes are not recorded. Where a pass cannot be recorded (it waits for the GPU, or no memory is left), the
-trial goes on without graphs, and `problem` says why.
+A pass is recorded at the second batch of its shape. The first replay is compared with the pass. It also shows
+the times of launches and kernels, and so the largest number of tokens worth a recording. If a pass cannot be
+recorded (it waits for the GPU, or no memory is left), the trial continues without graphs, and `problem` has
+the reason.
 """
 
 from __future__ import annotations
@@ -32,30 +30,29 @@ from hpo.device import DeviceInfo, synchronize
 from hpo.lost_device import raise_if_lost
 
 MAX_GRAPHS = 48
-"""Most shapes that a trial records."""
+"""Most recorded shapes."""
 TOLERANCE = 0.02
-"""Largest relative difference between a replay and its pass. Atomic additions on a GPU differ from run to
-run."""
+"""Largest relative difference between a replay and its pass. Atomic additions differ from run to run."""
 MIN_LAUNCH_RATIO = 1.5
-"""A pass is recorded if its launches take at least this many times as long as its replay."""
+"""Least ratio of the time of a pass's launches to the time of its replay for a recording."""
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
-"""Runs a micro-batch on the device forward and backward and returns its loss, detached. The other arguments
-are those of `MultitaskLoss`."""
+"""Run a micro-batch on the device forward and backward and return its loss, detached. The other arguments are
+explained in `MultitaskLoss`."""
 
 
 class _Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
     batch: Batch
     numbers: Tensor
-    """Share of the rows, then the labelled items of each task that has any. [1 + T]"""
+    """Share of the rows, then the labelled items of each task with labels. [1 + T]"""
     loss: Tensor
     parameters: Sequence[nn.Parameter]
-    """Parameters that get a gradient."""
+    """Parameters with a gradient."""
 
 
 class StepGraphs:
-    """Runs `passes` of `model`, and records and replays them as CUDA graphs."""
+    """Run `passes` of `model`, and record and replay them as CUDA graphs."""
 
     def __init__(self, model: nn.Module, passes: Passes, device: DeviceInfo) -> None:
         self._passes, self._device = passes, device
@@ -65,13 +62,13 @@ class StepGraphs:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _recording_stream(device.torch_device)
         self.problem = ""
-        """Why nothing is recorded any more; empty: nothing is wrong."""
+        """Reason for no more recordings; empty: no problem."""
         self.num_recorded = 0
         self._most_tokens = math.inf
-        """Padded tokens of the largest shape that is worth a recording."""
+        """Padded tokens of the largest shape worth a recording."""
 
     def __call__(self, batch: Batch, num_items: Mapping[str, int], share: float) -> Tensor:
-        """Add a micro-batch's gradients to those of the parameters; return its loss, as `Passes` does."""
+        """Add a micro-batch's gradients to the parameters' gradients; return its loss."""
         key = (*(None if one is None else one.shape for one in batch.inputs), *map(bool, num_items.values()))
         recording = self._recordings.get(key)
         if recording is None and self._is_due(key, batch.input_ids_BL.numel()):
@@ -87,7 +84,7 @@ class StepGraphs:
         return self._replay(recording, batch, num_items, share)
 
     def release(self) -> bool:
-        """Give up all graphs and their memory for good. False: there are none yet, and nothing changes."""
+        """Drop all graphs and their memory for good. False: there are none."""
         if not self._gradients:
             return False
         self._give_up("no memory was left for CUDA graphs.")
@@ -99,7 +96,7 @@ class StepGraphs:
         self._gradients.clear()
 
     def _is_due(self, key: Hashable, num_tokens: int) -> bool:
-        """Whether to record a pass of this shape. The first one is compared, so there is no gradient yet."""
+        """Return whether to record this shape. The first comparison needs parameters without gradients."""
         if self.problem or len(self._recordings) == MAX_GRAPHS or num_tokens > self._most_tokens:
             return False
         self._seen[key] += 1
@@ -109,8 +106,8 @@ class StepGraphs:
     def _replay(
         self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
     ) -> Tensor:
-        for fixed, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
-            fixed.copy_(given, non_blocking=True)
+        for fixed, values in zip(_tensors(recording.batch), _tensors(batch), strict=True):
+            fixed.copy_(values, non_blocking=True)
         numbers = torch.tensor([share, *filter(None, num_items.values())], dtype=torch.float32)
         recording.numbers.copy_(numbers.pin_memory(), non_blocking=True)
         self._fix_gradients(recording.parameters)
@@ -118,7 +115,7 @@ class StepGraphs:
         return recording.loss
 
     def _fix_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put the fixed tensors in the place of gradients, with their values; 0 where there is none."""
+        """Replace gradients by the fixed tensors with equal values; 0 for a missing gradient."""
         for parameter in parameters:
             if parameter not in self._gradients:
                 self._gradients[parameter] = torch.empty_like(parameter)
@@ -132,12 +129,12 @@ class StepGraphs:
             parameter.grad = fixed
 
     def _record(self, batch: Batch, num_items: Mapping[str, int]) -> _Recording | None:
-        """Record a pass, which does not run it. None: it cannot be recorded, and `problem` says why."""
+        """Record a pass without running it. None: it cannot be recorded, for the reason in `problem`."""
         before = [parameter.grad for parameter in self._trainable]
         try:
             with contextlib.suppress(torch.OutOfMemoryError):
                 return self._try_to_record(batch, num_items)
-            # A recording cannot use memory that passes have freed.
+            # A recording cannot reuse the freed memory of passes.
             torch.cuda.empty_cache()
             return self._try_to_record(batch, num_items)
         except RuntimeError as error:
@@ -162,7 +159,7 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[tuple[torch.cuda.CUDAGraph, dict[nn.Parameter, None]]]:
-        """Record what the block launches; yields the graph and the parameters that get a gradient."""
+        """Record the kernels of the block; yield the graph and the parameters with a gradient."""
         graph, reached = torch.cuda.CUDAGraph(), dict[nn.Parameter, None]()
         mode = torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -174,7 +171,7 @@ class StepGraphs:
             # Other threads may use the GPU meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             undo.callback(graph.capture_end)
-            # What waits for the GPU raises before it spoils the recording.
+            # An operation that waits for the GPU raises before it spoils the recording.
             _set_sync_debug_mode("error")
             undo.callback(_set_sync_debug_mode, mode)
             yield graph, reached
@@ -183,9 +180,9 @@ class StepGraphs:
     def _is_good(
         self, recording: _Recording, batch: Batch, num_items: Mapping[str, int], share: float
     ) -> bool:
-        """Whether a replay gives what the pass gives, and takes less time than its launches.
+        """Return whether a replay equals the pass and takes less time than its launches.
 
-        Values that are not finite say nothing. Then a later pass is recorded.
+        Infinite values decide nothing. Then a later pass is recorded.
         """
         state, results, seconds = torch.cuda.get_rng_state(), [], []
         for run in (self._passes, lambda *arguments: self._replay(recording, *arguments)):
@@ -200,13 +197,13 @@ class StepGraphs:
             for parameter in self._trainable:
                 parameter.grad = None
         torch.cuda.set_rng_state(state)
-        # The time of launches is the same for all shapes, that of the kernels grows with the tokens.
+        # The time of launches is equal for all shapes. The time of kernels grows with the tokens.
         num_tokens, ratio = batch.input_ids_BL.numel(), seconds[0][0] / seconds[1][1]
         self._most_tokens = num_tokens * ratio / MIN_LAUNCH_RATIO
         return self._is_same(*results) and num_tokens <= self._most_tokens
 
     def _is_same(self, passed: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
-        """Whether the loss and the gradients of a replay are those of the pass."""
+        """Return whether the loss and the gradients of a replay equal the pass."""
         if len(passed) != len(replayed):
             self._give_up("a replayed step gives other parameters a gradient.")
             return False
@@ -216,14 +213,14 @@ class StepGraphs:
         if all(error <= TOLERANCE * size for error, size in zip(errors, sizes, strict=True)):
             return True
         if all(map(math.isfinite, sizes)):
-            told = (f"{error:.2g} of {size:.2g}" for error, size in zip(errors, sizes, strict=True))
-            self._give_up(f"a replayed step differs from the step: {' and '.join(told)} (loss, gradients).")
+            parts = [f"{error:.2g} of {size:.2g}" for error, size in zip(errors, sizes, strict=True)]
+            self._give_up(f"a replayed step differs from the step: {' and '.join(parts)} (loss, gradients).")
         return False
 
 
 @cache
 def _recording_stream(device: str | torch.device) -> torch.cuda.Stream:
-    """The stream of all recordings, with a cuBLAS workspace, which must not lie in the memory of a graph."""
+    """Return the stream of all recordings. Its cuBLAS workspace must not be in a graph's memory."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         ones = torch.ones(16, 16, device=device)

@@ -13,10 +13,8 @@ from typing import Any
 import gpu
 import peers
 import pytest
-import run
 import torch
-import workload
-from step_profile import NUM_STEPS, describe_profile
+from step_profile import NUM_STEPS
 from support import gpu_models
 from support.tiny import CPU
 from transformers import AutoConfig, AutoModel
@@ -77,22 +75,6 @@ def test_a_part_without_enough_time_is_left_out(capsys: pytest.CaptureFixture[st
     assert report.left_out == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["speed"], "a part must be one of rounds, compiled, products, workers"),
-        ([], "PyTorch sees no CUDA device here. Use device: auto or cpu."),
-    ],
-)
-def test_wrong_arguments(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path) -> None:
     for name, texts in gpu.make_workloads(tmp_path, "cpu", tiny=False).items():
         rows = peers.read_split(tmp_path / name, "validation", texts.max_length, 200, texts.tokenizer)
@@ -124,104 +106,6 @@ def test_a_plain_loop_has_every_row_once_in_batches_of_similar_length() -> None:
     batches = peers.batches_by_length(rows, 10)
     assert sorted(row for batch in batches for row in batch) == list(range(400))
     assert all(max(row % 40 for row in batch) - min(row % 40 for row in batch) <= 1 for batch in batches)
-
-
-def test_a_gpu_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        """Stands in for one of a GPU; each is recorded 250 ms after the one before."""
-
-        now = 0.0
-        waited = 0
-
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.time = Event.now = Event.now + 250.0
-
-        def synchronize(self) -> None:
-            Event.waited += 1
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.time - self.time
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = peers.StepClock("cuda")
-    for _ in range(peers.WARMUP_STEPS + 4):
-        clock.step()
-    assert Event.waited == 0, "no step waits for the device"
-    assert clock.rates(8, lambda: workload.mark("cuda"), 10) == {"train": 32.0, "evaluate": 20.0}
-
-
-def test_a_profile_of_a_gpu_shows_kernels_launches_and_idle_time() -> None:
-    def event(key: str, count: int, milliseconds: float, *, kernel: bool = False, note: bool = False) -> Any:
-        """Of all steps, with the milliseconds of one."""
-        microseconds = 1000 * NUM_STEPS * milliseconds
-        return SimpleNamespace(
-            key=key,
-            count=NUM_STEPS * count,
-            device_type=torch.autograd.DeviceType.CUDA if kernel else torch.autograd.DeviceType.CPU,
-            self_device_time_total=microseconds if kernel else 1e9,
-            self_cpu_time_total=0.0 if kernel else microseconds,
-            is_user_annotation=note,
-        )
-
-    kernels = [event(f"kernel {number}", number, 0.1 * number, kernel=True) for number in range(1, 13)]
-    others = [
-        event("Optimizer.step", 1, 50.0, kernel=True, note=True),
-        event("aten::mm", 3, 40.0),
-        event("cudaLaunchKernel", 60, 6.0),
-        event("cuLaunchKernelEx", 20, 2.0),
-    ]
-    first, second, third, _, *longest = describe_profile([*kernels, *others], 0.040, 0.026)
-    assert first.endswith("each takes 26.00 ms, and 40.00 ms when profiled")
-    assert "kernels run for 7.80 ms; the device is idle for 70% of a step" in second
-    assert "takes 8.00 ms for 80 kernel launches" in third
-    assert [line.split()[-1] for line in longest] == [str(number) for number in range(12, 2, -1)]
-    assert longest[0].split() == ["1.200", "ms,", "12.0", "times:", "kernel", "12"]
-
-
-@pytest.mark.parametrize(
-    ("told", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
-            "550.54.15",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
-        (None, "unknown"),
-    ],
-)
-def test_the_driver_is_named(told: str | None, version: str, tmp_path: Path) -> None:
-    if told:
-        (tmp_path / "driver/nvidia").mkdir(parents=True)
-        (tmp_path / "driver/nvidia/version").write_text(told)
-    assert gpu.driver(tmp_path) == version
-
-
-@pytest.mark.parametrize("joules", [None, 0.25])
-def test_energy_is_shown_where_the_device_tells_it(joules: float | None) -> None:
-    throughput = {
-        "train_examples_per_second": 8.0,
-        "evaluation_examples_per_second": 9.0,
-        "padding_share": 0.1,
-        "train_joules_per_example": joules,
-    }
-    seconds = {"train_seconds": 5.0, "evaluation_seconds": 2.0, "setup_seconds": 1.0}
-    result: Any = SimpleNamespace(telemetry={"throughput": throughput, **seconds})
-    measured = gpu.measures(result, 10.0)
-    assert measured.get("joules") == joules
-    assert measured["outside"] == 3.0
-    assert measured.keys() <= gpu.UNITS.keys()
-
-
-def test_make_bench_runs_it_with_its_rounds_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr(gpu, "main", calls.append)
-    for options in ([], ["--pairs", "2", "--results", "runs/gpu.jsonl"]):
-        monkeypatch.setattr(sys, "argv", ["run.py", "gpu", *options])
-        run.main()
-    assert calls == [[], ["--rounds", "2", "--results", "runs/gpu.jsonl"]]
 
 
 def test_unsupported_precisions_are_omitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import run
 import search_wall
 import wall_searches
 from peer_searches import TINY
@@ -84,11 +82,3 @@ def test_the_best_peer_is_compared_and_a_cap_is_no_time() -> None:
         "hpo takes 0.50 of the time of plain; wanted at most 0.25: NOT reached",
     ]
     assert next(table(found, ("hpo",), 0.5)) == "| hpo | 5.0 (5.0 to 5.0) | 3 of 3 |"
-
-
-def test_make_bench_measures_as_many_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(search_wall, "main", asked.append)
-    monkeypatch.setattr(sys, "argv", ["run.py", "search-wall", "--pairs", "3", "--results", "found.jsonl"])
-    run.main()
-    assert asked == [["--seeds", "3", "--results", "found.jsonl"]]

@@ -36,7 +36,7 @@ def test_the_run_has_evaluated_the_best_trial_in_detail(ran: Path) -> None:
     for part in (
         r"^ +test, 24 rows: score -?\d\.\d.* \(best constant prediction 0\.\d",
         r"^best trial \d: score \S+ \(best constant prediction 0\.\d",
-        r"^Trial \d on validation, as the search measured it",
+        r"^Trial \d on validation, measured by the search",
         r"^ +task +metric +value +best constant",
         r"^Trial \d on test: 24 rows",
         r"^ +criteria +f1_macro +0\.\d+",
@@ -61,7 +61,7 @@ def test_best_stores_what_it_evaluates(folder: Path) -> None:
     again = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "test")).json
     assert again["evaluation"]["detailed"] == before["test"], "as the run has evaluated it"
     text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "validation")).out
-    assert "as the search measured it" not in text
+    assert "measured by the search" not in text
     assert "on validation: 24 rows; thresholds were chosen on validation, so the scores here are" in text
 
 

@@ -14,7 +14,7 @@ from support.planted_encoder import PlantedLayer, planted, write_planted_study
 from support.tiny import ENCODER, write_study
 from torch import Tensor
 
-from hpo.compare.companion import open_comparison
+from hpo.compare.comparison_study import open_comparison
 from hpo.compare.planning import Request
 from hpo.config.study_config import stored_study
 from hpo.device import DeviceInfo

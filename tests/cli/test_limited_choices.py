@@ -9,7 +9,7 @@ from support.tiny import tiny_study
 from support.worker_process import result
 
 from hpo.api import deploying
-from hpo.compare.companion import comparison_study
+from hpo.compare.comparison_study import comparison_study
 from hpo.compare.planning import Request, plan_comparison
 from hpo.config.limits import broken_limits, violations
 from hpo.report.dashboard import study_note
@@ -22,8 +22,8 @@ from hpo.study.store.studies import create_or_resume_study
 RATES = {"learning_rate": {"type": "categorical", "choices": [1.0, 2.0, 3.0, 4.0, 5.0]}}
 """The higher, the better the score, and the more memory it takes: so many GB. The fifth ends early."""
 SAID = (
-    "{met} of 4 complete trials meet all limits of the study. 1 trial ended early because it broke a "
-    "limit. `peak_memory_bytes <= {limit}` is broken by {broken} trials."
+    "{met} of 4 complete trials within all limits. Ended early over a limit: 1 trial. "
+    "Not within `peak_memory_bytes <= {limit}`: {broken} trials."
 )
 NEAREST = (
     "No complete trial meets the limits of the study. Trial {number} is the nearest: peak_memory_bytes must "
@@ -92,7 +92,7 @@ def test_every_command_takes_the_best_that_meets_the_limits(tmp_path: Path) -> N
     assert comparison_study(config, plan, has_test=True).constraints == {}
     note = study_note(StudyTables(record))
     assert said in note
-    assert f"- Trial {trial['number']}: score **0.2**" in note
+    assert f"- best trial {trial['number']}: score 0.2" in note
     page = Path(ok(hpo_command(tmp_path, "report", "tiny.yaml", "--json")).json["report"])
     assert re.sub("`(.+)`", r"<code>\1</code>", said.replace("<", "&lt;")) in (tmp_path / page).read_text()
 
@@ -113,6 +113,6 @@ def test_where_none_meets_them_the_nearest_is_shown_and_nothing_chosen(tmp_path:
     assert [one.exit_code for one in (exported, deployed, compared)] == [1, 1, 2]
     for refused in (exported, deployed, compared):
         assert nearest in refused.err
-    assert f"- Nearest, trial {number}: score **0.1**" in study_note(StudyTables(record))
+    assert f"- nearest trial {number}: score 0.1" in study_note(StudyTables(record))
     page = tmp_path / ok(hpo_command(tmp_path, "report", "tiny.yaml", "--json")).json["report"]
     assert "not met: it is the nearest" in page.read_text()

@@ -9,10 +9,9 @@ from support.worker_process import study
 from typer.testing import CliRunner
 
 import hpo
-from hpo.api import running
 from hpo.api.opening import load_to_work
 from hpo.cli.commands import app
-from hpo.study.running.worker import RunSummary
+from hpo.study.running.stopping import RunSummary
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -52,11 +51,11 @@ def test_a_timeout_is_of_this_run_alone(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def run_here(config: Any, _: Any, stop: Any, *__: Any, **___: Any) -> Any:
+    def run_trials(_study: Any, config: Any, _: Any, stop: Any) -> Any:
         given.update(config=config, deadline=stop.deadline)
         raise SystemExit(RunSummary("finished").exit_code)
 
-    monkeypatch.setattr(running, "run_here", run_here)
+    monkeypatch.setattr(hpo.Study, "_run", run_trials)
     write_study(folder, timeout=9.0)
     assert CliRunner().invoke(app, ["run", "tiny.yaml", *option]).exit_code == 0
     assert given["config"].timeout == 9.0

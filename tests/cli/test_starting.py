@@ -24,9 +24,7 @@ def test_what_it_prints_is_typed(tmp_path: Path) -> None:
     for program, *words in others:
         assert program == "hpo"
         said = ok(finish(start_hpo(folder, *words))).out
-        assert words[0] != "check" or said.endswith(
-            "Nothing was found that speaks against training on these data.\n"
-        )
+        assert words[0] != "check" or said.endswith("No problem was found in these data.\n")
     record = stored(folder, "first")
     assert {trial.outcome for trial in record.trials} <= {"complete", "pruned"}, record.trials
     (best,) = best_trials(record)

@@ -1,171 +1,113 @@
-"""Advice follows from the facts."""
+"""Advice from the facts of a data set."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jsonl_sets import write_set
-from support.tiny_tokenizers import tiny_tokenizer
+from support.jsonl_sets import load_set, write_set
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.advice import data_advice
-from hpo.data.checks import data_facts, length_facts
-from hpo.data.dataset import load_data
-from hpo.tasks.tokenized_split import Windowing
+from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts
 
-TONE: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
-
-
-def rows(num: int, first: int = 0, **labels: Any) -> list[dict[str, Any]]:
-    """Rows of distinct texts with the same labels."""
-    return [{"id": f"r{n}", "text": f"text {n}", "labels": labels} for n in range(first, first + num)]
+SPLITS = ("train", "validation")
+ROWS = dict.fromkeys(SPLITS, 100)
 
 
-def both(num: int, first: int = 0) -> list[dict[str, Any]]:
-    """As many calm rows as angry ones, of one task."""
-    return [*rows(num, first, tone="calm"), *rows(num, first + num, tone="angry")]
+def task(labels: Mapping[str, int], kind: str = "single_label", **facts: Any) -> TaskFacts:
+    """Return the facts of a task with these numbers of rows of each class in both splits."""
+    given = {
+        "num_rows": ROWS,
+        "num_annotated": ROWS,
+        "counts": {one: dict(labels) for one in SPLITS},
+        **facts,
+    }
+    return TaskFacts("tone", kind, tuple(labels), **given)
 
 
-GOOD = {"train": both(60), "validation": both(60, 1000), "test": both(60, 2000)}
+def advice(
+    *tasks: TaskFacts, leaks: list[Leak] | None = None, lost: int = 0, over: int = 0, **data: Any
+) -> list[str]:
+    """Return the advice about tasks, with `lost` of 100 spans and `over` of 200 texts at `max_length` 16."""
+    rows = dict.fromkeys(SPLITS, SplitFacts(100, 0))
+    cut = CutFacts(16, {"train": over}, {"train": 100}, {"who": {"train": lost}})
+    lengths = LengthFacts(ROWS, {"train": [45] * 101}, {"who": {"train": 100}}, [cut])
+    source = {"source": "synthetic", **data}
+    config = StudyConfig.model_validate({"name": "s", "data": source})
+    return data_advice(DataFacts(rows, tasks, leaks or [], {}), lengths, config)
 
 
-def study(folder: Path, tasks: Any = TONE, splits: Any = GOOD, **keys: Any) -> StudyConfig:
-    """A study of a jsonl set."""
-    write_set(folder / "set", tasks, **splits)
-    data = {"source": "jsonl", "path": str(folder / "set"), **keys.pop("data", {})}
-    return StudyConfig.model_validate({"name": "s", "data": data, **keys})
+def test_good_data_need_no_advice() -> None:
+    assert advice(task({"calm": 50, "angry": 50})) == []
 
 
-def advice(config: StudyConfig, folder: Path) -> list[str]:
-    dataset = load_data(config.data)
-    lengths = length_facts(
-        dataset,
-        tiny_tokenizer("wordpiece"),
-        [Windowing(config.training.max_length, config.data.long_text, 4)],
-        folder / "cache",
-    )
-    return data_advice(data_facts(dataset), lengths, config)
-
-
-def test_good_data_need_no_advice(tmp_path: Path) -> None:
-    assert advice(study(tmp_path), tmp_path) == []
-
-
-LEAKED = [{**row, "id": f"v{row['id']}"} for row in both(60, 118)]
-LONG = [{**row, "text": "word " * 40 + row["id"]} for row in both(60)]
-OPEN = [{"id": f"o{n}", "text": f"open {n}", "labels": {}} for n in range(200)]
-TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dear"]}}
+LEAK = [Leak("validation", "train", 2, ("v1", "r1"))]
+CSV = {"source": "csv", "path": "x", "tasks": {"tone": {"kind": "multi_label"}}}
+EQUAL = dict.fromkeys(("minimum", "maximum"), 5.0)
+BOTH = {"calm": 1, "angry": 1}
 
 
 @pytest.mark.parametrize(
-    ("bad", "text"),
+    ("facts", "more", "text"),
     [
+        ([], {"leaks": LEAK}, "2 of 100 texts (2.0 %) of validation are in train too (row `v1` is `r1`)"),
         (
-            {"validation": LEAKED},
-            "2 of 120 texts (1.7 %) of validation are in train too (row `vr118` is `r118`)",
+            [],
+            {"over": 50},
+            "50 of 200 texts (25.0 %) of the data are cut at `max_length` 16: set `data.long_t",
         ),
         (
-            {"train": LONG},
-            "120 of 360 texts (33.3 %) of the data are cut at `max_length` 16: set `data.long_text: window`",
+            [],
+            {"lost": 100},
+            "100 of 100 spans (100.0 %) of `who` are lost at `max_length` 16: set `data.long",
         ),
-        ({"test": OPEN}, "200 of 200 rows (100.0 %) of test are not labelled for `tone`"),
+        ([], {"lost": 100, "long_text": "window"}, "are lost at `max_length` 16: raise `data.stride`."),
         (
-            {"train": rows(60, tone="calm")},
-            "`tone`: no row of train has `angry`: no model can learn it. Label rows of it in train.",
+            [task(BOTH, num_annotated=ROWS | {"train": 4})],
+            {},
+            "96 of 100 rows (96.0 %) of train are not label",
         ),
+        (
+            [task(BOTH, num_annotated=ROWS | {"train": 1}, num_rows={"train": 1, "validation": 9})],
+            {},
+            "be learnt",
+        ),
+        ([task({"calm": 0, "angry": 1})], {}, "`tone`: no row has `calm`: is the spelling that of the data?"),
+        (
+            [task(BOTH, counts={"train": BOTH, "validation": {"calm": 1, "angry": 0}})],
+            {},
+            "its metrics say noth",
+        ),
+        (
+            [task(BOTH, counts={"train": {"calm": 1, "angry": 0}, "validation": BOTH})],
+            {},
+            "no model can learn",
+        ),
+        (
+            [task({}, "regression", numbers={"train": EQUAL})],
+            {},
+            "all 100 numbers of train are 5: there is noth",
+        ),
+        (
+            [task({}, "regression", numbers={"validation": EQUAL})],
+            {},
+            "numbers of validation are 5: r2 is 0 or 1",
+        ),
+        (
+            [task({}, "regression", num_annotated={"train": 9, "validation": 1})],
+            {},
+            "validation has no `score`",
+        ),
+        ([task(BOTH, "multi_label", num_empty={"train": 99})], CSV, "set `data.csv.empty: unlabelled`."),
+        ([task(BOTH, span_warning="odd")], {}, "`tone`: odd"),
     ],
 )
-def test_a_fault_of_the_data_is_reported(bad: dict[str, Any], text: str, tmp_path: Path) -> None:
-    found = advice(study(tmp_path, splits=GOOD | bad, training={"max_length": 16}), tmp_path)
+def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str, Any], text: str) -> None:
+    found = advice(*facts, **more)
     assert sum(text in one for one in found) == 1, found
-
-
-THREE: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "glad"]}}
-SIMILAR: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry", "Calm", "angry "]}}
-NUMBER: dict[str, Any] = {"size": {"kind": "regression"}}
-
-
-AT = {"train": 3000, "test": 4000}
-
-
-def numbers(first: int, *values: float) -> list[dict[str, Any]]:
-    return [row for n, value in enumerate(values) for row in rows(1, first + n, size=value)]
-
-
-def all_four(first: int) -> list[dict[str, Any]]:
-    return [
-        row for n, one in enumerate(SIMILAR["tone"]["classes"]) for row in rows(9, first + 9 * n, tone=one)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("tasks", "splits", "texts"),
-    [
-        (THREE, GOOD, ["`tone`: no row has `glad`: is it spelt so in the data?"]),
-        (
-            THREE,
-            GOOD | {"train": both(60) + rows(9, 500, tone="glad")},
-            ["`tone`: only train has `glad`: the metrics of validation and test say nothing of it. Label"],
-        ),
-        (
-            THREE,
-            GOOD | {"test": both(60, 2000) + rows(9, 3000, tone="glad")},
-            ["`tone`: only test has `glad`: no model can learn it. Move rows of it to train"],
-        ),
-        (
-            THREE,
-            GOOD | {split: GOOD[split] + rows(9, at, tone="glad") for split, at in AT.items()},
-            ["`tone`: no row of validation has `glad`: the metrics there say nothing of it"],
-        ),
-        (
-            SIMILAR,
-            {"train": all_four(0), "validation": all_four(1000)},
-            [
-                "`tone`: `calm` and `Calm` are different classes, but differ only in case",
-                "`tone`: `angry` and `angry ` are different classes",
-            ],
-        ),
-        (
-            NUMBER,
-            {"train": numbers(0, 1, 2, 3), "validation": numbers(1000, 7, 7, 7)},
-            ["`size`: all 3 numbers of validation are 7: r2 is 0 or 1 there"],
-        ),
-        (
-            NUMBER,
-            {"train": numbers(0, 5, 5, 5), "validation": numbers(1000, 7, 8)},
-            ["`size`: all 3 numbers of train are 5: there is nothing to learn"],
-        ),
-        (
-            TONE | NUMBER,
-            {
-                "train": [{**row, "labels": {"tone": "calm", "size": n}} for n, row in enumerate(rows(9))]
-                + both(60, 100),
-                "validation": numbers(1000, 1, 2) + both(3, 2000),
-                "test": rows(1, 3000, tone="calm", size=1) + both(9, 4000),
-            },
-            ["test has no `score`, since it has 1 labelled row of `size`: label more."],
-        ),
-        (
-            TONE,
-            GOOD | {"test": [*rows(1, 3000, tone="calm"), *OPEN[:3]]},
-            ["test has 1 labelled row of `tone`: its score can only be right or wrong. Label more."],
-        ),
-        (
-            TONE,
-            {"train": rows(1, 3000, tone="calm") + OPEN[:3], "validation": both(60)},
-            ["train has 1 labelled row of `tone`: a model learns nothing from it. Label more."],
-        ),
-    ],
-)
-def test_metrics_without_meaning_are_reported(
-    tasks: dict[str, Any], splits: dict[str, Any], texts: list[str], tmp_path: Path
-) -> None:
-    found = advice(study(tmp_path, tasks=tasks, splits=splits), tmp_path)
-    for text in texts:
-        assert sum(text in one for one in found) == 1, found
 
 
 @pytest.mark.parametrize(
@@ -184,119 +126,28 @@ def test_metrics_without_meaning_are_reported(
         ("late", "later", False),
     ],
 )
-def test_classes_that_are_probably_one(one: str, other: str, alike: bool, tmp_path: Path) -> None:
-    tasks = {"tone": {"kind": "single_label", "classes": [one, other]}}
-    splits = {
-        split: rows(9, at, tone=one) + rows(9, at + 9, tone=other)
-        for split, at in {"train": 0, "validation": 1000}.items()
-    }
-    found = advice(study(tmp_path, tasks=tasks, splits=splits), tmp_path)
-    assert [bool(re.search("are different classes, but", text)) for text in found] == [True] * alike
-
-
-def hints(config: StudyConfig, folder: Path) -> list[str]:
-    """The advice about classes that were inferred from the rows."""
-    return [one for one in advice(config, folder) if "nobody" in one or "separate" in one]
+def test_similar_classes_are_reported(one: str, other: str, alike: bool) -> None:
+    assert ["are different classes, but" in text for text in advice(task({one: 1, other: 1}))] == [
+        True
+    ] * alike
 
 
 @pytest.mark.parametrize("label", ["None", "NaN", "nan", "NULL", "N/A", "<NA>"])
-def test_classes_that_may_mean_no_label(label: str, tmp_path: Path) -> None:
-    tasks = {"tone": {"kind": "single_label"}}
-    splits = {
-        split: rows(9, at, tone=label) + rows(9, at + 9, tone="none")
-        for split, at in {"train": 0, "validation": 1000}.items()
-    }
-    (found,) = hints(study(tmp_path, tasks, splits), tmp_path)
+def test_inferred_classes_for_missing_values_are_reported(label: str) -> None:
+    (found,) = advice(task({label: 1, "yes": 1}, is_inferred=True))
     assert found.startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
+    assert not advice(task({label: 1, "yes": 1}))
 
 
-@pytest.mark.parametrize("place", ["tasks.json", "data.tasks", "data.sources"])
+def test_joined_classes_are_reported() -> None:
+    labels = dict.fromkeys(("late", "dear", "late, dear", "rude; loud", "red, white"), 1)
+    (text,) = advice(task(labels, "multi_label", is_inferred=True))
+    assert text.startswith("`tone`: `late, dear` is one class. If it names several, give a list, or separ")
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
-def test_declared_classes_need_no_hint(place: str, is_declared: bool, tmp_path: Path) -> None:
-    """The classes may be declared in any place where tasks are given, and a source may rename the task."""
-    inferred: dict[str, Any] = {"tone": {"kind": "single_label"}, "tags": {"kind": "multi_label"}}
-    labels = ("NA", ["late"]), ("yes", ["late, dear"])
-    splits = {
-        split: [
-            row for n, (tone, tags) in enumerate(labels) for row in rows(9, at + 9 * n, tone=tone, tags=tags)
-        ]
-        for split, at in {"train": 0, "validation": 1000}.items()
-    }
-    classes = {"tone": ["NA", "yes"], "tags": ["late", "late, dear"]}
-    declared = {name: {**task, "classes": classes[name]} for name, task in inferred.items()}
-    tasks = declared if is_declared else inferred
-    study(tmp_path, tasks if place == "tasks.json" else inferred, splits)
-    data: dict[str, Any] = {"source": "jsonl", "path": str(tmp_path / "set")}
-    if place == "data.tasks":
-        data["tasks"] = tasks
-    elif place == "data.sources":
-        data = {"sources": [{**data, "name": "one", "tasks": tasks, "rename": {"tone": "mood"}}]}
-    config = StudyConfig.model_validate({"name": "s", "data": data})
-    assert len(hints(config, tmp_path)) == (0 if is_declared else 2)
-
-
-def test_joined_classes_are_reported(tmp_path: Path) -> None:
-    tags = ["late", "dear", "late, dear", "rude; loud", "red, white"]
-    splits = {
-        split: [row for n, tag in enumerate(tags) for row in rows(9, at + 9 * n, tags=[tag])]
-        for split, at in {"train": 0, "validation": 1000}.items()
-    }
-    (text,) = hints(study(tmp_path, {"tags": {"kind": "multi_label"}}, splits), tmp_path)
-    assert text.startswith("`tags`: `late, dear` is one class. If it names several, give a list, or separ")
-
-
-@pytest.mark.parametrize(
-    ("settings", "num"),
-    [
-        ({"training": {"batch_size": 120}}, None),
-        ({"training": {"batch_size": 121}}, 121),
-        ({"search_space": {"batch_size": {"type": "categorical", "choices": [8, 500]}}}, 500),
-        ({"search_space": {"batch_size": {"type": "int", "low": 8, "high": 256, "log": True}}}, 256),
-    ],
-)
-def test_a_batch_over_the_training_texts_is_reported(
-    settings: dict[str, Any], num: int | None, tmp_path: Path
-) -> None:
-    found = advice(study(tmp_path, **settings), tmp_path)
-    expected = f"`batch_size` {num} is more than the 120 texts of train: each step sees all of them."
-    assert [one.startswith(expected) for one in found] == [True] * (num is not None)
-
-
-def test_odd_spans_are_reported_with_an_excerpt(tmp_path: Path) -> None:
-    tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
-    splits = {
-        split: [
-            {"id": f"r{n}", "text": f"so Ann met {n}", "spans": {"name": [[3, 5]]}}
-            for n in range(at, at + 20)
-        ]
-        for split, at in {"train": 0, "validation": 1000}.items()
-    }
-    (found,) = advice(study(tmp_path, tasks, splits), tmp_path)
-    assert found == (
-        "`who`: 40 of 40 spans (100.0 %) begin or end inside a word or at a space, as in `so [An]n met 0` "
-        "(row `r0`). Probably the end is the last character of the span: add 1 to each end."
-    )
-
-
-def test_lost_spans_are_reported_with_the_remedy(tmp_path: Path) -> None:
-    tasks = {"who": {"kind": "token_classification", "span_names": ["end"]}}
-    splits = {
-        "train": [{**row, "labels": {}, "spans": {"end": [[200, len(row["text"])]]}} for row in LONG],
-        "validation": [{**row, "spans": {}} for row in rows(120, 1000)],
-    }
-    config = study(tmp_path, tasks, splits, training={"max_length": 16})
-    (lost,) = [one for one in advice(config, tmp_path) if "lost" in one]
-    assert lost.startswith("120 of 120 spans (100.0 %) of `who` are lost at `max_length` 16: set `data.long")
-    assert "(the longest text has 45 tokens)" in lost
-    windowed = study(tmp_path, tasks, splits, training={"max_length": 16}, data={"long_text": "window"})
-    assert not [one for one in advice(windowed, tmp_path) if "lost" in one or "cut" in one]
-
-
-def test_many_empty_cells_of_csv_are_reported(tmp_path: Path) -> None:
-    cells = [*["late"] * 5, *["dear"] * 5, *[""] * 300]
-    for split, first in (("train", 0), ("validation", 1000)):
-        lines = [f"text {first + n},{cell}\n" for n, cell in enumerate(cells)]
-        (tmp_path / f"{split}.csv").write_text("text,tags\n" + "".join(lines))
-    data = {"source": "csv", "path": str(tmp_path), "tasks": TAGS, "columns": {"labels": {"tags": "tags"}}}
-    config = StudyConfig.model_validate({"name": "s", "data": data})
-    assert any(one.endswith("set `data.csv.empty: unlabelled`.") for one in advice(config, tmp_path))
+def test_declared_classes_are_not_inferred(is_declared: bool, tmp_path: Path) -> None:
+    classes = {"classes": ["a", "b"]} if is_declared else {}
+    rows = [{"id": f"r{n}", "text": f"text {n}", "labels": {"tone": "ab"[n % 2]}} for n in range(40)]
+    write_set(tmp_path, {"tone": {"kind": "single_label", **classes}}, train=rows)
+    assert [one.is_inferred for one in load_set(tmp_path).tasks] == [not is_declared]

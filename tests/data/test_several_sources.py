@@ -11,7 +11,6 @@ from support.jsonl_sets import load, load_set, write_set
 from support.several_sources import SIZES, TASKS, write_sources
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
-from hpo.data.checks import data_facts
 from hpo.errors import DataError
 from hpo.tasks.tokenized_split import Windowing
 
@@ -42,12 +41,6 @@ def test_a_shared_regression_is_scaled_by_the_rows_of_all_sources(tmp_path: Path
     assert size.target_mean == pytest.approx(sum(targets) / 17)
 
 
-def test_a_source_may_have_no_test_split(tmp_path: Path) -> None:
-    section = write_sources(tmp_path)
-    (tmp_path / "mail" / "test.jsonl").unlink()
-    assert load(**section).sources["test"] == {"news": 6}
-
-
 def test_a_task_is_renamed(tmp_path: Path) -> None:
     other = {"kind": "single_label", "classes": ["good", "bad"]}
     section = write_sources(tmp_path, tasks={**TASKS["mail"], "tone": other})
@@ -74,24 +67,14 @@ def test_evidence_follows_a_renamed_task() -> None:
 @pytest.mark.parametrize(
     ("of_mail", "message"),
     [
-        (
-            {"rename": {"tne": "other"}},
-            "source `mail`: rename.tne: there is no such task. Did you mean `tone`?",
-        ),
-        ({"rename": {"tone": "size"}}, "source `mail`: rename: two tasks would have one name"),
-        ({"path": "nowhere"}, "source `mail`: .*nowhere/tasks.json: no such file"),
+        ({"rename": {"tne": "other"}}, "rename.tne: there is no such task. Did you mean `tone`?"),
+        ({"rename": {"tone": "size"}}, "rename: two tasks would have one name"),
+        ({"path": "nowhere"}, ".*nowhere/tasks.json: no such file"),
     ],
 )
 def test_an_error_names_its_source(of_mail: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"source `mail`: {message}"):
         load(**write_sources(tmp_path, **of_mail))
-
-
-def test_a_source_without_training_rows_is_refused(tmp_path: Path) -> None:
-    section = write_sources(tmp_path)
-    (tmp_path / "mail" / "train.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"source `mail`: .*train.jsonl: the train split must have rows"):
-        load(**section)
 
 
 def test_the_fingerprint_depends_on_rows_names_and_order(tmp_path: Path) -> None:
@@ -103,16 +86,6 @@ def test_the_fingerprint_depends_on_rows_names_and_order(tmp_path: Path) -> None
     assert len(set(prints)) == 3
     (tmp_path / "mail" / "test.jsonl").unlink()
     assert load(**section).fingerprint not in prints
-
-
-def test_facts_count_the_rows_of_each_source(tmp_path: Path) -> None:
-    facts = data_facts(load(**write_sources(tmp_path)))
-    assert facts.sources["train"] == {"news": 24, "mail": 12}
-    assert {task.name: task.num_annotated["train"] for task in facts.tasks} == {
-        "topic": 24,
-        "tone": 36,
-        "size": 12,
-    }
 
 
 def test_spans_belong_to_the_tasks_of_their_source(tmp_path: Path) -> None:

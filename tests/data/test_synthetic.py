@@ -12,13 +12,12 @@ from hpo.data.dataset import load_data
 from hpo.data.examples import RowChecker
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import parse_tasks
-from hpo.tasks.example import Example
 
 STORED = "acd9747cb227cf3e952238bb6b76935d"
 """The fingerprint of 20 rows a split, before `look_alikes` was a setting."""
 
 
-def test_rows_depend_on_seed_and_split_and_not_on_the_order_of_reading() -> None:
+def test_rows_depend_on_seed_split_and_number() -> None:
     rows = SyntheticRows("train", 10)
     assert list(rows) == SyntheticRows("train", 500)[:10]
     assert rows[7] == list(rows)[7] == rows[-3] == rows[5:9][2]
@@ -29,7 +28,7 @@ def test_rows_depend_on_seed_and_split_and_not_on_the_order_of_reading() -> None
         assert not texts & {row.text for row in other}
 
 
-def test_rows_are_those_of_this_generator_version() -> None:
+def test_rows_match_the_generator_version() -> None:
     """Changed rows need a new GENERATOR_VERSION: token caches know the rows by it."""
     content = repr([(row.text, row.labels, row.spans) for row in SyntheticRows("train", 200)])
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
@@ -61,32 +60,20 @@ def test_labels_evidence_severity_and_score_agree() -> None:
                 assert sentence[0].isupper() or row.text.lower() == row.text
 
 
-def test_sentence_bounds_hold() -> None:
-    short = SyntheticRows("train", 100, min_sentences=1, max_sentences=2)
-    long = SyntheticRows("train", 100, min_sentences=20, max_sentences=20)
-    assert max(len(row.text) for row in short[:20]) < min(len(row.text) for row in long[:20])
+def test_label_noise_removes_and_adds_labels() -> None:
+    clean, noisy = (SyntheticRows("train", 300, label_noise=noise) for noise in (0.0, 1.0))
+    for ours, theirs in zip(clean, noisy, strict=True):
+        assert ours.text == theirs.text
+        assert not set(ours.spans) & set(theirs.spans)
+    assert any(row.spans for row in noisy)
 
 
-def test_label_noise_takes_labels_away_and_adds_some() -> None:
-    def held(label_noise: float) -> list[Example]:
-        return list(SyntheticRows("train", 300, label_noise=label_noise))
-
-    # The same posts: noise changes what the annotator saw, not what was written.
-    for clean, noisy in zip(held(0.0), held(1.0), strict=True):
-        assert clean.text == noisy.text
-        assert not set(clean.spans) & set(noisy.spans)
-    assert any(row.spans for row in held(1.0))
-
-
-def test_without_look_alikes_the_words_tell() -> None:
-    """And the default is that of the rows that there were before it was a setting."""
+def test_posts_without_look_alikes() -> None:
     plain = SyntheticRows("train", 200, look_alikes=0.0)
     assert not any(re.search(r"not true|used to|My brother", row.text) for row in plain if not row.spans)
-    assert list(SyntheticRows("train", 20, look_alikes=0.45)) == list(SyntheticRows("train", 20))
-    assert list(plain) != list(SyntheticRows("train", 200))
 
 
-def test_look_alikes_belong_to_the_data_and_their_default_to_studies_stored_before() -> None:
+def test_default_look_alikes_keep_the_fingerprint_of_older_studies() -> None:
     def fingerprint(**settings: Any) -> str:
         return load_data(DataConfig(source="synthetic", synthetic=SyntheticConfig(**settings))).fingerprint
 

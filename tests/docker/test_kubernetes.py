@@ -15,7 +15,7 @@ from support.command_line import COMMANDS, ROOT
 from hpo.config.sections import CheckpointConfig
 from hpo.errors import InputError
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.running.worker import Ended, RunSummary
+from hpo.study.running.stopping import Ended, RunSummary
 
 FOLDER = ROOT / "docker" / "kubernetes"
 TEXT = (FOLDER / "kustomization.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Every way a data set can be wrong ends as one DataError that names the file and the line."""
+"""Bad data end as one DataError with file and line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD: dict[str, Any] = {
 
 
 def write(folder: Path, *rows: object, tasks: object = TASKS) -> Path:
-    """Write a data set whose training split is the good row and `rows`."""
+    """Write a data set with the good row and `rows` for training."""
     return write_set(folder, tasks, train=[GOOD, *rows], validation=[{**GOOD, "id": "v"}])
 
 
@@ -39,7 +39,7 @@ def refused(message: str, folder: Path, **options: Any) -> None:
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """The good row with another id and these keys; None takes a key away."""
+    """Return the good row with another id and these keys; None removes a key."""
     row = {**GOOD, "id": "b", **changes}
     return {key: value for key, value in row.items() if value is not None}
 
@@ -57,9 +57,10 @@ def span(**spans: Any) -> dict[str, Any]:
     [
         ('{"id": "b", ', "must be one JSON object in UTF-8, but Expecting property name"),
         ('{"id": "b", "text": "a", "text": "c"}', "the key `text` must occur once in its object"),
-        (changed(id=None), "`id` must be a non-empty string, but got no such key"),
+        ('"b"', "a row must be a JSON object, but got 'b'"),
+        (changed(id=None), "`id` must be a non-empty string, but got None"),
         (changed(id="a"), "`id` must be unique, but `a` is that of {train}:1 too"),
-        (changed(text=None), "`text` must be a string, but got no such key"),
+        (changed(text=None), "`text` must be a string, but got None"),
         (changed(text=" \n\t"), "`text` is empty"),
         ('{"id": "b", "text": "a \\ud83d"}', "half of a surrogate pair"),
         (changed(labels=None, lables={}), "unknown key `lables`. Did you mean `labels`?"),
@@ -68,21 +69,14 @@ def span(**spans: Any) -> dict[str, Any]:
         (label(tones="calm"), "labels.tones: unknown task. Did you mean `tone`?"),
         (label(names="x"), "labels.names: `token_classification` is annotated in `spans`"),
         (label(tone="clam", grade="x"), "labels.grade must be a finite number, but got 'x'"),
-        (label(tone=0), "labels.tone: unknown class `0`. Known: calm, angry."),
         (label(tone=0.5), "labels.tone must be one class, as text or a whole number, but got 0.5"),
-        (
-            label(topics=[["work"]]),
-            "labels.topics must be a list of classes, as text or a whole number, but got",
-        ),
-        (label(topics="work,home"), "labels.topics: unknown class `work,home`. Did you mean `work`?"),
-        (label(topics=["work", "work"]), "labels.topics names a class twice: ['work', 'work']"),
+        (label(topics=[["work"]]), "labels.topics must be a list of classes, as text or a whole number"),
         (label(grade=float("nan")), "labels.grade must be a finite number, but got nan"),
         (label(grade=10**400), "labels.grade must be at most 1e+150 in magnitude, but got 1000000"),
-        (label(grade=-(10**200)), "labels.grade must be at most 1e+150 in magnitude, but got -1000000"),
         (changed(spans=[[0, 3]]), "`spans` must be an object of name: [[start, end], ...]"),
         (span(persons=[[0, 3]]), "spans.persons: unknown span name. Did you mean `person`?"),
-        (span(person=[[24, 30]]), "spans.person: [24, 30] must lie inside the text of 29 characters"),
-        (span(person=[[3, 3]]), "spans.person: 0 <= start < end must hold, but got [3, 3]"),
+        (span(person=[[24, 30]]), "0 <= start < end <= 29, the number of characters, must hold"),
+        (span(person=[[3, 3]]), "must hold, but got [3, 3]"),
         (span(person=[[0.0, 3.0]]), "a span must be [start, end] in whole characters, but got [0.0, 3.0]"),
         (span(person=[[10, 11]]), "spans.person: [10, 11] covers only white space"),
         (span(person=[[11, 14], [11, 14]]), "spans.person has the same span twice"),
@@ -90,7 +84,7 @@ def span(**spans: Any) -> dict[str, Any]:
         (span(answer=[[11, 14], [24, 28]]), "`answer` takes one span a row, but got 2"),
         (span(answer=[[0, 3]]), "spans.answer: [0, 3] must lie inside segment `context` [11, 29]"),
         (span(home=[[11, 14]]), "spans.home is evidence for a class that labels.topics does not name"),
-        (changed(alt_spans={"answer": [[0, 99]]}), "alt_spans.answer: [0, 99] must lie inside the text"),
+        (changed(alt_spans={"answer": [[0, 99]]}), "alt_spans.answer: 0 <= start < end <= 29"),
         (changed(segments=[0, 10]), "`segments` must be an object of name: [start, end]"),
     ],
 )
@@ -104,49 +98,20 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
     assert any(message.replace("{train}", str(train)) in line for line in listed)
 
 
-def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
-    path = write(tmp_path) / "train.jsonl"
-    path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
-    refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
-
-
-def test_a_kind_of_bad_row_is_reported_once_with_its_number_and_three_examples(tmp_path: Path) -> None:
-    words = ["clam", "angri", "None", "x`y", "a, but b"]
-    train = [GOOD, *(changed(id=str(i), text="") for i in range(18))]
-    train += [{**label(tone=words[i % 5]), "id": f"t{i}"} for i in range(155)]
-    train.append({**label(tone="clam", grade=[0]), "id": "both"})
-    validation = [changed(id=f"v{i}", spans={"person": [[i, 99]]}) for i in range(7)]
-    write_set(tmp_path, TASKS, train=train, validation=[*validation, label(grade="x"), "{", "["])
+def test_twenty_problems_are_reported_at_most(tmp_path: Path) -> None:
+    write(tmp_path, *({**label(tone="clam"), "id": str(i)} for i in range(1030)))
     with pytest.raises(DataError) as caught:
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
-    path, other = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
-    assert first == "184 bad rows in the data; mend or remove:"
-    assert listed[:4] == [
-        *(f"  {path}:{n}: `text` is empty" for n in (2, 3, 4)),
-        "  ... and 15 more rows like these",
-    ]
-    assert listed[4] == f"  {path}:20: labels.tone: unknown class `clam`. Did you mean `calm`?"
-    assert listed[7] == "  ... and 153 more rows like these"
-    assert listed[8].startswith(f"  {path}:175: labels.grade must be a finite number, but got [0]")
-    assert listed[9].startswith(f"  {other}:8: labels.grade must be a finite number, but got 'x'")
-    assert listed[10].startswith(f"  {other}:1: spans.person: [0, 99] must lie inside the text")
-    assert listed[13] == "  ... and 4 more rows like these"
-    assert listed[14].startswith(f"  {other}:9: must be one JSON object in UTF-8")
-    assert len(listed) == 16
+    assert first == "1,030 bad rows in the data; mend or remove:"
+    assert (
+        listed[19]
+        == f"  {tmp_path / 'train.jsonl'}:21: labels.tone: unknown class `clam`. Did you mean `calm`?"
+    )
+    assert listed[20:] == ["  ... and 1,010 more"]
 
 
-def test_ten_kinds_of_bad_rows_are_reported_at_most(tmp_path: Path) -> None:
-    rows = [{**label(**{f"t{chr(97 + i)}": "x"}), "id": str(i)} for i in range(13)]
-    write(tmp_path, *rows)
-    with pytest.raises(DataError) as caught:
-        load_set(tmp_path)
-    _, *listed = str(caught.value).splitlines()
-    assert len(listed) == 11
-    assert listed[-1] == "  ... and 3 other kinds of problem"
-
-
-def test_absent_labels_and_notes_of_the_user_are_no_problem(tmp_path: Path) -> None:
+def test_null_labels_and_unknown_keys_are_accepted(tmp_path: Path) -> None:
     write(tmp_path, {"id": 7, "text": "x", "labels": {"tone": None}, "author": "me", "date": "today"})
     row = load_set(tmp_path).splits["train"][1]
     assert (row.id, dict(row.labels), row.annotated) == ("7", {}, frozenset())
@@ -183,9 +148,9 @@ def test_missing_and_empty_files_are_named_with_the_nearest(tmp_path: Path) -> N
     refused(r"tasks\.json: no such file.*Did you mean `task.json`", tmp_path)
 
 
-def test_tasks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_bad_tasks_are_refused(tmp_path: Path) -> None:
     write(tmp_path, tasks={**TASKS, "mood": {"kind": "regression"}})
-    refused("task `mood` must be annotated in a row of the train split, but none of its 1", tmp_path)
+    refused("task `mood` must be annotated in a row of the train split, but it is in none of 1", tmp_path)
     write(tmp_path, tasks={"tasks": {"tone": {"kind": "single_labl"}}})
     refused(r"tasks\.json: task `tone`: kind: .*Did you mean `single_label`", tmp_path)
     (tmp_path / "tasks.json").write_text("{")
@@ -208,42 +173,40 @@ def load_csv(folder: Path, content: str, **columns: Any) -> DataSet:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "columns", "message"),
     [
-        ("text,tone\nhello,calm\nhello\n", "train.csv:3: must have 2 cells as the header has, but got 1"),
-        ('text,tone\n"a\nb",calm\nhello,clam\n', "train.csv:4: labels.tone: unknown class `clam`"),
-        ('text,tone\n"hello"x,calm\n', "train.csv:2: must be CSV, but"),
+        ("text,tone\nhello,calm\nhello\n", {}, "train.csv:3: must have 2 cells as the header has, but got 1"),
+        ('text,tone\n"a\nb",calm\nhello,clam\n', {}, "train.csv:4: labels.tone: unknown class `clam`"),
+        ('text,tone\n"hello"x,calm\n', {}, "train.csv:2: must be CSV, but"),
+        ("text,tone,tone\na,calm,calm\n", {}, "must have the column `tone` once, but has it 2 times"),
+        (
+            "text,tone\n",
+            {"labels": {"tune": "tone"}},
+            "labels: no task with labels is called `tune`. Did you",
+        ),
+        (
+            "text,tone\n",
+            {"spans": {"names": "tone"}},
+            "data.columns.spans: no task with spans is called `names`",
+        ),
+        ("text,tone\n", {"id": "key"}, "has no column `key`"),
     ],
 )
-def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_bad_csv_file_is_refused(
+    content: str, columns: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as caught:
-        load_csv(tmp_path, content)
+        load_csv(tmp_path, content, **columns)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"labels": {"tune": "tone"}},
-            "data.columns.labels: no task with labels is called `tune`. Did you mean `tone`",
-        ),
-        ({"spans": {"names": "tone"}}, "data.columns.spans: no task with spans is called `names`"),
-        ({"id": "key"}, "has no column `key`"),
-    ],
-)
-def test_bad_columns_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load_csv(tmp_path, "text,tone\nhello,calm\n", **columns)
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "train.parquet").write_text("no")
     refused(r"train\.parquet: must be a parquet file, but", tmp_path, source="parquet")
 
 
-def test_a_hub_set_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_a_missing_hub_set_is_refused(tmp_path: Path) -> None:
     hub = {"name": str(tmp_path / "nowhere" / "at" / "all")}
     with pytest.raises(DataError, match=r"data\.hub\.name: `datasets` cannot load"):
         load(source="hub", tasks=TASKS, hub=hub)

@@ -1,22 +1,18 @@
-"""Checkpoints that cannot be written or reached: the trial goes on from what there is.
+"""Kills during uploads of checkpoints, and continuation on another machine.
 
-`hpo run` as a user starts it, each machine in a folder with a `runs/` of its own.
+Each simulated machine is a folder with a `runs/` of its own; a user's `hpo run` starts there.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
-import pytest
-import torch
 from support.command_line import SUPPORT, finish, ok, start_hpo, wait_until
 from support.forked_program import ForkedProgram
 from support.tiny import write_study
@@ -24,42 +20,9 @@ from support.tiny import write_study
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
-from hpo.training.checkpoint import FILES, CheckpointStore
+from hpo.training.checkpoint import FILES
 
 STEPS = 60
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 40 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a file system of a few megabytes can only be mounted by root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_full_disk_is_a_problem_and_the_next_checkpoint_is_tried(small_disk: Path) -> None:
-    """PyTorch and safetensors have their own errors for it."""
-    filler = small_disk / "filler"
-    filler.write_bytes(b"\0" * (shutil.disk_usage(small_disk).free - 20_000))
-    with CheckpointStore(small_disk / "trial", "key") as store:
-        for step in (1, 2):
-            store.save(step, {"w": torch.ones(100_000)}, state={"step": step})
-            store.wait()
-            filler.unlink(missing_ok=True)
-        [problem] = store.problems
-        assert re.search(r"could not be written: .*No space left on device.* Free some space", problem)
-        last = store.latest()
-    assert last is not None
-    assert last.state == {"step": 2}, "there was room again"
-
-
-# Other machines, which share a database and a bucket
 
 
 def machine(folder: Path, location: str, every_seconds: float = 0.05, n_trials: int = 1) -> Path:
@@ -76,7 +39,7 @@ def machine(folder: Path, location: str, every_seconds: float = 0.05, n_trials: 
 
 
 def start(folder: Path, *command: str) -> ForkedProgram:
-    """Start `hpo run`, or another command, which waits where files in `folder` tell `held_hpo` to."""
+    """Start `hpo run` or another command. Files in `folder` make it wait (`held_hpo`)."""
     held = str(SUPPORT / "held_hpo.py")
     url = f"sqlite:///{folder.parent}/hpo.db"
     return start_hpo(folder, *(command or ("run", "tiny.yaml")), program=[held], HPO_STORAGE=url)
@@ -95,13 +58,13 @@ def stored(shared: Path) -> StudyRecord:
 
 
 def uploaded(location: str, number: int = 0) -> list[str]:
-    """The complete checkpoints of a trial in the bucket."""
+    """Return the complete checkpoints of a trial in the bucket."""
     filesystem, root = fsspec.url_to_fs(location, use_listings_cache=False)
     last = rf".*/checkpoints-\w+/trial-{number:05d}/([^/]{{13}})[^/]*/{re.escape(FILES[-1])}"
     return sorted(found[1] for path in filesystem.find(root) if (found := re.fullmatch(last, path)))
 
 
-def test_another_machine_goes_on_from_the_store(tmp_path: Path, s3: str) -> None:
+def test_another_machine_continues_from_the_bucket(tmp_path: Path, s3: str) -> None:
     first = machine(tmp_path / "a", s3)
     (first / "hold-45").touch()
 
@@ -128,8 +91,8 @@ def test_another_machine_goes_on_from_the_store(tmp_path: Path, s3: str) -> None
     assert (third / "model" / "model.safetensors").exists()
 
 
-def test_killed_during_an_upload(tmp_path: Path, s3: str) -> None:
-    """What is half there is no checkpoint; whoever goes on with the trial uploads it."""
+def test_kill_during_an_upload(tmp_path: Path, s3: str) -> None:
+    """An incomplete upload is no checkpoint; the next worker of the trial uploads it."""
     folder = machine(tmp_path / "a", s3, every_seconds=60)
     for file in ("no-uploads", "hold-45"):
         (folder / file).touch()

@@ -1,4 +1,4 @@
-"""The wall clock of a machine is set while workers run: nobody is taken for dead, and no trial runs twice."""
+"""Changes of the wall clock while workers run: no worker counts as dead, and no trial runs twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 OFFSETS = ("+2", "+0", "+100", "+0", "+86400", "+0")
-"""Of the clock in seconds, one after the other: steps of 2 s, 100 s and a day, forwards and back."""
+"""Offsets of the clock in seconds, in this order."""
 TRIALS_PER_STEP = 6
 
 CONFIG = study(len(OFFSETS) * TRIALS_PER_STEP + 2, pruner={"name": "none"})
@@ -43,7 +43,7 @@ def start_worker(url: str, log: Path, clock: Path, machine: str) -> subprocess.P
 
 @pytest.mark.skipif(LIBRARY is None, reason="the package faketime is not installed")
 @pytest.mark.parametrize("machines", [("", ""), ("node-1", "node-2")], ids=["here", "elsewhere"])
-def test_steps_of_the_clock_kill_nobody(sqlite_url: str, tmp_path: Path, machines: tuple[str, ...]) -> None:
+def test_clock_steps_kill_no_worker(sqlite_url: str, tmp_path: Path, machines: tuple[str, ...]) -> None:
     log, clock = tmp_path / "log", tmp_path / "clock"
     clock.write_text("+0")
     with open_storage(sqlite_url) as storage:
@@ -64,7 +64,7 @@ def test_steps_of_the_clock_kill_nobody(sqlite_url: str, tmp_path: Path, machine
 
 
 def sleep(seconds: float) -> None:
-    """Replace `time.sleep`, which fails here: libfaketime 0.9.10 alters its monotonic end all the same."""
+    """Replace `time.sleep`: libfaketime 0.9.10 alters its monotonic end."""
     threading.Event().wait(seconds)
 
 

@@ -1,4 +1,4 @@
-"""Somebody deletes a study with plain Optuna, as the dashboard does, while workers run its trials."""
+"""Deletion of a study with plain Optuna (the dashboard does it) while workers run its trials."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def delete_with_optuna(url: str, name: str = "tiny") -> None:
     storage.engine.dispose()
 
 
-def test_a_study_that_is_deleted_under_its_worker_can_be_started_again(
-    tmp_path: Path, storage_url: str
-) -> None:
+def test_study_deleted_under_its_worker_can_start_again(tmp_path: Path, storage_url: str) -> None:
     options = ("--storage", storage_url)
     write_long_study(tmp_path, 0.1, n_trials=3, per_trial=4, max_seconds=6)
     ok(hpo_command(tmp_path, "init", "tiny.yaml", *options))
@@ -62,7 +60,7 @@ def test_a_study_that_is_deleted_under_its_worker_can_be_started_again(
 
 
 def leave_orphans(database: sa.Engine) -> None:
-    """As a process that made a trial, and wrote to another, of a study that was deleted meanwhile."""
+    """Leave rows like a process that wrote to trials of a concurrently deleted study."""
     with database.begin() as connection:
         first = connection.execute(sa.select(sa.func.max(optunas.studies.c.study_id))).scalar() or 0
         trial = {"study_id": first + 1, "number": 0, "state": optuna.trial.TrialState.RUNNING}
@@ -74,7 +72,7 @@ def leave_orphans(database: sa.Engine) -> None:
             connection.execute(sa.insert(table).values(trial_id=of, key="left", value_json="1"))
 
 
-def test_a_new_study_adopts_no_orphaned_trials(tmp_path: Path, database: sa.Engine) -> None:
+def test_new_study_adopts_no_orphaned_trials(tmp_path: Path, database: sa.Engine) -> None:
     write_study(tmp_path)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     delete_with_optuna(str(database.url))

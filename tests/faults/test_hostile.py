@@ -1,4 +1,4 @@
-"""Databases, checkpoints, encoders and caches of others: nothing of them runs or leads out of runs/."""
+"""Hostile databases, encoders and caches: their code does not run, and their paths stay inside runs/."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from support.tiny import tiny_executor, write_study
 from support.tiny_encoders import save_encoder
 
 from hpo.config.study_config import load_study, stored_study
+from hpo.config.trial_config import build_trial_config
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder
 from hpo.study.store.schema import claims, evaluations, studies, workers
@@ -29,7 +30,7 @@ from hpo.trial.executor import Executor
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """An object that makes a folder during its unpickling."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -57,9 +58,7 @@ def test_pickled_encoder_weights_are_refused(bomb: Bomb, tmp_path: Path) -> None
     assert not bomb.marker.exists()
 
 
-def test_a_token_cache_of_objects_is_made_anew(bomb: Bomb, tmp_path: Path) -> None:
-    from hpo.config.trial_config import build_trial_config
-
+def test_token_cache_of_objects_is_rebuilt(bomb: Bomb, tmp_path: Path) -> None:
     def tokens(executor: Executor) -> Any:
         config = build_trial_config(executor.study, {"learning_rate": 1e-4}, "fp32")
         return executor.loader.tokens("train", config).lengths_W.tolist()
@@ -90,9 +89,7 @@ def change(folder: Path, action: Callable[[sa.Connection], object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../out", "/tmp/hpo-out", ""])
-def test_the_name_of_a_study_in_a_database_leads_nowhere(made: Path, name: str) -> None:
-    """Its name in all tables, also in the definition."""
-
+def test_stored_name_of_a_study_leads_nowhere(made: Path, name: str) -> None:
     def rename(connection: sa.Connection) -> None:
         row = connection.execute(sa.select(studies)).one()
         definition = json.loads(row.definition) | {"name": name}
@@ -114,7 +111,7 @@ def test_the_name_of_a_study_in_a_database_leads_nowhere(made: Path, name: str) 
     assert not Path("/tmp/hpo-out").exists()
 
 
-def test_the_token_of_a_study_in_a_database_leads_nowhere(made: Path) -> None:
+def test_stored_token_of_a_study_leads_nowhere(made: Path) -> None:
     other = made / "runs" / "x"
     other.mkdir()
 
@@ -132,10 +129,8 @@ def test_the_token_of_a_study_in_a_database_leads_nowhere(made: Path) -> None:
     assert not any(other.iterdir())
 
 
-def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows_them(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where checkpoints are written and removed, and whose texts are read."""
+def test_stored_paths_need_the_permission_of_the_machine(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locations of checkpoints and of data."""
     private = write_set(made.parent / "private", {"tasks": {"size": {"kind": "regression"}}})
     data = {"source": "jsonl", "path": str(private)}
     outside = made.parent / "outside"
@@ -144,13 +139,13 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
 
     original = load_study(made / "tiny.yaml").definition()
 
-    def name_place(changes: dict[str, Any]) -> None:
+    def name_location(changes: dict[str, Any]) -> None:
         definition = stored_study("tiny", original | changes).definition()
         update = sa.update(studies).values(definition=json.dumps(definition))
         change(made, lambda connection: connection.execute(update))
 
     for changes in ({"data": data}, of_folder, of_bucket):
-        name_place(changes)
+        name_location(changes)
         commands = [["worker", "tiny"]]
         if "checkpoint" in changes:
             commands += [["delete", "tiny", "--yes"]]
@@ -160,7 +155,7 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
             assert "in a folder of HPO_ALLOW" in refused.err
     assert not outside.exists()
 
-    name_place(of_folder)
+    name_location(of_folder)
     assert "its checkpoints were not examined" in hpo_command(made, "doctor", "tiny").out
     monkeypatch.setenv("HPO_ALLOW", f"s3://ours:{outside}")
     assert ok(hpo_command(made, "worker", "tiny", "--json")).json["outcomes"] == {"complete": 2}
@@ -175,7 +170,7 @@ def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows
     assert f"Its checkpoints in {outside}" in ok(hpo_command(made, "delete", "tiny", "--yes")).out
 
 
-def test_what_a_database_says_does_not_change_the_terminal(made: Path) -> None:
+def test_stored_texts_do_not_change_the_terminal(made: Path) -> None:
     def send(connection: sa.Connection) -> None:
         values = {"host": "host\x1b[2J\x9b31m", "pid": 1, "id": "w", "study": "tiny", "state": "live"}
         values |= {"machine": "other", "process_start": "", "number": 0}

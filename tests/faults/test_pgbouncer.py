@@ -1,4 +1,4 @@
-"""Workers share a PgBouncer, which gives a server connection for one transaction, with another program."""
+"""Workers and another program share a PgBouncer in transaction mode."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def pool_url(postgres_server: PostgresServer, postgres_url: str) -> Iterator[str
 
 
 class OtherProgram:
-    """Reads the settings of its server connection in each of many short transactions."""
+    """Reads the settings of its server connection in many short transactions."""
 
     def __init__(self, url: str) -> None:
         self._url, self._leaving = url, threading.Event()
         self.seen: list[dict[str, str]] = []
         self.pids: set[int] = set()
-        """Of the server's processes."""
-        self._thread = threading.Thread(target=self._read_again_and_again)
+        """Process ids of the server."""
+        self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> OtherProgram:
         self._thread.start()
@@ -49,7 +49,7 @@ class OtherProgram:
         self._leaving.set()
         self._thread.join()
 
-    def _read_again_and_again(self) -> None:
+    def _read(self) -> None:
         with psycopg.connect(self._url, prepare_threshold=None, application_name="other") as connection:
             while not self._leaving.wait(0.05):
                 with connection.transaction():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +31,7 @@ def mixed(name: str, **changes: Any) -> MixedPrecision:
 
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_flags_are_set_and_put_back_and_their_older_names_can_be_read(name: str, tf32: bool) -> None:
-    """Inductor reads them under `max-autotune`; where they and the switches disagree, PyTorch raises."""
+def test_backend_flags_and_their_older_names(name: str, tf32: bool) -> None:
     backends, precision = torch.backends, PRECISIONS[name]
     before = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
     with backend_flags(precision, AmpConfig(tf32=tf32, cudnn_benchmark=True)):
@@ -47,7 +45,7 @@ def test_flags_are_set_and_put_back_and_their_older_names_can_be_read(name: str,
     assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == before
 
 
-def test_the_compiler_caches_each_precision_apart() -> None:
+def test_compiler_cache_by_precision() -> None:
     config, tags = torch.compiler.config, set()
     with config.patch(cache_key_tag="user"):
         for precision in PRECISIONS.values():
@@ -58,40 +56,9 @@ def test_the_compiler_caches_each_precision_apart() -> None:
     assert all("user" in tag for tag in tags), "the user's own tag is kept"
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_fp16_runs_no_graph_of_bf16_from_the_compiler_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def dtype_of_product(name: str) -> torch.dtype:
-        torch._dynamo.reset()
-        amp, weight_NK = mixed(name), torch.ones(4, 4)
-        multiply = torch.compile(lambda input_BK: input_BK @ weight_NK)
-        with backend_flags(amp.precision, amp.config), amp.evaluation():
-            return multiply(torch.ones(2, 4)).dtype
-
-    assert [dtype_of_product(name) for name in ("bf16", "fp16")] == [torch.bfloat16, torch.float16]
-    torch._dynamo.reset()
-
-
-def all_switches(of: Any = torch.backends, depth: int = 2) -> set[tuple[str, str]]:
-    """Every backend and operation with an `fp32_precision`, wherever it lies below `torch.backends`."""
-    found = set()
-    for value in (getattr(of, name, None) for name in dir(of) if not name.startswith("_")):
-        if hasattr(type(value), "fp32_precision") or type(value).__name__.endswith("FP32Precision"):
-            found.add((value.backend, value.op) if hasattr(value, "backend") else (type(value).__name__, ""))
-        if depth and type(value).__module__.startswith("torch.backends"):
-            found |= all_switches(value, depth - 1)
-    return found
-
-
-def test_no_switch_of_fp32_products_is_left_as_model_code_or_a_user_set_it() -> None:
+def test_every_switch_of_fp32_products_is_set() -> None:
     own = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     operations = [(kind, op) for kind in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
-    known = {(kind, op) for kind, op in all_switches() if op}
-    assert known <= {*operations}, "PyTorch has a new switch"
     everything = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), *operations]
     before = {where: own[0](*where) for where in everything}
     try:
@@ -106,7 +73,7 @@ def test_no_switch_of_fp32_products_is_left_as_model_code_or_a_user_set_it() -> 
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
-def test_a_micro_batch_that_is_not_finite_falls_back_where_the_config_says_so(name: str) -> None:
+def test_fp32_fallback_of_an_infinite_loss(name: str) -> None:
     amp = mixed(name, fallback_to_fp32=True)
     assert not amp.falls_back(FINITE)
     assert amp.falls_back(INF)
@@ -116,7 +83,7 @@ def test_a_micro_batch_that_is_not_finite_falls_back_where_the_config_says_so(na
     assert not mixed("fp32", fallback_to_fp32=True).falls_back(INF), "it is fp32"
 
 
-def test_a_fallback_computes_in_fp32_and_its_gradients_reach_the_weights() -> None:
+def test_gradients_of_an_fp32_fallback() -> None:
     linear = nn.Linear(4, 4, dtype=torch.bfloat16)
     amp = mixed("bf16-true", fallback_to_fp32=True)
     with amp.float32(linear) as in_float32:
@@ -126,7 +93,7 @@ def test_a_fallback_computes_in_fp32_and_its_gradients_reach_the_weights() -> No
     assert linear.weight.grad.dtype == torch.bfloat16
 
 
-def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
+def test_limit_of_fallbacks_per_epoch() -> None:
     amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
     for _ in range(3):
         amp.start_epoch()
@@ -135,7 +102,7 @@ def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
         amp.end_step(1)
 
 
-def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
+def test_repeated_step_counts_its_fallbacks_once() -> None:
     amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=3)
     for _ in range(3):
         amp.start_step()
@@ -145,22 +112,8 @@ def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
     assert amp.state_dict()["epoch_fallbacks"] == 1
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_gradients_that_stay_infinite_end_the_training(name: str) -> None:
-    amp = mixed(name)
-    for _ in range(NONFINITE_PATIENCE - 1):
-        assert amp.record_step(FINITE, INF) == 1, "to be skipped"
-    amp.check()
-    assert amp.record_step(FINITE, FINITE) == 0
-    for _ in range(NONFINITE_PATIENCE):
-        amp.check()
-        amp.record_step(FINITE, INF)
-    with pytest.raises(Nonfinite, match="gradients were not finite in 3 steps in a row"):
-        amp.check()
-
-
 def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: bool) -> str | None:
-    """Why the training ends that has these steps and is checked so often; None: it does not."""
+    """Return the reason for the end of a training with these steps; None: it continues."""
     amp = mixed(name)
     try:
         for number, is_bad in enumerate(bad_steps, start=1):
@@ -184,10 +137,10 @@ def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: b
         ("bf16", [True, True, False] * 20, False),
     ],
 )
-def test_the_end_of_a_training_does_not_depend_on_the_interval_of_checks(
+def test_nonfinite_end_for_each_interval_of_checks(
     name: str, bad_steps: list[bool], ends: bool, is_loss: bool
 ) -> None:
-    """A CPU checks every step, a GPU every 20th. Loss scaling skips steps with bad gradients and goes on."""
+    """A CPU checks every step, a GPU every 20th."""
     (reason,) = {end_of(name, bad_steps, check_every, is_loss=is_loss) for check_every in (1, 7, 20)}
     assert (reason is not None) == (ends and (is_loss or name != "fp16"))
     if reason is not None:
@@ -195,7 +148,7 @@ def test_the_end_of_a_training_does_not_depend_on_the_interval_of_checks(
 
 
 @pytest.mark.parametrize("is_loss", [True, False])
-def test_bad_steps_on_both_sides_of_a_checkpoint_are_in_a_row(is_loss: bool) -> None:
+def test_bad_steps_before_and_after_a_checkpoint(is_loss: bool) -> None:
     loss = INF if is_loss else FINITE
     amp, resumed = mixed("bf16"), mixed("bf16")
     for _ in range(NONFINITE_PATIENCE - 1):
@@ -207,15 +160,15 @@ def test_bad_steps_on_both_sides_of_a_checkpoint_are_in_a_row(is_loss: bool) -> 
         resumed.check()
 
 
-def test_a_scaler_has_its_scale_before_the_first_loss() -> None:
-    """A rank whose part of the first batch has no rows scales no loss, but gets gradients from the others."""
+def test_scale_before_the_first_loss() -> None:
+    """A rank without rows scales no loss, but gets gradients from other ranks."""
     amp, weight = mixed("fp16", init_scale=8.0), nn.Parameter(torch.tensor(1.0))
     weight.grad = torch.tensor(16.0)
     amp.scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
     assert weight.grad == 2.0
 
 
-def test_skips_are_counted_and_end_the_training_only_at_the_floor() -> None:
+def test_overflow_at_the_lowest_scale() -> None:
     amp = mixed("fp16", init_scale=4.0, backoff_factor=0.5, min_scale=1.0)
     weight = nn.Parameter(torch.tensor(1.0))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -239,7 +192,7 @@ def test_skips_are_counted_and_end_the_training_only_at_the_floor() -> None:
         amp.check()
 
 
-def test_statistics_are_reset_and_can_be_switched_off() -> None:
+def test_reset_statistics() -> None:
     amp = mixed("fp16")
     amp.record_step(FINITE, INF)
     amp.reset_statistics()
@@ -249,7 +202,7 @@ def test_statistics_are_reset_and_can_be_switched_off() -> None:
     assert silent.statistics().skipped_steps is None
 
 
-def test_the_config_can_change_between_epochs() -> None:
+def test_update_of_the_config() -> None:
     amp = mixed("fp16")
     amp.scale_value()
     amp.update_amp_config(init_scale=8.0, growth_factor=4.0, growth_interval=5, backoff_factor=0.25)
@@ -263,17 +216,13 @@ def test_the_config_can_change_between_epochs() -> None:
 
 
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_the_state_survives_a_checkpoint(name: str) -> None:
+def test_state_in_a_checkpoint(name: str) -> None:
     amp = mixed(name, init_scale=1024.0)
     amp.record_step(FINITE, INF)
     other = mixed(name)
     other.load_state_dict(amp.state_dict())
     assert other.statistics() == amp.statistics()
     assert other.scaler.get_scale() == amp.scaler.get_scale()
-
-
-def test_a_checkpoint_without_the_state_of_a_scaler_leaves_it_as_it_is() -> None:
-    amp = mixed("fp16", init_scale=1024.0)
-    amp.load_state_dict({"epoch_fallbacks": 2.0})
-    assert amp.scaler.get_scale() == 1024.0
-    assert amp.state_dict()["epoch_fallbacks"] == 2
+    other.load_state_dict({"epoch_fallbacks": 2.0})
+    assert other.scaler.get_scale() == amp.scaler.get_scale(), "an older checkpoint has no scaler"
+    assert other.state_dict()["epoch_fallbacks"] == 2

@@ -1,4 +1,4 @@
-"""What a compiled model computes in, by what it loses of its weights."""
+"""Compiled models, by the visible changes of their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from test_effective import (
     rounded_in_training,
     to_float8,
     to_tf32,
-    to_tf32_by_truncation,
+    unrounded,
     wide_in_evaluation,
     wide_in_training,
 )
@@ -48,7 +48,7 @@ Run = Callable[[MultitaskModel], tuple[list[Tensor], list[Tensor]]]
 
 
 def prepared(name: str, compute: Compute, autocast: str | None = None) -> tuple[MultitaskModel, Run]:
-    """A model, and how a trial calls it; under another precision than its own where `autocast` names one."""
+    """Return a model and a trial's call of it, under `autocast` or its own precision."""
     precision, model = PRECISIONS[name], tiny_model(WithOwn(compute))
     prepare_model(model, precision)
     amp = MixedPrecision(PRECISIONS[autocast or name], EMULATED, CPU)
@@ -60,20 +60,20 @@ def prepared(name: str, compute: Compute, autocast: str | None = None) -> tuple[
     return model, step
 
 
+def seen_eagerly(model: MultitaskModel, name: str = "bf16") -> Observation:
+    amp, inputs = MixedPrecision(PRECISIONS[name], EMULATED, CPU), tiny_batch().inputs
+    return observe_model(model, amp, lambda model: model(*inputs))
+
+
 def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | None = None) -> Agreement:
-    """What is said of the compiled model, after an eager one that was as it should be."""
-    batch, precision = tiny_batch(), PRECISIONS[name]
-    if seen is None:
-        amp = MixedPrecision(precision, EMULATED, CPU)
-        seen = observe_model(model, amp, lambda model: model(*batch.inputs))
+    precision, seen = PRECISIONS[name], seen or seen_eagerly(model, name)
     with backend_flags(precision, EMULATED):
         return observe_compiled(model, step, precision, seen)
 
 
 @pytest.mark.parametrize(
-    ("compute", "name", "compiles", "said"),
+    ("compute", "name", "compiles", "reason"),
     [
-        (plain, "fp32", False, ""),
         (plain, "bf16", True, ""),
         (plain, "fp16", False, ""),
         (plain, "bf16-true", False, ""),
@@ -83,26 +83,23 @@ def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | Non
         (rounded_first, "fp32", True, "compiled, encoder.own.weight was multiplied in less than it should."),
     ],
 )
-def test_compiled_models_are_judged_by_what_they_lose(
-    compute: Compute, name: str, compiles: bool, said: str
-) -> None:
-    """Those marked run as the compiler traced them (their modules are gone), the others for speed do not."""
+def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: bool, reason: str) -> None:
+    """Only some are traced by the compiler, for speed."""
     model, step = prepared(name, compute)
-    amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
-    seen = observe_model(model, amp, lambda model: model(*tiny_batch().inputs))
+    seen = seen_eagerly(model, name)
     if compiles:
         torch._dynamo.reset()
         model.compile(backend="aot_eager")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     generator = torch.get_rng_state()
-    assert judged(model, partial(step, model), name, seen) == (not said, said)
+    assert judged(model, partial(step, model), name, seen) == (not reason, reason)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training
 
 
 @pytest.mark.parametrize(
-    ("name", "real", "said"),
+    ("name", "real", "reason"),
     [
         ("fp16", "bf16", "in less than it should"),
         ("bf16", "fp16", "in more than bfloat16"),
@@ -112,40 +109,37 @@ def test_compiled_models_are_judged_by_what_they_lose(
         ("tf32", "bf16", "in less than it should"),
     ],
 )
-def test_a_graph_in_another_format_is_found(name: str, real: str, said: str) -> None:
+def test_graph_in_another_format(name: str, real: str, reason: str) -> None:
     model, step = prepared(name, plain, real)
-    rounding = to_float8(torch.float8_e4m3fn) if real == "fp8" else lambda values: values
-    with Library(rounding):
-        found = judged(model, partial(step, model), name)
-    assert found.agrees is False
-    assert said in found.reason
+    with Library(to_float8(torch.float8_e4m3fn) if real == "fp8" else unrounded):
+        agreement = judged(model, partial(step, model), name)
+    assert agreement.agrees is False
+    assert reason in agreement.reason
 
 
-@pytest.mark.parametrize(
-    ("rounding", "agrees"), [(lambda values: values, None), (to_tf32, True), (to_tf32_by_truncation, True)]
-)
-def test_tf32_agrees_only_where_the_graph_used_it(rounding: Round, agrees: bool | None) -> None:
+@pytest.mark.parametrize(("rounding", "agrees"), [(unrounded, None), (to_tf32, True)])
+def test_tf32_must_be_used_by_the_graph(rounding: Round, agrees: bool | None) -> None:
     model, step = prepared("tf32", plain)
     with Library(rounding):
-        found = judged(model, partial(step, model), "tf32")
-    assert found.agrees is agrees
-    assert bool(found.reason) is (agrees is None)
+        agreement = judged(model, partial(step, model), "tf32")
+    assert agreement.agrees is agrees
+    assert bool(agreement.reason) is (agrees is None)
 
 
 class Float8Linear(nn.Linear):
-    """As torchao's: weights and inputs are scaled by their largest and rounded."""
+    """Like torchao's: weights and inputs are scaled by their largest and rounded."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         rounded = to_float8(torch.float8_e4m3fn)
         return F.linear(self.rounded(inputs.float(), rounded), self.rounded(self.weight, rounded), self.bias)
 
     def rounded(self, values: Tensor, rounding: Round) -> Tensor:
-        """With the gradient of the identity."""
+        """Round, with the gradient of the identity."""
         return values + (rounding(values) - values).detach()
 
 
 class NoFloat8(Float8Linear):
-    """A converted layer that the compiler left in bf16."""
+    """A converted layer in bf16 after compilation."""
 
     def rounded(self, values: Tensor, _rounding: Round) -> Tensor:
         return values.bfloat16()
@@ -155,25 +149,25 @@ NoFloat8.__name__ = Float8Linear.__name__
 
 
 @pytest.mark.parametrize(
-    ("layer", "agrees", "said"),
+    ("layer", "agrees", "reason"),
     [
         (Float8Linear, True, "^$"),
         (NoFloat8, False, "encoder.dense.weight was multiplied in more than float8"),
     ],
 )
-def test_a_float8_graph_is_judged(layer: type[nn.Linear], agrees: bool, said: str) -> None:
+def test_float8_graph(layer: type[nn.Linear], agrees: bool, reason: str) -> None:
     model, step = prepared("bf16", plain)
     model.encoder.dense.__class__ = layer
     seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
     for name in ("encoder.dense.weight", "encoder.own.weight", "heads.0.1.weight"):
         seen.products[name].add("bfloat16")
-    found = judged(model, partial(step, model), "fp8", seen)
-    assert found.agrees is agrees
-    assert re.search(said, found.reason)
+    agreement = judged(model, partial(step, model), "fp8", seen)
+    assert agreement.agrees is agrees
+    assert re.search(reason, agreement.reason)
 
 
 class Unused(nn.Linear):
-    """A layer that no result depends on, or none in evaluation."""
+    """A layer without an effect, or with one in some modes."""
 
     modes: tuple[bool, ...] = ()
 
@@ -181,20 +175,16 @@ class Unused(nn.Linear):
         return hidden + super().forward(hidden) * (self.training in self.modes)
 
 
-@pytest.mark.parametrize(
-    ("modes", "where"), [((), "training and evaluation"), ((True,), "evaluation"), ((False,), "training")]
-)
-def test_a_weight_without_a_visible_result_is_unverified(modes: tuple[bool, ...], where: str) -> None:
+@pytest.mark.parametrize(("modes", "where"), [((), "training and evaluation"), ((True,), "evaluation")])
+def test_weight_without_a_visible_result_is_unverified(modes: tuple[bool, ...], where: str) -> None:
     model, step = prepared("fp32", plain)
     model.encoder.dense = nn.Sequential(model.encoder.dense, Unused(16, 16))
     model.encoder.dense[1].modes = modes
-    said = (
-        f"compiled, nothing shows the products of 1 of 6 kinds of weights: encoder.dense.1.weight in {where}."
-    )
-    assert judged(model, partial(step, model), "fp32") == (None, said)
+    reason = f"nothing shows the products of 1 of 6 kinds of weights: encoder.dense.1.weight in {where}."
+    assert judged(model, partial(step, model), "fp32") == (None, f"compiled, {reason}")
 
 
-def test_an_unread_pooler_does_not_count() -> None:
+def test_unread_pooler_does_not_count() -> None:
     class Pooled(WithOwn):
         def forward(self, input_ids: Tensor, **inputs: Any) -> Any:  # type: ignore[override]
             self.pooler(self.embedding(input_ids)[:, 0])
@@ -206,14 +196,14 @@ def test_an_unread_pooler_does_not_count() -> None:
     assert judged(model, partial(step, model), "fp32") == (True, "")
 
 
-def test_a_model_without_known_products_is_unverified() -> None:
+def test_model_without_known_products_is_unverified() -> None:
     model, step = prepared("bf16", plain)
-    found = judged(model, partial(step, model), "bf16", Observation())
-    assert found == (None, "compiled, no product with a weight was seen.")
+    agreement = judged(model, partial(step, model), "bf16", Observation())
+    assert agreement == (None, "compiled, no product with a weight was seen.")
 
 
 class Noise:
-    """Adds another number to one of the tensors at each pass, as an atomic sum does."""
+    """Add another number to some tensors at each pass, like an atomic sum."""
 
     def __init__(self, step: Step, which: slice) -> None:
         self.step, self.which, self.numbers = step, which, itertools.count()
@@ -224,27 +214,20 @@ class Noise:
         return training, evaluation
 
 
+LESS = "compiled, encoder.own.weight was multiplied in less than it should in training."
+
+
 @pytest.mark.parametrize(
     ("compute", "name", "which", "expected"),
     [
         (plain, "bf16", slice(1, 2), (True, "")),
         (wide_in_training, "bf16", slice(1, 2), (False, f"compiled, {MORE} in training.")),
-        (
-            rounded_in_training,
-            "fp32",
-            slice(1, 2),
-            (False, "compiled, encoder.own.weight was multiplied in less than it should in training."),
-        ),
-        (
-            plain,
-            "bf16",
-            slice(None),
-            (None, f"compiled, nothing shows the products of {ALL}."),
-        ),
+        (rounded_in_training, "fp32", slice(1, 2), (False, LESS)),
+        (plain, "bf16", slice(None), (None, f"compiled, nothing shows the products of {ALL}.")),
         (wide_in_evaluation, "bf16", slice(None), (False, f"compiled, {MORE} in evaluation.")),
     ],
 )
-def test_tensors_that_never_repeat_hide_no_others(
+def test_noisy_tensors_hide_no_others(
     compute: Compute, name: str, which: slice, expected: tuple[bool | None, str]
 ) -> None:
     model, step = prepared(name, compute)
@@ -254,23 +237,20 @@ def test_tensors_that_never_repeat_hide_no_others(
 @pytest.mark.parametrize("kind", ["bf16", "int8", "nf4"])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("lies", [False, True])
-def test_stored_weights_are_judged_by_their_products(kind: str, name: str, lies: bool) -> None:
-    if kind == "nf4":
-        pytest.importorskip("bitsandbytes", reason="nf4 needs bitsandbytes")
+def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> None:
     model, step = prepared(name, plain)
     # 64 inputs, a block of nf4: bitsandbytes 0.50 decodes narrower layers wrongly on a CPU.
     model.encoder.dense = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16).requires_grad_(False))
     store_frozen(model, kind, torch.float32)
-    stored = model.encoder.dense[1]
-    assert isinstance(stored, FrozenLinear)
+    stored: Any = model.encoder.dense[1]
     before = {key: value.clone() for key, value in (*model.named_parameters(), *model.named_buffers())}
     if lies and name == "fp32":
-        stored.forward = lambda x: FrozenLinear.forward(stored, x.bfloat16()).float()  # type: ignore
+        stored.forward = lambda x: FrozenLinear.forward(stored, x.bfloat16()).float()
     if lies and name == "bf16":
-        stored.forward = partial(wide, stored)  # type: ignore[method-assign]
-    found = judged(model, partial(step, model), name)
-    # Stored in bf16, nothing is lost where it is decoded to bf16, and nothing is kept otherwise.
-    assert found.agrees is (not lies if kind != "bf16" else name == "bf16"), found
+        stored.forward = partial(wide, stored)
+    agreement = judged(model, partial(step, model), name)
+    # Weights stored in bf16 have no bits to lose under bf16, and none to show otherwise.
+    assert agreement.agrees is (not lies if kind != "bf16" else name == "bf16"), agreement
     for key, value in (*model.named_parameters(), *model.named_buffers()):
         assert torch.equal(value, before[key]), key
 
@@ -280,37 +260,30 @@ def wide(stored: FrozenLinear, x: Tensor) -> Tensor:
         return FrozenLinear.forward(stored, x.float()).bfloat16()
 
 
-def seen_eagerly(model: MultitaskModel) -> Observation:
-    amp, inputs = MixedPrecision(PRECISIONS["bf16"], EMULATED, CPU), tiny_batch().inputs
-    return observe_model(model, amp, lambda model: model(*inputs))
-
-
-@pytest.mark.parametrize("part", ["heads.0", "encoder.dense"])
-def test_a_part_in_fp32_is_seen_in_the_compiled_model(part: str) -> None:
+def test_part_in_fp32_in_a_compiled_model() -> None:
     model, step = prepared("bf16", plain)
-    run_in_float32(model.get_submodule(part))
+    run_in_float32(model.get_submodule("encoder.dense"))
     seen = seen_eagerly(model)
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
     assert judged(model, partial(step, model), "bf16", seen) == (True, "")
 
 
-def test_a_compiled_layer_in_fp32_outside_the_parts_is_found() -> None:
+def test_compiled_fp32_layer_outside_the_parts() -> None:
     model, step = prepared("bf16", plain)
     seen = seen_eagerly(model)
-    run_in_float32(model.get_submodule("encoder.dense"))  # after it was observed
+    run_in_float32(model.get_submodule("encoder.dense"))  # after its observation
     agrees, reason = judged(model, partial(step, model), "bf16", seen)
     assert agrees is False
     assert "encoder.dense.weight was multiplied in more than bfloat16" in reason
 
 
-def test_a_part_whose_output_is_rounded_later_is_unverified() -> None:
-    """The next product casts it to bf16: a change that is lost there tells nothing about the part."""
+def test_part_with_a_rounded_output_is_unverified() -> None:
+    """The next product casts it to bf16, so a lost change proves nothing about the part."""
     model, step = prepared("bf16", plain)
     dense = model.get_submodule("encoder.dense")
     run_in_float32(dense)
     dense.register_forward_hook(lambda _, __, output: output + (output.round(decimals=1) - output).detach())
     agrees, reason = judged(model, partial(step, model), "bf16")
     assert agrees is None
-    assert reason.startswith("compiled, nothing shows the products of 1 of ")
     assert reason.endswith("kinds of weights: encoder.dense.weight in evaluation.")

@@ -1,4 +1,4 @@
-"""Which layers of which encoders fp8 pays for. torchao has a stand-in, since it need not be installed."""
+"""Conversion to float8 by torchao or its stand-in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Float8Linear(nn.Linear):
 
 
 def stand_in() -> ModuleType:
-    """torchao.float8 0.18 as far as it is used: the filter by size, and layers replaced by its class."""
+    """Return the used part of torchao.float8 0.18: the filter by size and the conversion."""
 
     def auto_filter(recipe: str, filter_fqns: list[str]) -> Any:
         assert (recipe, filter_fqns) == ("tensorwise", [])
@@ -88,7 +88,7 @@ def on_meta(model_type: str, **settings: int) -> nn.Module:
     ],
 )
 @pytest.mark.usefixtures("torchao")
-def test_layers_are_converted_where_float8_pays(encoder: dict[str, Any], layers: int) -> None:
+def test_only_large_layers_are_converted(encoder: dict[str, Any], layers: int) -> None:
     model = prepare_model(on_meta(**encoder), FP8)
     assert float8_facts(model)["float8_linears"] == layers
     with observe(model) as seen:
@@ -100,8 +100,8 @@ def test_layers_are_converted_where_float8_pays(encoder: dict[str, Any], layers:
 
 
 @pytest.mark.usefixtures("torchao")
-def test_converted_layers_must_be_seen_to_multiply_in_float8(request: pytest.FixtureRequest) -> None:
-    """The layers of the stand-in are float8 by their name only."""
+def test_agreement_of_converted_layers(request: pytest.FixtureRequest) -> None:
+    """The stand-in's layers are float8 only by name."""
     model = prepare_model(nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4)), FP8)
     with observe(model) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(16, 64))
@@ -127,7 +127,7 @@ MOST = {"float8_linears": 217, "num_linears": 217, "compiled": True}
         (MOST | {"compiled": False}, "degraded", "fp8 needs `compile`: .* `compile: default`, or use bf16."),
     ],
 )
-def test_the_check_says_what_to_use_instead(observed: dict[str, Any], verdict: str, said: str) -> None:
+def test_verdict_of_fp8(observed: dict[str, Any], verdict: str, said: str) -> None:
     measurement = Measurement("fp8", observed=observed)
     found = judge(measurement, CompatConfig())
     assert found.verdict == verdict

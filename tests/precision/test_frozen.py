@@ -1,4 +1,4 @@
-"""Frozen weights stored in fewer bits: what is lost, what is computed, what is seen."""
+"""Frozen weights stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -22,32 +22,19 @@ def linear(in_features: int = 96, out_features: int = 40, *, bias: bool = True) 
     return nn.Linear(in_features, out_features, bias=bias).requires_grad_(False)
 
 
-@pytest.mark.parametrize("shape", [(96, 40), (33, 7), (64, 1)])
-def test_int8_is_within_half_a_step_of_its_row(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(96, 40), (33, 7)])
+def test_rounding_of_int8_and_bf16(shape: tuple[int, int]) -> None:
     plain = linear(*shape)
     plain.weight.data[0] *= 1000
-    plain.weight.data[-1, 0] = 0.0
+    plain.weight.data[-1] = 0.0
     stored = FrozenLinear(plain, "int8")
     step = plain.weight.abs().amax(dim=1, keepdim=True) / 127
     assert ((stored.weight - plain.weight).abs() <= 0.5001 * step).all()
     assert stored.stored.dtype == torch.int8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_of_zeros_stays_one(kind: str) -> None:
-    plain = linear()
-    plain.weight.data[3] = 0.0
-    assert torch.equal(FrozenLinear(plain, kind).weight[3], torch.zeros(96))
-
-
-def test_bf16_is_the_nearest_and_exact_for_a_checkpoint_in_bf16() -> None:
-    plain = linear()
     assert torch.equal(FrozenLinear(plain, "bf16").weight, plain.weight.bfloat16().float())
-    plain.weight.data = plain.weight.bfloat16().float()
-    assert torch.equal(FrozenLinear(plain, "bf16").weight, plain.weight)
 
 
-def test_nf4_is_that_of_bitsandbytes() -> None:
+def test_nf4_equals_bitsandbytes() -> None:
     from bitsandbytes.nn import Linear4bit
 
     plain = linear(64, 32)
@@ -60,9 +47,7 @@ def test_nf4_is_that_of_bitsandbytes() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_forward_and_backward_are_those_of_the_decoded_weights(
-    kind: str, autocast: torch.dtype | None, bias: bool
-) -> None:
+def test_product_with_decoded_weights(kind: str, autocast: torch.dtype | None, bias: bool) -> None:
     stored = FrozenLinear(linear(bias=bias), kind)
     plain = stored.linear()
     results = []
@@ -79,7 +64,7 @@ def test_forward_and_backward_are_those_of_the_decoded_weights(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_no_decoded_copy_is_kept_for_the_backward_pass() -> None:
+def test_backward_pass_keeps_no_decoded_copy() -> None:
     stored = FrozenLinear(linear(512, 512), "int8")
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
@@ -89,7 +74,7 @@ def test_no_decoded_copy_is_kept_for_the_backward_pass() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own tracing
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_compiled_in_one_graph(kind: str) -> None:
+def test_compilation_in_one_graph(kind: str) -> None:
     torch._dynamo.reset()
     stored = FrozenLinear(linear(), kind)
     compiled = torch.compile(stored, fullgraph=True, backend="aot_eager")
@@ -115,7 +100,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-true"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_trained_stays(kind: str, name: str) -> None:
+def test_trained_weights_stay(kind: str, name: str) -> None:
     precision = PRECISIONS[name]
     model = prepare_model(Model(), replace(precision, frozen=kind))
     weights = getattr(torch, precision.weights)
@@ -136,14 +121,12 @@ def test_what_is_trained_stays(kind: str, name: str) -> None:
 
 
 class InLess(FrozenLinear):
-    """Computes in bf16 whatever it is given."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.bfloat16()).to(x.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_products_are_measured_and_not_its_storage(kind: str) -> None:
+def test_products_are_measured_not_storage(kind: str) -> None:
     x = torch.randn(4, 96)
     model = nn.Sequential(linear(), nn.Linear(40, 2))
     store_frozen(model, kind, torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.effective import observe_model
-from hpo.precision.parts import float32_modules, float32_weights, run_as_before, run_in_float32
+from hpo.precision.parts import float32_modules, float32_weights, run_in_float32
 from hpo.precision.table import PRECISIONS, Precision
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def call(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(("name", "reduced"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_part_computes_as_without_autocast(name: str, reduced: torch.dtype) -> None:
+def test_part_equals_fp32(name: str, reduced: torch.dtype) -> None:
     model, seen = Model(), dict[str, tuple[Tensor, Tensor]]()
     run_in_float32(model.second)
     for name_of, module in model.named_children():
@@ -62,7 +62,7 @@ def test_a_part_computes_as_without_autocast(name: str, reduced: torch.dtype) ->
     torch.testing.assert_close(made, Model().second(given.float()), rtol=0, atol=0)
 
 
-def test_a_value_beyond_the_range_of_fp16_leaves_a_part_finite() -> None:
+def test_part_beyond_the_range_of_fp16() -> None:
     model = Model()
     with torch.no_grad():
         model.second[2].weight.fill_(1e4)
@@ -73,25 +73,24 @@ def test_a_value_beyond_the_range_of_fp16_leaves_a_part_finite() -> None:
         assert model.second(X).isfinite().all()
 
 
-def test_names_weights_and_copies_stay() -> None:
+def test_names_weights_and_copies() -> None:
     plain, model = Model(), Model()
     run_in_float32(model.second)
     assert [*model.state_dict()] == [*plain.state_dict()]
     assert isinstance(model.second, nn.Sequential)
     assert [*float32_modules(copy.deepcopy(model))] == ["second", "second.0", "second.1", "second.2"]
-    run_as_before(model)
+    model.second[2].weight = model.first.weight
+    assert "first.weight" in float32_weights(model), "the first name of a shared weight"
+    prepare_model(model, PRECISIONS["bf16-true"])
     assert type(model.second) is nn.Sequential
-    assert not float32_modules(model)
-
-
-def test_a_lookup_keeps_its_class() -> None:
+    assert not float32_modules(model), "weights in bf16 have no parts"
     table = nn.Embedding(3, 4)
     run_in_float32(table)
-    assert type(table) is nn.Embedding
+    assert type(table) is nn.Embedding, "a lookup has no product"
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_products_of_parts_are_seen_in_float32(name: str) -> None:
+def test_observed_products_of_parts(name: str) -> None:
     model, precision = Model(), PRECISIONS[name]
     run_in_float32(model.second)
     seen = observe_model(model, amp(precision), call)
@@ -104,7 +103,7 @@ def test_products_of_parts_are_seen_in_float32(name: str) -> None:
     assert seen.agreement(precision).agrees
 
 
-def test_a_part_in_the_low_precision_does_not_agree() -> None:
+def test_part_in_bf16_disagrees() -> None:
     model = Model(Stubborn)
     run_in_float32(model.second)
     agrees, reason = observe_model(model, amp(PRECISIONS["bf16"]), call).agreement(PRECISIONS["bf16"])
@@ -115,31 +114,8 @@ def test_a_part_in_the_low_precision_does_not_agree() -> None:
     )
 
 
-def test_a_layer_in_fp32_outside_the_parts_does_not_agree() -> None:
-    model = Model()
-    run_in_float32(model.second)
-    seen = observe_model(model, amp(PRECISIONS["bf16"]), call)
-    seen.float32_weights = frozenset({"second.0.weight"})
-    assert "second.2.weight (float32)" in seen.agreement(PRECISIONS["bf16"]).reason
-
-
-def test_a_shared_weight_has_the_name_of_the_model() -> None:
-    model = Model()
-    model.second[2].weight = model.first.weight
-    run_in_float32(model.second)
-    assert "first.weight" in float32_weights(model)
-
-
-def test_weights_in_bf16_have_no_parts() -> None:
-    model = Model()
-    run_in_float32(model.second)
-    prepare_model(model, PRECISIONS["bf16-true"])
-    assert not float32_modules(model)
-    assert model(X.bfloat16()).dtype == torch.bfloat16
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_fp8_leaves_the_linear_layers_of_parts_alone() -> None:
+def test_fp8_skips_linear_layers_of_parts() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     with torch.device("meta"):
         model = nn.ModuleDict({"a": nn.Linear(4096, 8192), "b": nn.Sequential(nn.Linear(4096, 8192))})

@@ -5,14 +5,22 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from support.study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
+from support.study_records import (
+    DEVICE,
+    GPU,
+    fake_record,
+    fake_tables,
+    fake_trial,
+    tables_of,
+    two_device_record,
+    with_values,
+)
 
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
     MAX_CURVES,
     PRECISION_STYLES,
     Chart,
-    Series,
     all_charts,
     history,
     learning_curves,
@@ -23,20 +31,20 @@ from hpo.report.charts import (
 from hpo.report.tables import StudyTables
 
 
-def points(chart: Chart) -> int:
-    return sum(len(series.x) for series in chart.series if series.draw == "points")
+def points(chart: Chart) -> list[tuple[float, float]]:
+    traces = [trace for trace in chart.figure.data if trace.mode == "markers"]
+    return [point for trace in traces for point in zip(trace.x, trace.y, strict=True)]
 
 
-def series(chart: Chart, name: str) -> Series:
-    return next(series for series in chart.series if series.name == name)
+def line(chart: Chart, name: str) -> Any:
+    return next(trace for trace in chart.figure.data if trace.name == name)
 
 
-def test_every_precision_has_a_look_of_its_own() -> None:
+def test_every_precision_has_its_own_colour_and_marker() -> None:
     assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
-    for one, other in combinations(PRECISION_STYLES.values(), 2):
-        (one_color, one_markers), (other_color, other_markers) = one, other
-        assert one_color != other_color
-        assert one_markers != other_markers
+    for (color, marker), (other_color, other_marker) in combinations(PRECISION_STYLES.values(), 2):
+        assert color != other_color
+        assert marker != other_marker
 
 
 @pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
@@ -44,37 +52,50 @@ def test_history_shows_complete_trials_and_the_best_so_far(direction: str, best_
     record = dataclasses.replace(fake_record(), directions=(direction,))
     chart = history(StudyTables(record))
     scores = {trial.number: trial.values[0] for trial in record.trials if trial.values}
-    assert points(chart) == len(scores)
-    best = series(chart, "best so far")
+    assert sorted(points(chart)) == sorted(scores.items())
+    best = line(chart, "best so far")
     assert list(best.x) == list(scores)
     assert list(best.y) == [best_of(list(scores.values())[: index + 1]) for index in range(len(scores))]
 
 
-def test_metric_by_precision_leaves_out_what_ran_something_else() -> None:
-    chart, trials = precision_metric(fake_tables()), fake_tables().trials
-    counts = trials.query("outcome == 'complete' and counts")["precision"].value_counts()
-    assert list(chart.x_ticks) == [f"{name} (n = {counts[name]})" for name in ("fp32", "bf16", "fp16")]
-    assert points(chart) == counts.sum()
+def test_metric_by_precision_omits_fallbacks() -> None:
+    (chart,) = precision_metric(fake_tables())
+    counts = fake_tables().trials.query("outcome == 'complete' and counts")["precision"].value_counts()
+    ticks = [f"{name} (n = {counts[name]})" for name in ("fp32", "bf16", "fp16")]
+    assert list(chart.figure.layout.xaxis.ticktext) == ticks
+    assert len(points(chart)) == counts.sum()
 
 
-def test_throughput_front_is_what_no_other_trial_beats() -> None:
+def test_no_trial_beats_the_throughput_front() -> None:
     (chart,) = metric_throughput(fake_tables())
-    shown = [point for s in chart.series if s.draw == "points" for point in zip(s.x, s.y, strict=True)]
-    front = series(chart, "Pareto front")
+    front = line(chart, "Pareto front")
     for x, y in zip(front.x, front.y, strict=True):
-        assert not [1 for other_x, other_y in shown if other_x > x and other_y > y]
-    assert "3 left out" in chart.caption
-    assert len(shown) == 24
+        assert not [1 for other_x, other_y in points(chart) if other_x > x and other_y > y]
+    assert "3 omitted" in chart.caption
+    assert len(points(chart)) == 24
+
+
+def test_kinds_of_device_have_their_own_throughput_charts() -> None:
+    record = two_device_record()
+    charts = metric_throughput(StudyTables(record))
+    for chart, device in zip(charts, (DEVICE["name"], GPU["name"]), strict=True):
+        assert chart.title.endswith(f" on {device}")
+        speeds = [
+            trial.telemetry["throughput"]["train_examples_per_second"]
+            for trial in record.trials
+            if trial.telemetry["device"]["name"] == device and trial.values
+        ]
+        assert sorted(x for x, _ in points(chart)) == sorted(speeds)
 
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     record = fake_record()
-    chart = learning_curves(StudyTables(record))
-    assert len(chart.series) == MAX_CURVES
+    (chart,) = learning_curves(StudyTables(record))
+    assert len(chart.figure.data) == MAX_CURVES
     assert f"{MAX_CURVES} best of 32" in chart.caption
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
-    assert [row.epoch for row in best.evaluations] in [list(series.x) for series in chart.series]
-    assert sum(series.in_legend for series in chart.series) == 3
+    assert [row.epoch for row in best.evaluations] in [list(trace.x) for trace in chart.figure.data]
+    assert sum(trace.showlegend for trace in chart.figure.data) == 3
 
 
 def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:
@@ -82,8 +103,8 @@ def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None
     metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
     tables = tables_of(trials, metric_names=metrics, directions=directions)
     chart = objectives(tables)
-    assert chart.y_label == "peak memory (GiB), minimize"
-    assert max(max(series.y) for series in chart.series) < 10
+    assert chart.figure.layout.yaxis.title.text == "peak memory (GiB), minimize"
+    assert max(y for _, y in points(chart)) == 3.0
     keys = [chart.key for chart in all_charts(tables)]
     assert keys[0] == "objectives"
     assert {"history", "history_2", "metric_throughput"} <= set(keys)
@@ -95,16 +116,21 @@ def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None
     [
         (("score", "train_examples_per_second"), ["objectives"]),
         (("train_examples_per_second",), []),
-        (
-            ("score", "peak_memory_bytes", "train_tokens_per_second"),
-            ["objectives"],
-        ),
+        (("score", "peak_memory_bytes", "train_tokens_per_second"), ["objectives"]),
     ],
 )
-def test_no_chart_shows_an_objective_against_throughput_twice(
+def test_objectives_of_speed_have_no_second_throughput_chart(
     metrics: tuple[str, ...], keys: list[str]
 ) -> None:
     trial = dataclasses.replace(fake_trial(0, "fp32"), values=(1.0,) * len(metrics))
     tables = tables_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
     drawn = [chart.key for chart in all_charts(tables)]
     assert [key for key in drawn if key.startswith(("objectives", "metric_throughput"))] == keys
+
+
+def test_titles_and_names_are_escaped() -> None:
+    trial = fake_trial(0, "fp32")
+    trial.params["encoder"] = "<b>"
+    figure = history(tables_of([trial], metric_names=("<i>",))).with_title()
+    assert figure.layout.title.text == "&lt;i&gt; by trial"
+    assert "<b>" not in figure.data[0].hovertext[0]

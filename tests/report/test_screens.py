@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -17,12 +16,15 @@ from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
 from hpo.precision.table import Support
-from hpo.report import progress, screens, terminal
+from hpo.report import best_screens, progress, screens, terminal
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
+from hpo.report.summary import summary
 from hpo.report.terminal import print_parts, text_table
+from hpo.report.trial_screens import verification
+from hpo.study.reading.overview import StudyOverview
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import Look
 from hpo.trial.compat import Compatibility
@@ -49,17 +51,24 @@ class Screen:
     def lines(self) -> list[str]:
         return [line.rstrip() for line in self.text.splitlines()]
 
+    def fits(self) -> bool:
+        """No line is too long, and no name or number is cut."""
+        return max(map(len, self.lines)) <= self.console.width and "…" not in self.text
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Where a command prints, as narrow as terminals are."""
-    made = Screen(80)
+
+@pytest.fixture(params=[80])
+def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Terminal of a command."""
+    made = Screen(request.param)
     monkeypatch.setattr(terminal, "Console", lambda **_: made.console)
     return made
 
 
+# Progress of a run
+
+
 def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
-    """A trial with this outcome, or one that runs, with these reports."""
+    """Return a trial with this outcome, or a running one with these reports."""
     trial = create_trial(
         state=TrialState[Outcome(outcome).optuna_state] if outcome else TrialState.RUNNING,
         values=values if outcome == "complete" else None,
@@ -76,17 +85,11 @@ def running(*values: float, progress: Any = None, number: int = 0) -> Look:
     return Look([(watched(number, "", "", *values), progress or {})])
 
 
-def test_params_are_short_or_exact() -> None:
-    shown = "fp_precision=bf16 learning_rate=0.000314 batch_size=16 init_scale=65536"
-    assert describe_params(PARAMS) == shown
-    assert "learning_rate=0.000314159" in describe_params(PARAMS, in_full=True)
-
-
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_line_now_and_then_and_one_for_each_end(
+def test_a_line_every_half_minute_and_one_for_each_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
@@ -111,31 +114,30 @@ def test_a_line_now_and_then_and_one_for_each_end(
     ]
 
 
-def test_a_study_with_a_budget_has_no_fixed_number_of_trials(tmp_path: Path) -> None:
+def test_progress_of_a_budget_names_each_objective_and_no_total(tmp_path: Path) -> None:
     screen = Screen(250)
-    config = tiny_study(tmp_path, budget={"hours": 2})
-    StudyDisplay(config, console=screen.console).show(Look([], [watched(7, "pruned")], num_done=3))
+    goals = [{"metric": "criteria/f1_micro"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    display = StudyDisplay(tiny_study(tmp_path, budget={"hours": 2}, objective=goals), console=screen.console)
+    display.show(Look([], [watched(7, "pruned")], num_done=3))
     assert screen.lines == [f"trial   7  pruned        {describe_params(PARAMS)}  3 trials"]
+    assert display.values([0.5, 2**30]) == "criteria/f1_micro 0.5, peak_memory_bytes 1 GiB"
 
 
-# Summaries
+# Screens
 
 
 def test_summary_fits_the_terminal(screen: Screen) -> None:
     record = fake_record()
-    print_parts(screens.summary(record))
-    assert max(map(len, screen.lines)) <= screen.console.width
-    assert "…" not in screen.text, "no name or number is cut"
-    assert "by requested precision" in screen.text
+    print_parts(summary(record))
+    assert screen.fits()
     table = screen.text.split("by requested precision")[1].split("best trial")[0]
     names = {trial.params["fp_precision"] for trial in record.trials}
-    assert names <= set(table.split())
-    assert {"native", "emulated"} <= set(table.split())
+    assert names | {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
     assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
 
 
-def test_status_shows_who_runs_what_where(screen: Screen) -> None:
+def test_status_shows_live_workers(screen: Screen) -> None:
     now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
     worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
@@ -143,58 +145,83 @@ def test_status_shows_who_runs_what_where(screen: Screen) -> None:
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
 
 
-def test_verification(screen: Screen) -> None:
+@pytest.mark.parametrize(
+    ("changes", "line", "names_worker"),
+    [
+        ({}, "No worker is running. To start one: hpo worker fake", True),
+        (
+            {"state": "paused"},
+            "The study is paused. To continue it: hpo resume fake, then hpo worker fake",
+            True,
+        ),
+        ({"counts": {"open": 0, "running": 0, "done": 2}}, "fake: 2 of 2 trials ended", False),
+    ],
+)
+def test_status_names_the_next_command(changes: dict[str, Any], line: str, names_worker: bool) -> None:
+    record = record_of([], **changes)
+    lines = [str(part) for part in screens.status(record, study_status(record))]
+    assert line in lines
+    assert any("hpo worker" in one for one in lines) == names_worker
+
+
+def test_watch_reads_until_the_study_is_over() -> None:
+    done = record_of([fake_trial(0, "fp32")], counts={"open": 0, "running": 0, "done": 1})
+    records = iter([record_of([]), record_of([]), done])
+    facts = [facts for facts, _ in screens.watched(lambda: next(records), 0)]
+    assert facts[0] == facts[1] != facts[2]
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"), [("open", "unfinished"), ("done", "finished"), ("paused", "paused")]
+)
+def test_list_of_studies_has_their_state(state: str, shown: str) -> None:
+    trials = {"open": 2, "running": 0, "done": 4, "total": 6}
+    (_, (row,)), *_ = screens.overview([StudyOverview("s", state, trials, 0, 0.0, 60.0)])
+    assert (row["state"], row["trials ended"]) == (shown, "4 of 6")
+
+
+def test_verification_shows_errors_speed_and_notes(screen: Screen) -> None:
     measurement = Measurement(
-        "bf16",
-        logits_relative_error={"a": 1.25e-3, "b": 4e-3},
-        gradient_cosine=0.99912,
+        "bf16", logits_relative_error={"a": 1.25e-3, "b": 4e-3}, gradient_cosine=0.99912
     )
     check = Compatibility("incompatible", (), measurement, costs=Costs(0.1, 2.5, 0.75, 2.4))
     checks = [
         PrecisionCheck("bf16", Support("native"), check, LONG),
         PrecisionCheck("bf16-true", Support("unsupported", LONG), None, LONG),
     ]
-    print_parts(screens.verification(checks, "NVIDIA [H200]", "Use fp32."))
+    print_parts(verification(checks, "NVIDIA [H200]", "Use fp32."))
+    assert screen.fits()
     assert "NVIDIA [H200]" in screen.text
-    row = r"bf16 +native +incompatible +4\.0e-03 +0\.9991 +2\.50x +0\.75x"
+    row = r"bf16 +native +incompatible +4\.0e-03 +0\.999120 +2\.50x +0\.75x"
     assert re.search(row, screen.text)
-    assert "gradient" in screen.text
-    assert "…" not in screen.text
     assert " ".join(screen.text.split()).count(LONG) == 2
     assert screen.lines[-1] == "Use fp32."
-    assert max(map(len, screen.lines)) <= screen.console.width
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_no_word_of_a_table_is_broken(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = ["task", "split", "labelled", "unlabelled", "none holds", "several hold", "contradicting"]
-    row = ["criteria", "validation", "24", "0 %", "25.0 %", "37.5 %", "0"]
-    screen = Screen(width)
-    monkeypatch.setattr(terminal, "Console", lambda **_: screen.console)
-    screen.console.print(text_table(pd.DataFrame([row], columns=columns), "labels"))
-    assert {*" ".join(columns + row).split()} <= {*screen.text.split()}
-    assert max(map(len, screen.lines)) <= width
+@pytest.mark.parametrize("screen", [40, 80], indirect=True)
+def test_no_word_of_a_table_is_broken(screen: Screen) -> None:
+    row = {"task": "criteria", "split": "validation", "labelled": "24", "unlabelled": "0%", "no label": "25%"}
+    row |= {"several labels": "37.5%", "contradicting": "0"}
+    screen.console.print(text_table([row], "labels"))
+    assert {*" ".join([*row, *row.values()]).split()} <= {*screen.text.split()}
+    assert screen.fits()
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_detailed_evaluation_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(width)
-    monkeypatch.setattr(terminal, "Console", lambda **_: screen.console)
-    print_parts(screens.detailed(Detailed(7, "test", every_kind())))
-    assert max(map(len, screen.lines)) <= width
-    assert "…" not in screen.text, "no name or number is cut"
+@pytest.mark.parametrize("screen", [60, 120], indirect=True)
+def test_detailed_evaluation_fits_the_terminal(screen: Screen) -> None:
+    print_parts(best_screens.detailed(Detailed(7, "test", every_kind())))
+    assert screen.fits()
     flat = " ".join(screen.text.split())
     assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
     assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
     assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,", flat)
-    assert {"constant", "0.742]", "0.25", "0.125"} <= {*flat.split()}
 
 
-def test_what_others_wrote_is_neither_markup_nor_an_order_to_the_terminal(screen: Screen) -> None:
+def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:
     nasty, plain = "[red]a\x1b[2J\nb[/red]", "[red]a [2J b[/red]"
     task = task_document("single_label", {"accuracy": 0.5}, warnings=[nasty])
-    print_parts(screens.detailed(Detailed(7, "test", document({nasty: task}))))
+    print_parts(best_screens.detailed(Detailed(7, "test", document({nasty: task}))))
     assert f"Warning: {plain}: {plain}" in screen.text
     assert screen.text.count(plain) == 3
-    print_parts(screens.detailed(Detailed(7, "test", nothing_known())))
+    print_parts(best_screens.detailed(Detailed(7, "test", nothing_known())))
     assert re.search(r"empty +f1_macro +–", screen.text)

@@ -6,16 +6,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from support.command_line import hpo_command, ok
 from support.study_records import (
+    DEVICE,
     ENDINGS,
+    GPU,
     fake_record,
     fake_tables,
     fake_trial,
     tables_of,
+    two_device_record,
     with_values,
 )
 from support.tiny import write_study
@@ -23,14 +25,12 @@ from support.tiny import write_study
 from hpo.device import probe_device
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES, support
-from hpo.report.tables import (
-    OUTCOMES,
-    StudyTables,
-    brief_summary,
-    task_metrics_text,
-)
-from hpo.study.reading.study_record import TrialRecord, best_trials
-from hpo.study.sampling.fronts import pareto_front
+from hpo.report.detailed import task_metrics_table
+from hpo.report.formats import format_number
+from hpo.report.tables import OUTCOMES, StudyTables, precision_table
+from hpo.study.reading.study_record import TrialRecord, device_kinds
+
+SPEED = "train_examples_per_second"
 
 
 def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
@@ -61,13 +61,14 @@ def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
         ({}, True, True),
         ({"precision": {"requested": "bf16", "effective": "fp32", "agrees": True}}, False, False),
         ({"precision": {"requested": "bf16", "effective": "bf16", "agrees": False}}, False, False),
+        ({"precision": {"requested": "bf16", "effective": "bf16", "agrees": None}}, True, True),
         ({"precision": {"requested": "bf16", "effective": None}}, False, False),
         ({"device": {"name": "Example CPU", "shared": True}}, True, False),
         ({"throughput": {"train_examples_per_second": None}}, True, False),
     ],
-    ids=["as requested", "fell back", "disagrees", "did not run", "shared", "not measured"],
+    ids=["as requested", "fell back", "disagrees", "unverified", "did not run", "shared", "not measured"],
 )
-def test_which_trials_stand_for_their_precision(
+def test_trials_that_count_for_their_precision(
     change: dict[str, Any], counts: bool, counts_for_speed: bool
 ) -> None:
     trial = fake_trial(1, "bf16")
@@ -80,32 +81,29 @@ def test_which_trials_stand_for_their_precision(
     ("params", "training", "expected"),
     [({"fp_precision": "bf16"}, {}, "bf16"), ({}, {"fp_precision": "fp16"}, "fp16"), ({}, {}, "auto")],
 )
-def test_requested_precision_of_a_trial_that_stored_nothing(
+def test_requested_precision_of_a_trial_without_a_record(
     params: dict[str, Any], training: dict[str, Any], expected: str
 ) -> None:
     trial = dataclasses.replace(fake_trial(0, "fp32", "failed"), params=params, telemetry={})
     assert list(tables_of([trial], definition={"training": training}).trials["precision"]) == [expected]
 
 
-def test_summary_agrees_with_a_count_by_hand() -> None:
+def test_row_of_a_precision_agrees_with_a_count_by_hand() -> None:
     record = fake_record()
     row = row_of(StudyTables(record), "fp32")
     mine = [trial for trial in record.trials if trial.params["fp_precision"] == "fp32"]
     scores = [trial.values[0] for trial in mine if trial.values]
-    speed = "train_examples_per_second"
-    speeds = [trial.telemetry["throughput"][speed] for trial in mine if trial.number != 12]
+    speeds = [trial.telemetry["throughput"][SPEED] for trial in mine if trial.number != 12]
     expected = {"trials": len(mine), "complete": len(scores), "measured": len(speeds)}
-    expected |= {"best_score": max(scores)}
-    expected |= {f"{speed}_median": statistics.median(speeds)}
+    expected |= {"best_score": max(scores), f"{SPEED}_median": statistics.median(speeds)}
     assert {name: row[name] for name in expected} == expected
     assert row["seconds"] == pytest.approx(sum(trial.seconds for trial in mine))
 
 
-def test_summary_accounts_for_every_trial_and_every_second() -> None:
+def test_rows_account_for_every_trial_and_every_second() -> None:
     summary = fake_tables().by_precision
     assert list(summary["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
-    assert summary["trials"].sum() == 40
-    assert summary[list(OUTCOMES)].sum().sum() == 40
+    assert summary["trials"].sum() == summary[list(OUTCOMES)].sum().sum() == 40
     assert summary["share_of_time"].sum() == pytest.approx(1)
     wasted = [outcome for outcome in Outcome if outcome.wasted]
     seconds = sum(trial.seconds for trial in fake_record().trials if trial.outcome in wasted)
@@ -113,31 +111,27 @@ def test_summary_accounts_for_every_trial_and_every_second() -> None:
     assert list(summary["support"]) == ["native", "unsupported", "native", "emulated"]
 
 
-def without_cause(number: int, precision: str) -> list[TrialRecord]:
-    """Two trials that no precision has ended: an invalid one, and one whose model could not be built."""
+def unrelated(number: int, precision: str) -> list[TrialRecord]:
+    """Return an invalid trial and one with an unbuilt model, both unrelated to the precision."""
     invalid, unbuilt = (fake_trial(number, precision, name) for name in ("invalid", "incompatible"))
     unbuilt.telemetry["precision"]["effective"] = precision
     del unbuilt.telemetry["compatibility"]
     return [invalid, dataclasses.replace(unbuilt, number=number + 1)]
 
 
-def test_what_no_precision_has_caused_is_in_the_row_of_none() -> None:
+def test_failures_unrelated_to_precision_are_in_no_row() -> None:
     trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "incompatible")]
     asked = choosing(["fp32", "bf16"])
     before = tables_of(trials, definition=asked)
-    after = tables_of([*trials, *without_cause(3, "bf16"), *without_cause(5, "fp16")], definition=asked)
+    after = tables_of([*trials, *unrelated(3, "bf16"), *unrelated(5, "fp16")], definition=asked)
     same = before.by_precision.columns.drop("share_of_time")
     pd.testing.assert_frame_equal(after.by_precision[same], before.by_precision[same])
     assert after.by_precision["share_of_time"].sum() < 1
-    assert (row_of(after, "bf16")["incompatible"], row_of(after, "bf16")["invalid"]) == (1, 0)
-    text = brief_summary(after).to_string()
-    assert ("1 incompatible" in text, "invalid" in text, "fp16" in text) == (True, False, False)
 
 
 def test_best_follows_the_direction() -> None:
     record = dataclasses.replace(fake_record(), directions=("minimize",))
     lowest = min(trial.values[0] for trial in record.trials if trial.values)
-    assert best_trials(record)[0].values == (lowest,)
     assert StudyTables(record).by_precision["best_score"].min() == lowest
 
 
@@ -152,7 +146,7 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
         assert after[name] == before[name]
 
 
-def test_a_paused_trial_is_not_charged_for_the_time_it_waited() -> None:
+def test_waiting_time_of_a_paused_trial_does_not_count() -> None:
     trial = fake_trial(0, "fp32")
     trial.attributes["active_seconds"] = 55.0
     ended = trial.ended + timedelta(days=1)
@@ -160,23 +154,22 @@ def test_a_paused_trial_is_not_charged_for_the_time_it_waited() -> None:
     assert list(tables_of([waited]).trials["seconds"]) == [55.0]
 
 
-def test_an_empty_study_gives_empty_tables() -> None:
+def test_an_empty_study_has_empty_tables() -> None:
     tables = tables_of([])
     for name in ("trials", "complete", "by_precision", "evaluations"):
         assert getattr(tables, name).empty
-    assert brief_summary(tables).empty
-    assert tables.best == []
+    assert precision_table(tables) == tables.best == []
     assert "best_score" in tables.by_precision
 
 
-def test_energy_is_shown_where_it_was_measured() -> None:
+def test_energy_has_a_column_if_measured_on_an_unshared_device() -> None:
     trials = [fake_trial(number, name) for number, name in enumerate(["fp32", "bf16", "bf16", "fp16"])]
-    assert "joules/example" not in brief_summary(tables_of(trials))
+    assert "joules/example" not in precision_table(tables_of(trials))[0]
     for number, joules in enumerate([4.0, 1.5, 2.5]):
         trials[number].telemetry["throughput"]["train_joules_per_example"] = joules
-    tables = tables_of(trials)
-    assert list(brief_summary(tables)["joules/example"]) == ["4", "–", "2", "–"]
-    trials[2].telemetry["device"]["shared"] = True  # its number would be that of others, too
+    rows = precision_table(tables_of(trials))
+    assert [row["joules/example"] for row in rows] == ["4", "–", "2", "–"]
+    trials[2].telemetry["device"]["shared"] = True
     assert tables_of(trials).by_precision["train_joules_per_example_median"].dropna().tolist() == [4.0, 1.5]
 
 
@@ -188,25 +181,9 @@ def test_evaluations_and_task_metrics() -> None:
     assert table.loc[0, "score"] == first.metrics["score"]
     assert table.loc[0, "evidence/span_f1"] == first.metrics["evidence"]["span_f1"]
     telemetry = {**record.trials[0].telemetry, "baseline": {"score": 0.5, "evidence/span_f1": 0.25}}
-    metrics = task_metrics_text(telemetry)
-    assert list(metrics["task"]) == ["criteria", "criteria", "evidence", "evidence"]
-    assert list(metrics["metric"]) == ["f1_macro", "f1_micro", "span_f1", "span_overlap_f1"]
-    assert list(metrics["best constant"]) == ["–", "–", "0.25", "–"]
-
-
-@pytest.mark.parametrize(
-    ("values", "directions", "front"),
-    [
-        ([[1, 1], [2, 2], [3, 1]], ("maximize", "maximize"), [False, True, True]),
-        ([[1, 1], [2, 2], [3, 1]], ("minimize", "maximize"), [True, True, False]),
-        ([[1, 1], [1, 1], [0, 0]], ("maximize", "maximize"), [True, True, False]),
-        ([[1, 1], [1, 2]], ("maximize", "maximize"), [False, True]),
-        ([[5]], ("minimize",), [True]),
-    ],
-    ids=["both up", "mixed", "equal points stay", "beaten in one", "one point"],
-)
-def test_pareto_front(values: list[list[float]], directions: tuple[str, ...], front: list[bool]) -> None:
-    assert list(pareto_front(np.array(values, dtype=float), directions)) == front
+    metrics = task_metrics_table(telemetry)
+    assert [row["metric"] for row in metrics] == ["f1_macro", "f1_micro", "span_f1", "span_overlap_f1"]
+    assert [row["best constant"] for row in metrics] == ["–", "–", "0.25", "–"]
 
 
 def test_several_objectives_have_a_front_instead_of_a_best() -> None:
@@ -218,11 +195,11 @@ def test_several_objectives_have_a_front_instead_of_a_best() -> None:
 
 def test_an_objective_may_be_a_measured_quantity() -> None:
     trials = [with_values(0, (12.0,)), fake_trial(1, "fp32", "pruned")]
-    row = row_of(tables_of(trials, metric_names=("train_examples_per_second",)), "fp32")
-    assert (row["best_train_examples_per_second"], row["measured"]) == (12.0, 2)
+    row = row_of(tables_of(trials, metric_names=(SPEED,)), "fp32")
+    assert (row[f"best_{SPEED}"], row["measured"]) == (12.0, 2)
 
 
-def test_choices_that_no_trial_drew_are_in_the_table() -> None:
+def test_choices_without_a_trial_are_in_the_table() -> None:
     definition = choosing(["fp32", "tf32", "bf16", "fp16", "fp8"])
     trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32")]
     trials[0].telemetry["device"] |= {"cpu_features": ["avx2"]}
@@ -239,10 +216,35 @@ def test_choices_that_no_trial_drew_are_in_the_table() -> None:
     assert tables_of([], definition=definition).undrawn == {}
 
 
-def test_what_a_trial_stores_tells_what_its_device_can_run(tmp_path: Path) -> None:
+def test_a_stored_trial_describes_the_support_of_its_device(tmp_path: Path) -> None:
     write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
     stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
     trial = dataclasses.replace(fake_trial(0, "fp32"), telemetry=stored["telemetry"])
     undrawn = tables_of([trial], definition=choosing(list(PRECISION_NAMES))).undrawn
     names = [name for name in PRECISION_NAMES if name != "fp32"]
     assert undrawn == {name: support(name, probe_device("cpu")).reason for name in names}
+
+
+def test_every_kind_of_device_has_its_own_row() -> None:
+    record = two_device_record()
+    devices = [DEVICE["name"], GPU["name"]]
+    rows = {(row["precision"], row["device"]): row for row in precision_table(StudyTables(record))}
+    assert ("tf32", devices[1]) in rows
+    assert ("tf32", devices[0]) not in rows
+    for device in devices:
+        speeds = [
+            trial.telemetry["throughput"][SPEED]
+            for trial in record.trials
+            if trial.telemetry["device"]["name"] == device and trial.params["fp_precision"] == "bf16"
+        ]
+        assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
+        assert "share of time" not in rows["bf16", device]
+
+
+def test_cpus_with_other_instructions_are_two_kinds() -> None:
+    trials = [fake_trial(number, "fp32") for number in range(3)]
+    for trial, facts in zip(trials, ({}, {"host": "node2"}, {"cpu_features": ["avx2"]}), strict=True):
+        trial.telemetry["device"] = {**DEVICE, **facts}
+    name = DEVICE["name"]
+    assert set(device_kinds(trials[:2]).values()) == {name}
+    assert device_kinds(trials) == {0: f"{name} (amx_bf16)", 1: f"{name} (amx_bf16)", 2: f"{name} (avx2)"}

@@ -3,93 +3,83 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from support.planted_comparison import search_config, told
+import pytest
+from support.planted_comparison import judged, search_config
 from support.study_records import fake_record
 
 from hpo.compare.planning import Request
 from hpo.json_safe import json_safe
+from hpo.report.best_screens import split_warnings
 from hpo.report.caveats import caveats
-from hpo.report.charts import all_charts
+from hpo.report.charts import all_charts, forests
 from hpo.report.dashboard import study_note
-from hpo.report.page import report_html
+from hpo.report.report import report_html
 from hpo.report.tables import StudyTables
-from hpo.report.verdicts import (
-    chosen_on_test,
-    configuration_table,
-    forest,
-    sentences,
-    verdict_table,
-)
+from hpo.report.verdicts import configuration_table, recommendations, verdict_table
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true")
 
 
 def score(params: dict[str, Any]) -> float:
-    """fp16 loses two points, and some seeds are better than others."""
+    """Score with a loss of two points in fp16, and better seeds."""
     lucky = params.get("seed", 0) % 3 + (params["learning_rate"] == 3e-5)
     return 80.0 + lucky - 2.0 * (params["fp_precision"] == "fp16")
 
 
-def compared(request: Request, **how: Any) -> tuple[Any, StudyTables]:
-    """What a comparison stores, and the tables of a study that has it."""
-    found = json_safe(told(search_config(), score, request, **how).content)
-    return found, StudyTables(dataclasses.replace(fake_record(), comparisons={found["question"]: found}))
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return json_safe(judged(search_config(), score, Request(precisions=PRECISIONS, top=2)).content)
 
 
-FOUND, TABLES = compared(Request(precisions=PRECISIONS, top=2))
+@pytest.fixture
+def tables(found: Any) -> StudyTables:
+    return StudyTables(dataclasses.replace(fake_record(), comparisons={found["question"]: found}))
 
 
-def test_a_row_for_each_precision_with_what_it_rests_on() -> None:
-    table = verdict_table(FOUND)
-    assert list(table["precision"]) == ["bf16", "fp16", "bf16-true"]
-    assert list(table["verdict"]) == ["as good", "worse", "as good"]
-    assert list(table["runs"]) == ["6", "6", "6"]
-    assert list(table["collapsed"]) == ["0 (≤ 39 %)", "0 (≤ 39 %)", "0 (≤ 39 %)"]
-    assert table["speed"][0] == "2.00\u00a0[2.00,\u00a02.00]"
-    chart = forest("precisions", FOUND)
-    assert chart.y_ticks == ["bf16-true", "fp16", "bf16"], "the first is drawn on top"
-    assert set(table["baseline"]) == {"0"}
-    (margin,) = (series for series in chart.series if series.name == "margin")
+def test_a_row_for_each_precision_with_its_evidence(found: Any) -> None:
+    rows = verdict_table(found)
+    assert [row["precision"] for row in rows] == ["bf16", "fp16", "bf16-true"]
+    assert [row["verdict"] for row in rows] == ["as good", "worse", "as good"]
+    assert {row["runs"] for row in rows} == {"6"}
+    assert {row["collapsed"] for row in rows} == {"0 (≤ 39.3%)"}
+    assert {row["baseline"] for row in rows} == {"0"}
+    assert rows[0]["speed"].startswith("2.00")
+    assert "stored" not in rows[0]
+    assert [*configuration_table(found)[0]] == ["trial", "learning_rate"]
+
+
+def test_forest_shows_intervals_and_the_margin(found: Any) -> None:
+    (chart,) = forests({"precisions": found})
+    assert chart.key == "verdicts"
+    assert list(chart.figure.layout.yaxis.ticktext) == ["bf16-true", "fp16", "bf16"]
+    (margin,) = (trace for trace in chart.figure.data if trace.name == "margin")
     assert [*margin.x] == [-0.5, -0.5]
+    (point,) = (trace for trace in chart.figure.data if trace.name == "fp16")
+    row = found["verdicts"][1]
+    assert point.x[0] - point.error_x.arrayminus[0] == pytest.approx(row["low"])
+    assert point.x[0] + point.error_x.array[0] == pytest.approx(row["high"])
 
 
-def test_configurations_are_named_with_what_differs() -> None:
-    table = configuration_table(FOUND)
-    assert list(table) == ["trial", "learning_rate"]
-    one, _ = compared(Request(top=1))
-    assert "learning_rate" in configuration_table(one), "of one, all settings"
-
-
-def test_page_and_dashboard_begin_with_the_verdict() -> None:
-    page, note = report_html(TABLES, all_charts(TABLES)), study_note(TABLES)
-    (sentence,) = sentences(TABLES)
-    assert sentence == FOUND["recommendation"]
-    first = [
-        sentence,
-        '<div id="verdicts"',
-        "This holds only if fewer than",
-        "<h2>Best",
-    ]
-    places = [page.index(text) for text in first]
-    assert places == sorted(places), "the page opens with the verdict and its charts"
-    for told_here in (page, note):
-        assert "These 6 runs do not exclude 39 %" in told_here
+def test_page_and_dashboard_begin_with_the_verdict(tables: StudyTables, found: Any) -> None:
+    page, note = report_html(tables), study_note(tables)
+    (text,) = recommendations(tables.record)
+    assert text == found["recommendation"]
+    places = [page.index(part) for part in (text, '<div id="verdicts"', "<h2>Best")]
+    assert places == sorted(places)
     assert note.index("Use bf16: as good as fp32") < note.index("## Best")
-    going = dataclasses.replace(TABLES.record, comparisons={"precisions": {**FOUND, "has_ended": False}})
-    assert sentences(StudyTables(going)) == [f"{sentence} (the comparison goes on)"]
+    for shown in (page, note):
+        assert found["verdicts"][0]["sentence"].split(":")[0] in shown
+    unfinished = dataclasses.replace(tables.record, comparisons={"precisions": {**found, "has_ended": False}})
+    assert recommendations(unfinished) == [f"{text} (the comparison goes on)"]
 
 
-def test_the_test_split_that_was_chosen_on_is_named() -> None:
-    (text,) = chosen_on_test(TABLES.record)
-    assert text.startswith(
-        "The test split has been used to choose between fp32 and bf16, fp16, bf16-true (`hpo compare`)"
-    )
-    assert text in {notice.text for notice in caveats(TABLES)}
-    assert chosen_on_test(fake_record()) == []
+def test_a_choice_on_the_test_split_is_named(tables: StudyTables) -> None:
+    (text,) = split_warnings(tables.record)
+    assert text.startswith("`hpo compare` chose between fp32 and bf16, fp16, bf16-true on the test split")
+    assert text in {notice.text for notice in caveats(tables)}
 
 
-def test_what_was_not_compared_says_so() -> None:
+def test_a_study_without_a_comparison_has_no_verdict() -> None:
     tables = StudyTables(fake_record())
-    assert sentences(tables) == []
+    assert split_warnings(tables.record) == recommendations(tables.record) == []
     assert "verdicts" not in {chart.key for chart in all_charts(tables)}
-    assert "Verdict" not in report_html(tables, [])

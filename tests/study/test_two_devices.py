@@ -23,9 +23,11 @@ from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.run import check_precisions
-from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.running.open_study import check_precisions
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.store.lifecycle import end_unfinished, set_state
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -257,21 +259,19 @@ def test_enqueued_points_of_a_grid_are_run_first(sqlite_url: str) -> None:
 
 
 def test_a_point_whose_trial_was_given_up_is_tried_again(sqlite_url: str) -> None:
-    """A lower `n_trials` gives up a trial without a worker."""
-
-    def config(n_trials: int) -> Any:
-        sampler, amp = {"name": "grid", "seed": 1}, {"on_unsupported": "prune"}
-        return study(n_trials, sampler=sampler, search_space=PRECISION, amp=amp)
-
+    """A cancelled study gives up a trial without a worker."""
+    sampler, amp = {"name": "grid", "seed": 1}, {"on_unsupported": "prune"}
+    config = study(3, sampler=sampler, search_space=PRECISION, amp=amp)
     with open_storage(sqlite_url) as storage:
-        create_or_resume_study(storage, config(3))
-        run = Worker(config(3), AMX, lambda number, _: "preempted" if number == 3 else "complete")
+        create_or_resume_study(storage, config)
+        run = Worker(config, AMX, lambda number, _: "preempted" if number == 3 else "complete")
         assert run.run(sqlite_url).ended == "stopped"
-        for n_trials in (2, 3):
-            create_or_resume_study(storage, config(n_trials))
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 1
+        set_state(storage, "tiny", "open")
         assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 2}
         storage.stop.clear()
-        again = Worker(config(3), AMX)
+        again = Worker(config, AMX)
         assert again.run(sqlite_url).outcomes == {"complete": 1}
         assert again.drawn == [run.drawn[2]]
         assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 3}

@@ -14,8 +14,8 @@ from typing import Any
 from hpo.cli.commands import main
 from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.training import loop
+from hpo.training.budget import TrainState
 from hpo.training.checkpoint import FILES
-from hpo.training.progress import TrainState
 
 accumulate_gradients, make_store = loop.accumulate_gradients, RemoteStore.__init__
 

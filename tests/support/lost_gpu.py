@@ -16,7 +16,7 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the
 from hpo import lost_device
 from hpo.precision.amp import MixedPrecision
 from hpo.training import loop
-from hpo.training.progress import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial import best_model
 from hpo.trial.measure import Side
 

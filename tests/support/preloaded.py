@@ -12,9 +12,8 @@ import transformers.models.bert.tokenization_bert  # noqa: F401
 import hpo.api.comparing
 import hpo.api.running
 import hpo.api.study
-import hpo.report.screens
-import hpo.report.tables
-import hpo.study.running.run
+import hpo.report.summary
+import hpo.study.running.worker
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage
 from support import (

@@ -25,12 +25,12 @@ from hpo.data.batches import Batch, evaluation_batches
 from hpo.device import probe_device
 from hpo.errors import Nonfinite, Pruned
 from hpo.training import loop
+from hpo.training.budget import Budget
 from hpo.training.distributed import GradientSum, connected_ranks, merge, rank, world_size
 from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
-from hpo.training.progress import Budget
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor, follow
+from hpo.trial.telemetry import Callbacks
 from support.tiny import CPU, EMULATED, tiny_executor
 from support.tiny_loop import amp_of, config_of, loop_parts, train_for
 

@@ -14,13 +14,15 @@ from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, train
 from hpo.training.losses import MultitaskLoss
-from hpo.training.progress import Budget, ThroughputMeter, TrainingClock, TrainState
+from hpo.training.throughput import ThroughputMeter
 from hpo.training.training_data import TrainingData
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import assemble, training_args
+from hpo.trial.parts import assemble, training_args
 from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 

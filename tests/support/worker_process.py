@@ -25,7 +25,8 @@ from hpo.study.claims import leases
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
-from hpo.study.running.worker import RunSummary, RunTrial, WorkerOptions, run_worker
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import RunTrial, WorkerOptions, run_worker
 from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage

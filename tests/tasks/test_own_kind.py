@@ -1,10 +1,8 @@
-"""A seventh kind of task, made of this file alone, from the data of a study to predictions."""
+"""A seventh kind of task, defined here, from data to predictions."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,19 @@ import pytest
 import torch
 from scipy.special import xlogy
 from sklearn.metrics import d2_tweedie_score, mean_poisson_deviance
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import tiny_study
 from torch.nn.functional import poisson_nll_loss
 
-import hpo
 from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError, StudyFileError
-from hpo.evaluation.contributions import scored, unit_of
-from hpo.evaluation.detailed import evaluate_predictions
-from hpo.inference.rows import predicted_row
-from hpo.report.data_check import check_data
+from hpo.evaluation.contributions import unit_of
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Task, register
+from hpo.tasks.kind import KINDS, Task, kind_of, register
 from hpo.tasks.options import LossOptions
 from hpo.tasks.regression import Regression
 from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import count_items, loss_sum
 from hpo.training.metrics import row_statistics
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 
 
 class Count(Regression):
@@ -69,7 +62,6 @@ class Count(Regression):
 
 
 TASK = Task("times", "count")
-ROW = Example("id", "text", labels={}, spans={}, annotated=frozenset({"times"}))
 
 
 @pytest.fixture(autouse=True)
@@ -81,81 +73,42 @@ def registered(forgotten: None) -> Iterator[None]:
     del KINDS["count"]
 
 
-def write_rows(folder: Path) -> Path:
-    """Posts in which a word occurs 0 to 4 times, which is what is counted."""
-    folder.mkdir()
-    (folder / "tasks.json").write_text(
-        json.dumps({"times": {"kind": "count"}, "tone": {"kind": "single_label", "classes": ["no", "yes"]}})
-    )
-    for split, size in (("train", 40), ("validation", 20), ("test", 20)):
-        rows = []
-        for number in range(size):
-            times = number * number % 5
-            labels = {"times": times, "tone": "yes" if times else "no"}
-            rows.append({"id": f"{split}-{number}", "text": "it hurts " * times + "today", "labels": labels})
-        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder
-
-
-def test_a_study_of_an_own_kind_trains_is_evaluated_and_predicts(tmp_path: Path) -> None:
-    data = {"source": "jsonl", "path": str(write_rows(tmp_path / "data"))}
-    training = {"max_steps": 30, "batch_size": 8, "max_length": 16, "dropout": 0.0}
-    executor = tiny_executor(tmp_path, data=data, training=training, objective={"metric": "times/d2"})
-    assert executor.tasks[0] == TASK
-    numbers = check_data(executor.study, tmp_path / "runs").facts.tasks[0].numbers
-    assert numbers["train"]["maximum"] == 4
-
-    params = {"learning_rate": 1e-2}
-    result = executor.run(params, tmp_path / "trial", None)
-    assert result.outcome == "complete", result.traceback
-    predicted = split_predictions(executor, tmp_path / "trial", params, "test")
-    rows = predicted.examples
-    truth, rates = [row.labels["times"] for row in rows], predicted.predictions["times"]
-    assert predicted.metrics()["times"] == {
+def test_metrics_and_verdicts_of_an_own_kind() -> None:
+    truth, rates = [0.0, 1.0, 4.0, 2.0], [0.5, 2.0, 3.0, 2.5]
+    rows = [
+        Example(f"r{n}", "text", {"times": y}, {}, annotated=frozenset({"times"}))
+        for n, y in enumerate(truth)
+    ]
+    statistics = row_statistics(TASK, rates, rows)
+    assert statistics.scores() == {
         "d2": pytest.approx(d2_tweedie_score(truth, rates, power=1)),
         "deviance": pytest.approx(mean_poisson_deviance(truth, rates)),
     }
-    assert predicted.metrics()["times"]["d2"] > 0.5  # it has learnt to count
-    detailed = evaluate_predictions(predicted, split_name="test", num_resamples=20).as_json()["tasks"][
-        "times"
-    ]
-    assert detailed["metrics"].keys() == {"d2", "deviance"}
+    (twice,) = statistics.weighted_scores(np.array([[1, 0, 2, 0]]))["d2"]
+    assert twice == pytest.approx(d2_tweedie_score([0, 4, 4], [0.5, 3.0, 3.0], power=1))
     # Its parent's constant prediction and bounds fit other row values.
-    assert {name.partition("/")[0] for name in result.telemetry["baseline"]} == {"tone"}
-    assert scored(predicted.statistics, "times/d2").row_bound == np.inf
-    assert detailed["worst"][0]["loss"] == max(abs(a - b) for a, b in zip(truth, rates, strict=True))
-
-    source = TrialSource(0, params, result.telemetry)
-    model = hpo.load(
-        export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", source), device="cpu"
-    )
-    predictions = model.predict([row.text for row in rows])
-    assert [one["times"].label for one in predictions] == pytest.approx(rates, rel=1e-4)
-    assert predicted_row(rows[0], predictions[0])["labels"].keys() == {"times", "tone"}
+    kind = kind_of(TASK)
+    values = {"deviance": np.ones(4)}
+    assert kind.row_bound("d2", {}, values) == np.inf
+    assert kind.constant_rows("d2", {}, values) is None
+    assert kind.row_losses(rates, rows, None).tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
-def test_the_loss_of_an_own_kind_is_of_its_labelled_rows() -> None:
+def test_loss_of_an_own_kind_counts_labelled_rows() -> None:
     logits, target = torch.tensor([[0.5], [1.0], [9.0]]), torch.tensor([2.0, 0.0, torch.nan])
     loss = loss_sum(TASK, logits, target, LossOptions("focal"), None, torch.ones(3, 1))
     assert float(loss) == pytest.approx(np.exp(0.5) - 2 * 0.5 + np.exp(1.0))
     assert count_items(TASK, target) == 2
 
 
-def test_rows_of_an_own_kind_weigh_as_often_as_they_are_drawn() -> None:
-    rows = [replace(ROW, labels={"times": float(times)}) for times in (0, 1, 4)]
-    statistics = row_statistics(TASK, [0.5, 2.0, 3.0], rows)
-    (twice,) = statistics.weighted_scores(np.array([[1, 0, 2]]))["d2"]
-    assert twice == pytest.approx(d2_tweedie_score([0, 4, 4], [0.5, 3.0, 3.0], power=1))
-
-
-def test_the_name_of_a_kind_is_taken_once_and_is_among_those_that_are_known() -> None:
+def test_a_kind_needs_a_new_name_and_joins_the_known_ones() -> None:
     with pytest.raises(ValueError, match="there is a kind of task `count` already"):
         register(type("Other", (Count,), {}))
     with pytest.raises(DataError, match=r"must be one of single_label, .* count, but got `counts`.*`count`"):
         parse_tasks({"times": {"kind": "counts"}}, "t.json")
 
 
-def test_an_objective_that_is_an_error_of_an_own_kind_is_minimized(tmp_path: Path) -> None:
+def test_an_error_metric_of_an_own_kind_must_be_minimized(tmp_path: Path) -> None:
     with pytest.raises(StudyFileError, match="must be `minimize` for `times/deviance`: smaller is better"):
         tiny_study(tmp_path, objective={"metric": "times/deviance"})
     assert unit_of("times/deviance") == "label units"

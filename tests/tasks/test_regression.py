@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
-from support.jsonl_sets import write_set
-from support.tiny import tiny_executor
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate
@@ -23,7 +20,7 @@ from hpo.training.losses import loss_sum
 from hpo.training.metrics import score
 
 # (offset, unit): timestamps, identifiers, cents, tiny and huge numbers, and a spread of 1e-12 of the offset.
-SIZES = [(0, 1), (1.7e9, 1), (1e15, 8), (0, 0.01), (0, 1e-12), (0, 1e-140), (1e140, 1e139), (-1e12, 1)]
+SIZES = [(0, 1), (1.7e9, 1), (1e15, 8), (0, 0.01), (0, 1e-140), (1e140, 1e139), (-1e12, 1)]
 SHAPE_N = np.random.default_rng(0).integers(-20, 20, 24).astype(float)
 
 
@@ -39,7 +36,7 @@ def fitted(rows: list[Example]) -> Task:
 
 
 @pytest.mark.parametrize(("offset", "unit"), SIZES)
-def test_the_loss_is_that_of_float64(offset: float, unit: float) -> None:
+def test_loss_equals_the_loss_in_float64(offset: float, unit: float) -> None:
     target_N = offset + unit * SHAPE_N
     rows = examples(target_N)
     task = fitted(rows)
@@ -64,7 +61,7 @@ def test_the_loss_is_that_of_float64(offset: float, unit: float) -> None:
 
 
 @pytest.mark.parametrize(("offset", "unit"), SIZES)
-def test_predictions_and_metrics_are_those_of_float64(offset: float, unit: float) -> None:
+def test_predictions_and_metrics_equal_float64(offset: float, unit: float) -> None:
     target_N = offset + unit * SHAPE_N
     rows = examples(target_N)
     task = fitted(rows)
@@ -87,36 +84,8 @@ def test_equal_targets_have_no_spread_of_rounding(value: float) -> None:
     assert (task.target_mean, task.target_std) == (value, 1.0)
 
 
-def test_a_number_without_a_square_in_float64_is_refused(tmp_path: Path) -> None:
-    row = {"id": "r", "text": "word", "labels": {"t": 1e200}}
-    write_set(tmp_path / "set", {"t": {"kind": "regression"}}, train=[row], validation=[{**row, "id": "v"}])
-    with pytest.raises(DataError, match=r"labels\.t must be at most 1e\+150 in magnitude, .* 1e\+200"):
-        tiny_executor(tmp_path, data={"source": "jsonl", "path": str(tmp_path / "set")})
+def test_targets_without_a_square_in_float64_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be at most 1e\+150 in magnitude, but got 1e\+200"):
+        kind_of(Task("t", "regression")).label(1e200)
     with pytest.raises(DataError, match=r"`t` must have a standard deviation of at least 1e-150"):
         fitted(examples([1e-170, 2e-170]))
-
-
-def test_a_shift_of_all_targets_changes_no_score(tmp_path: Path) -> None:
-    scores = []
-    training = {"max_steps": 20, "batch_size": 8, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"}
-    for offset in (0, 2**40):
-        sets = {
-            split: [
-                {"id": f"{split}{n}", "text": "good " * (n % 5 + 1), "labels": {"t": offset + n % 5}}
-                for n in range(20)
-            ]
-            for split in ("train", "validation")
-        }
-        folder = tmp_path / str(offset)
-        folder.mkdir()
-        write_set(folder / "set", {"t": {"kind": "regression"}}, **sets)
-        executor = tiny_executor(
-            folder,
-            data={"source": "jsonl", "path": str(folder / "set")},
-            training=training,
-        )
-        result = executor.run({"learning_rate": 3e-3}, folder / "trial", "t")
-        assert result.outcome == "complete", result.reason
-        scores.append(result.telemetry["metrics"]["t"])
-    assert scores[1] == pytest.approx(scores[0], abs=1e-3)
-    assert scores[0]["r2"] > 0.5

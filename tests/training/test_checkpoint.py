@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,7 +29,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
 
 
-def test_later_changes_of_weights_are_not_saved(store: CheckpointStore) -> None:
+def test_save_copies_weights_and_state(store: CheckpointStore) -> None:
     weights = {"a": torch.zeros(1000, 1000), "b": torch.zeros(2, dtype=torch.bfloat16)}
     moment = torch.zeros(1000, 1000)
     store.save(3, weights, state={"step": 3, "optimizer": {"state": [{"moment": moment}]}})
@@ -46,26 +45,24 @@ def test_later_changes_of_weights_are_not_saved(store: CheckpointStore) -> None:
     }
 
 
-def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
+def test_kept_checkpoints(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         store.save(step, WEIGHTS, state={}, best={})
     store.wait()
     assert names_in(store.folder) == ["best-00000003", "step-00000002", "step-00000003"]
-    store.finish(3)
+    left = store.folder / ".step-00000004.999.tmp"  # of a killed writer
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert store.latest().resume_key == "key"
+    assert store.finish(3)
     assert names_in(store.folder) == ["best-00000003", "step-00000003"]
+    store.save(2, WEIGHTS, best={})  # a resumed worker repeats an evaluation
+    assert store.finish(2)
+    assert not store.finish(5)
+    assert names_in(store.folder) == ["best-00000002", "step-00000003"]
 
 
-def test_the_best_of_the_last_save_stays(store: CheckpointStore) -> None:
-    """A newer one may be of an evaluation that was made again."""
-    for step in (2, 1):  # as a worker that went on from before
-        store.save(step, WEIGHTS, best={"step": step})
-    store.finish(1)
-    assert names_in(store.folder) == ["best-00000001"]
-    store.finish(5)
-    assert names_in(store.folder) == ["best-00000001"]
-
-
-def test_a_checkpoint_written_during_the_wait_is_found(tmp_path: Path) -> None:
+def test_checkpoint_of_another_worker_during_a_wait(tmp_path: Path) -> None:
     class Slow:
         def names(self, kind: str, _: str) -> list[str]:
             return [f"{kind}-00000009"]
@@ -81,7 +78,7 @@ def test_a_checkpoint_written_during_the_wait_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_weights_that_are_the_best_are_written_once(
+def test_hard_link_to_the_best_weights(
     store: CheckpointStore, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_links:
@@ -100,11 +97,8 @@ def test_weights_that_are_the_best_are_written_once(
         assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-@pytest.mark.parametrize("kept", [0.5, 0])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    store: CheckpointStore, name: str, kept: float
-) -> None:
+@pytest.mark.parametrize(("name", "kept"), [("model.safetensors", 0.5), ("state.pt", 0.5), ("state.pt", 0)])
+def test_truncated_checkpoint(store: CheckpointStore, name: str, kept: float) -> None:
     for step in (1, 2):
         store.save(step, WEIGHTS, state={"step": step})
     store.wait()
@@ -120,16 +114,14 @@ class Payload:
     """Something that only unpickling code can bring back."""
 
 
-def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> None:
+def test_checkpoint_with_code(store: CheckpointStore) -> None:
     store.save(1, WEIGHTS, state={"payload": Payload()})
     store.wait()
     with pytest.raises(CheckpointError, match=r"[Ww]eights.only"):
         read_checkpoint(store.folder / "step-00000001")
 
 
-def test_a_full_disk_is_a_problem_that_loses_nothing_and_the_next_write_is_tried(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(1, WEIGHTS, state={"step": 1})
     store.wait()
     with monkeypatch.context() as patch:
@@ -147,10 +139,9 @@ def test_a_full_disk_is_a_problem_that_loses_nothing_and_the_next_write_is_tried
 
 
 @pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
-def test_a_failed_write_replaces_only_a_preemption(
+def test_failed_write_raises_only_for_a_preemption(
     store: CheckpointStore, end: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a preempted trial promises a checkpoint."""
     fill_disk(monkeypatch)
 
     def save_and_end() -> None:
@@ -163,26 +154,7 @@ def test_a_failed_write_replaces_only_a_preemption(
     assert len(store.problems) == 1
 
 
-class Uncopied(dict[str, torch.Tensor]):
-    """Weights that cannot be copied."""
-
-    def __init__(self, error: str) -> None:
-        super().__init__(a=torch.ones(1))
-        self.error = error
-
-    def items(self) -> Any:
-        raise RuntimeError(self.error)
-
-
-def test_a_copy_without_memory_is_a_problem_and_a_failed_device_an_error(store: CheckpointStore) -> None:
-    store.save(1, Uncopied("DefaultCPUAllocator: can't allocate memory"), state={})
-    store.wait()
-    assert "no memory for the copy" in store.problems[0]
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        store.save(1, Uncopied("CUDA error: an illegal memory access was encountered"), state={})
-
-
-def test_newer_checkpoints_are_those_of_a_worker_that_took_over(tmp_path: Path) -> None:
+def test_late_worker_keeps_newer_checkpoints(tmp_path: Path) -> None:
     late, new = (CheckpointStore(tmp_path, "key") for _ in range(2))
     for store, steps in ((late, (10, 20)), (new, (30, 40, 50)), (late, (25, 35))):
         for step in steps:
@@ -192,19 +164,7 @@ def test_newer_checkpoints_are_those_of_a_worker_that_took_over(tmp_path: Path) 
     assert {"step-00000040", "step-00000050", "best-00000050"} <= set(names_in(tmp_path))
 
 
-def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:
-    store.save(1, WEIGHTS, state={"step": 1})
-    store.wait()
-    left = store.folder / ".step-00000002.999.tmp"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    assert store.latest().state == {"step": 1}
-    store.finish(0)
-    assert not left.exists()
-
-
-def test_checkpoints_of_another_key_do_not_displace_those_of_this_one(tmp_path: Path) -> None:
-    """As where a trial goes on in another precision: it then dies after each of its own checkpoints."""
+def test_checkpoints_of_several_keys(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, "A") as before:
         before.save(500, WEIGHTS, state={"step": 500}, best={"of": "A"})
     for step in (30, 60, 90):

@@ -1,7 +1,4 @@
-"""Two processes that train together, against one that trains alone; how trials end, go on and agree.
-
-What is looked at is computed by `rank_checks`, in two processes that are connected once, and in one.
-"""
+"""Two ranks against one process: losses, ends of trials, resumes. `support/rank_checks.py` computes them."""
 
 from __future__ import annotations
 
@@ -10,23 +7,20 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-import torch
 from support.command_line import ROOT, SUPPORT
 from support.rank_checks import STEPS
-from support.tiny import tiny_batch, tiny_model
+from support.tiny import tiny_batch
 from torch.distributed import TCPStore
 
 from hpo.training import distributed
-from hpo.training.distributed import GradientSum, add_up, decide, memory_agreed, rows_of_rank
-from hpo.training.step_seed import step_seed
+from hpo.training.distributed import rows_of_rank
 
 pytestmark = pytest.mark.slow
 
 
 class Found(NamedTuple):
-    """What rank 0, rank 1 and a process alone saw."""
+    """Results of rank 0, rank 1 and a process alone."""
 
     first: dict[str, Any]
     second: dict[str, Any]
@@ -71,7 +65,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("fallback", 2e-3),
     ],
 )
-def test_two_ranks_have_the_losses_of_one_process(found: Found, case: str, tolerance: float) -> None:
+def test_losses_equal_one_process(found: Found, case: str, tolerance: float) -> None:
     first, second, alone = (each["losses"][case] for each in found)
     assert first["losses"] == second["losses"]
     assert first["weights"] == second["weights"], "all ranks take the same steps"
@@ -85,13 +79,11 @@ def test_two_ranks_have_the_losses_of_one_process(found: Found, case: str, toler
         assert first["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
 
 
-def test_a_weight_without_a_gradient_on_any_rank_has_none(found: Found) -> None:
-    """As in one process, where weight decay does not reach it either."""
+def test_weight_without_a_gradient_on_all_ranks(found: Found) -> None:
     assert found.first["gradients"] == found.second["gradients"] == [3.0, 2.0, None]
 
 
-def test_gradients_that_overflow_in_one_rank_skip_the_step_of_all(found: Found) -> None:
-    """As in one process, whose steps `test_grad_scaler` compares with plain arithmetic."""
+def test_overflow_on_one_rank_skips_the_step_of_all(found: Found) -> None:
     first, second, alone = (each["losses"]["overflow"] for each in found)
     for name in ("losses", "weights", "skipped", "scale"):
         assert first[name] == second[name]
@@ -100,26 +92,21 @@ def test_gradients_that_overflow_in_one_rank_skip_the_step_of_all(found: Found) 
     assert first["losses"][2] > 1e30
 
 
-def test_the_fp32_fallbacks_of_one_rank_end_the_training_of_all(found: Found) -> None:
+def test_fp32_fallbacks_of_one_rank_end_all(found: Found) -> None:
     for each in found:
         error = each["losses"]["too many fallbacks"]["error"]
         assert error.startswith("more than 0 micro-batches of one epoch were not finite")
 
 
-def test_logits_of_an_evaluation_are_those_of_one_process_bit_by_bit(found: Found) -> None:
+def test_evaluation_equals_one_process(found: Found) -> None:
     assert [each["evaluation"] for each in found] == [True, True, True]
 
 
-def test_ranks_have_different_seeds_and_rank_0_that_of_a_process_alone() -> None:
-    assert len({step_seed(42, 7, rank) for rank in range(3)}) == 3
-    assert step_seed(42, 7, 0) == step_seed(42, 7)
-
-
-def test_a_budget_of_seconds_ends_on_all_ranks_at_once(found: Found) -> None:
+def test_budget_of_seconds_on_all_ranks(found: Found) -> None:
     assert found.first["seconds"] == found.second["seconds"]
 
 
-def test_how_a_trial_ends_is_decided_once(found: Found) -> None:
+def test_ends_of_trials(found: Found) -> None:
     results = found.first["trials"]["results"]
     assert [outcome for outcome, *_ in results] == ["complete", "preempted", "complete", "pruned", "oom"]
     assert all(telemetry["num_ranks"] == 2 for *_, telemetry in results)
@@ -127,8 +114,7 @@ def test_how_a_trial_ends_is_decided_once(found: Found) -> None:
     assert "lower `micro_batch_size`" in results[-1][1]
 
 
-def test_a_trial_that_goes_on_has_equal_weights_on_all_ranks(found: Found) -> None:
-    """Those of a trial that was never stopped."""
+def test_resumed_trial_on_all_ranks(found: Found) -> None:
     whole, cut, resumed, *_ = found.first["trials"]["results"]
     assert "told to stop after step 3; checkpointed" in cut[1]
     assert resumed[3]["resumed_from_step"] == 3
@@ -138,7 +124,7 @@ def test_a_trial_that_goes_on_has_equal_weights_on_all_ranks(found: Found) -> No
     assert first[:STEPS] == first[STEPS : 2 * STEPS]
 
 
-def test_a_batch_is_shared_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_ranks in (2, 3, 5):
         monkeypatch.setattr(distributed, "world_size", lambda num_ranks=num_ranks: num_ranks)
         rows: list[int] = []
@@ -146,14 +132,3 @@ def test_a_batch_is_shared_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             rows += rows_of_rank(tiny_batch(9)).windows_B.tolist()
         assert rows == list(range(9))
-
-
-def test_a_process_that_trains_alone_shares_nothing() -> None:
-    batch, model, losses = tiny_batch(6), tiny_model(), torch.ones(2)
-    assert rows_of_rank(batch).windows_B.tolist() == batch.windows_B.tolist()
-    assert add_up(losses).tolist() == [1.0, 1.0]
-    GradientSum(model)()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert decide(lambda: np.pi) == np.pi
-    with pytest.raises(torch.OutOfMemoryError), memory_agreed(""):
-        raise torch.OutOfMemoryError

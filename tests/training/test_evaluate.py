@@ -15,15 +15,14 @@ from hpo.data.batches import collate, evaluation_batches
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.training.budget import TrainState
 from hpo.training.evaluate import predict_logits
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
 
 
 @pytest.mark.parametrize("config", [EMULATED, EMULATED.model_copy(update={"fallback_to_fp32": True})])
-def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: AmpConfig) -> None:
-    """What autocast has converted for one evaluation is of no use to the next, nor to training."""
+def test_evaluation_uses_current_weights(executor: Executor, config: AmpConfig) -> None:
     nothing = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
     model, _, loss_fn, data = loop_parts(executor, config_of(executor, **nothing))
     mixed_precision = MixedPrecision(PRECISIONS["bf16"], config, CPU)

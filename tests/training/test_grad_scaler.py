@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hpo.data.batches import Batch
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
+from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
 from hpo.training.optim import build_optimizer
-from hpo.training.progress import TrainState
 
 NUM_ROWS, NUM_WEIGHTS, STEPS = 7, 5, 9
 MAX_NORM, LEARNING_RATE, DECAY, BETAS = 0.5, 0.05, 0.01, (0.9, 0.98)
@@ -104,7 +104,7 @@ def parts(optimizer: str) -> tuple[Linear, torch.optim.Optimizer, Squares, Mixed
 
 @pytest.mark.parametrize("micro_batch_size", [NUM_ROWS, 3, 1])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_steps_are_those_of_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
+def test_steps_equal_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
     model, update, loss_fn, amp, batch = parts(optimizer)
     state = TrainState(micro_batch_size=micro_batch_size)
     expected = reference(optimizer)

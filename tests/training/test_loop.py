@@ -3,61 +3,44 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.tiny import (
     CPU,
     CPU_PRECISIONS,
     EMULATED,
-    ENCODER,
     overflow_in_reduced_precision,
-    tiny_executor,
     tiny_model,
     tiny_study,
 )
-from support.tiny_loop import accumulate, amp_of, config_of, train_for
+from support.tiny_loop import accumulate, config_of, train_for
 from torch import Tensor, nn
-from transformers import AutoModel
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.device import DeviceInfo
-from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
-from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
-from hpo.precision.table import PRECISIONS, Resolution
-from hpo.tasks.example import Example
+from hpo.precision.table import PRECISIONS
+from hpo.random_numbers import step_seed
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
+from hpo.training.budget import Budget, TrainState
+from hpo.training.clock import CompileClock, TrainingClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.progress import Budget, CompileClock, ThroughputMeter, TrainingClock, TrainState
-from hpo.training.step_seed import step_seed
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import assemble, training_args
+from hpo.trial.parts import training_args
 
 
-@pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])
-def test_lengths_are_rounded_only_where_few_shapes_matter(
-    executor: Executor, mode: str, multiple: int
-) -> None:
-    assert executor.loader.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
-
-
-def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
-    """And not those of the trial, which allow TF32."""
+def test_fp32_fallback_without_tf32() -> None:
     seen: list[tuple[str, bool]] = []
 
     class Flags(torch.autograd.Function):
@@ -84,11 +67,8 @@ def test_a_fallback_has_the_flags_of_fp32_in_both_passes() -> None:
     assert seen == [("forward", True), ("forward", False), ("backward", False)]
 
 
-# Against plain loops
-
-
 def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[float]:
-    """A plain training loop: one forward, backward and step at a time, for any precision."""
+    """Return the losses of a plain training loop in any precision."""
     config = config_of(executor, **params)
     precision = PRECISIONS[config.fp_precision]
     split = executor.loader.tokens("train", config)
@@ -138,99 +118,13 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
 
 
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str) -> None:
+def test_losses_equal_a_plain_loop(executor: Executor, name: str) -> None:
     params = {"fp_precision": name, "dropout": 0.1, "head_dropout": 0.1}
     ours = train_for(executor, Budget(max_steps=6), **params).losses
     plain = reference_losses(executor, 6, **params)
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
-
-
-def plain_loss_and_gradients(
-    model: MultitaskModel, tokenizer: Any, texts: Sequence[Example], max_length: int
-) -> tuple[float, dict[str, Tensor]]:
-    """The same weights in transformers' own model with eager attention, the whole embedding table, texts in
-    their order padded to `max_length`, and the losses of whole-text tasks spelt out."""
-    config = deepcopy(model.encoder.config)
-    encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
-    found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
-    assert not found.missing_keys
-    assert all(key.startswith("pooler.") for key in found.unexpected_keys)
-    heads = [deepcopy(head[-1]) for head in model.heads]
-    padding = {"truncation": True, "max_length": max_length, "padding": "max_length"}
-    inputs = tokenizer(
-        [row.text for row in texts], **padding, return_tensors="pt", return_token_type_ids=False
-    )
-    hidden = encoder.train()(**inputs).last_hidden_state
-    mask = inputs["attention_mask"][:, :, None].float()
-    pooled = (hidden * mask).sum(1) / mask.sum(1)
-    loss = torch.zeros(())
-    for task, head in zip(model.tasks, heads, strict=True):
-        logits, values = head(pooled), [row.labels[task.name] for row in texts]
-        if task.kind == "multi_label":
-            truth = torch.tensor([[float(name in held) for name in task.labels] for held in values])
-            loss = loss + F.binary_cross_entropy_with_logits(logits, truth, reduction="sum") / len(texts)
-        elif task.kind == "single_label":
-            loss = loss + F.cross_entropy(logits, torch.tensor([task.labels.index(v) for v in values]))
-        else:
-            truth = (torch.tensor(values) - task.target_mean) / task.target_std
-            loss = loss + F.mse_loss(logits[:, 0], truth)
-    loss.backward()
-    gradients = {f"encoder.{name}": p.grad for name, p in encoder.named_parameters()}
-    for number, head in enumerate(heads):
-        gradients |= {f"heads.{number}.{name}": p.grad for name, p in head.named_parameters()}
-    return loss.item(), gradients
-
-
-@pytest.mark.parametrize(
-    ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
-)
-def test_loss_and_gradients_are_those_of_plain_transformers(
-    encoder: Any, micro_batch_size: int, tmp_path: Path
-) -> None:
-    """In fp32 without dropout: our attention, the rows of the vocabulary that are used and batches padded to
-    their longest text change nothing."""
-    executor = tiny_executor(tmp_path, model={"encoder": encoder})
-    executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
-    nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    config = config_of(executor, **nothing, max_length=64, batch_size=16)
-    split, tokenizer = executor.loader.tokens("train", config), executor.loader.tokenizer(config)
-    parts = assemble(executor.study, config, Resolution("fp32", "fp32", "native"), executor.loader)
-    model = parts.model
-    for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
-        nn.init.normal_(head[-1].weight, std=0.2)
-    assert model.encoder.config._attn_implementation == "hpo_sdpa"
-    windows = np.argsort(split.lengths_W, kind="stable")[:16]
-    texts = [split.examples[int(split.window_example_W[w])] for w in sorted(windows)]
-    plain_loss, plain = plain_loss_and_gradients(model, tokenizer, texts, max_length=64)
-
-    compact_vocabulary(model, "adamw", split.used_ids)
-    embedding: Any = model.encoder.get_input_embeddings()
-    assert isinstance(embedding, CompactEmbedding)
-    batch = collate(split, windows, model.tasks, parts.data.pad_id)
-    assert batch.input_ids_BL.shape[1] < 64
-    state = TrainState(micro_batch_size=micro_batch_size)
-    loss = accumulate_gradients(
-        Learner(model.train(), parts.loss_fn, amp_of("fp32")), batch, config.seed, state
-    )
-
-    assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
-    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    ours = {re.sub(r"^heads\.(\d+)\.\d+\.", r"heads.\1.", name): grad for name, grad in ours.items()}
-    assert ours.keys() == plain.keys()
-    table = plain["encoder.embeddings.word_embeddings.weight"]
-    used_rows = table[embedding.used_ids]
-    assert table.count_nonzero() == used_rows.count_nonzero(), "the rows left out have no gradient"
-    one_more = table.new_zeros(1, table.shape[1])
-    plain["encoder.embeddings.word_embeddings.weight"] = torch.cat([used_rows, one_more])
-    largest = max(float(grad.abs().max()) for grad in plain.values())
-    assert largest > 0.1
-    for name, expected in plain.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5 * largest, msg=name)
-
-
-# Budgets and evaluations
 
 
 @pytest.mark.parametrize(
@@ -243,10 +137,9 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
         ({"max_seconds": 8}, TrainState(step=5, train_seconds=2), 0.25),
     ],
 )
-def test_the_share_of_a_budget_that_is_used(
+def test_used_share_of_a_budget(
     budget: dict[str, Any], state: TrainState, used: float, tmp_path: Path
 ) -> None:
-    """Of ten steps an epoch."""
     study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
     args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
     assert args.budget.used(state) == pytest.approx(used)
@@ -257,7 +150,7 @@ def evenly(count: int) -> tuple[Fraction, ...]:
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
-def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
+def test_exact_steps_of_evaluations(num_steps: int) -> None:
     budget = Budget(max_steps=num_steps)
     for count in range(1, 65):
         state, made = TrainState(), []
@@ -271,25 +164,10 @@ def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
         assert state.num_evaluations == count
 
 
-def test_the_last_evaluation_of_a_budget_of_seconds_is_at_its_end() -> None:
+def test_evaluations_of_a_budget_in_seconds() -> None:
     budget = Budget(max_seconds=10.0)
     for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
         assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
-
-
-# Seeds and clocks
-
-
-def test_every_step_draws_from_a_seed_of_its_own() -> None:
-    """A CPU's generator takes the lower 32 bits of a seed."""
-    torch.manual_seed(5)
-    first = torch.rand(3)
-    torch.manual_seed(5 + 2**40)
-    assert torch.equal(torch.rand(3), first)
-    for seed in (0, 42):
-        assert len({step_seed(seed, step) % 2**32 for step in range(2 * 10**5)}) == 2 * 10**5
-    shared = {step_seed(0, step) for step in range(10**4)} & {step_seed(1, step) for step in range(10**4)}
-    assert not shared
 
 
 def train_for_seconds(
@@ -300,8 +178,6 @@ def train_for_seconds(
     on_evaluation: Callable[[], None],
     num_evaluations: int,
 ) -> list[Evaluation]:
-    """Train for 4.5 seconds with something done in each step and each evaluation."""
-
     def do_first(action: Callable[[], None], name: str) -> None:
         function = getattr(loop_module, name)
         monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
@@ -311,10 +187,9 @@ def train_for_seconds(
     return train_for(executor, Budget(max_seconds=4.5), num_evaluations, clock=clock).evaluations
 
 
-def test_compiling_in_a_step_is_no_training(
+def test_compilation_is_not_training(
     executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps take a second each; in the second one and in the evaluation 1000 more go to the compiler."""
     state, meter, compiler = TrainState(), ThroughputMeter(CPU, warmup_steps=0), CompileClock()
 
     def spend(seconds: float, compiling: float) -> None:
@@ -339,7 +214,7 @@ def test_compiling_in_a_step_is_no_training(
     assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
 
 
-def test_the_rate_of_an_evaluation_is_that_of_its_forward_passes(
+def test_evaluation_rate_of_forward_passes(
     executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
@@ -363,18 +238,3 @@ def test_the_rate_of_an_evaluation_is_that_of_its_forward_passes(
     num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
     assert first.examples_per_second == last.examples_per_second == num_examples / 2
     assert (state.evaluation_seconds, state.evaluation_scoring_seconds) == (20.0, 16.0)
-
-
-def test_waiting_for_the_device_may_use_up_the_budget(
-    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The evaluation before which it is waited for is then the last of the trial, and says so."""
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(loop_module, "synchronize", lambda _: spend(10.0))
-    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    second = partial(spend, 1.0)
-    (only,) = train_for_seconds(executor, monkeypatch, clock, second, second, num_evaluations=2)
-    assert (only.step, only.index, only.budget_used) == (3, 2, 1.0)

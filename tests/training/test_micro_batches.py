@@ -22,7 +22,7 @@ def gradients_of(micro_batch_size: int) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5])
-def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size: int) -> None:
+def test_micro_batches_equal_the_whole_batch(micro_batch_size: int) -> None:
     loss, gradients = gradients_of(6)
     micro_loss, micro_gradients = gradients_of(micro_batch_size)
     assert micro_loss == pytest.approx(loss, rel=1e-6)
@@ -31,7 +31,7 @@ def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size
         torch.testing.assert_close(micro_gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() -> None:
+def test_uncertainty_weighting_with_micro_batches() -> None:
     def total(micro_batch_size: int) -> float:
         loss_fn = tiny_objective()
         loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
@@ -46,7 +46,7 @@ def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() ->
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)], ids=str
 )
-def test_the_norm_of_gradients_equals_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_gradient_norm_equals_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     shapes = [(300, 400), (7,), (), (1, 50)]
     for scale in (1e-3, 1e4):
         gradients = [torch.randn(shape).to(dtype) * scale for shape in shapes for dtype in dtypes]
@@ -58,7 +58,7 @@ def test_the_norm_of_gradients_equals_fp64(device: str, dtypes: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_large_bf16_gradients_are_clipped_as_in_fp64(device_type: str) -> None:
+def test_clipping_of_bf16_gradients(device_type: str) -> None:
     torch.manual_seed(0)
     model = nn.ParameterList(nn.Parameter(torch.zeros(n, 401, dtype=torch.bfloat16)) for n in (3, 57, 300))
     for number, weight in enumerate(model):

@@ -16,8 +16,8 @@ import hpo.training.step_graphs
 from hpo.data.batches import Batch
 from hpo.models.multitask import MultitaskModel
 from hpo.training import loop
+from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.progress import TrainState
 from hpo.training.step_graphs import StepGraphs, _Recording
 
 NUM_STEPS = 4
@@ -109,7 +109,7 @@ def run_steps(learner: Learner, graphs: Graphs | None, micro_batch_size: int = 4
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_replays_give_the_losses_and_gradients_of_passes(name: str) -> None:
+def test_replays_equal_passes(name: str) -> None:
     expected = run_steps(uncertain_learner(name), None)
     learner = uncertain_learner(name)
     graphs = graphs_of(learner)
@@ -122,7 +122,7 @@ def test_replays_give_the_losses_and_gradients_of_passes(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def test_a_replay_with_another_result_ends_the_graphs() -> None:
+def test_wrong_replay_ends_the_graphs() -> None:
     learner = uncertain_learner()
     graphs = graphs_of(learner)
     graphs.is_wrong = True
@@ -139,7 +139,7 @@ def test_a_replay_with_another_result_ends_the_graphs() -> None:
         (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
     ],
 )
-def test_a_pass_without_a_recording_runs_by_itself(error: Exception, problem: str) -> None:
+def test_pass_without_a_recording(error: Exception, problem: str) -> None:
     learner = uncertain_learner()
     graphs = graphs_of(learner)
     graphs.error = error
@@ -149,7 +149,7 @@ def test_a_pass_without_a_recording_runs_by_itself(error: Exception, problem: st
     torch.testing.assert_close(found, run_steps(uncertain_learner(), None))
 
 
-def test_shapes_whose_kernels_take_longer_than_their_launches_are_not_recorded(
+def test_slow_kernels_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e9)
@@ -159,7 +159,7 @@ def test_shapes_whose_kernels_take_longer_than_their_launches_are_not_recorded(
     assert (graphs.num_recorded, graphs.problem) == (0, "")
 
 
-def test_out_of_memory_gives_up_the_graphs_before_it_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = uncertain_learner()
     graphs = graphs_of(learner)
     run_steps(learner, graphs)

@@ -16,6 +16,8 @@ from support.tiny_loop import accumulate, amp_of, config_of, loop_parts
 from hpo.device import DeviceInfo, probe_device
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS
+from hpo.training.budget import TrainState
+from hpo.training.clock import TrainingClock
 from hpo.training.loop import (
     CHECK_EVERY,
     Learner,
@@ -24,9 +26,9 @@ from hpo.training.loop import (
     train,
 )
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.progress import ThroughputMeter, TrainingClock, TrainState
+from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import training_args
+from hpo.trial.parts import training_args
 
 
 class Enough(Exception):
@@ -80,7 +82,7 @@ def errors_on_sync() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "pooling"), [("fp32", "max"), ("bf16-true", "attention")])
-def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, pooling: str) -> None:
+def test_no_step_waits_for_the_device(executor: Executor, name: str, pooling: str) -> None:
     steps = 3
     assert steps < CHECK_EVERY["cuda"]
     params = {"fp_precision": name, "pooling": pooling, "optimizer": "lion", "cuda_graphs": False}
@@ -90,7 +92,7 @@ def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, poo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16-true", "fp16"])
-def test_a_gpu_waits_in_no_step_but_those_that_check(executor: Executor, name: str) -> None:
+def test_gpu_waits_only_in_checks(executor: Executor, name: str) -> None:
     every, warm_up, steps = CHECK_EVERY["cuda"], 5, 60
     expected = [step for step in range(warm_up, steps) if (step + 1) % every]
     gpu = probe_device("cuda")
@@ -99,7 +101,7 @@ def test_a_gpu_waits_in_no_step_but_those_that_check(executor: Executor, name: s
 
 
 @pytest.mark.parametrize("loss", ["auto", "focal"])
-def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
+def test_no_loss_waits_for_the_device(loss: str) -> None:
     model = tiny_model().to("meta")
     loss_fn = tiny_objective(loss=loss, label_smoothing=0.1)
     amp = amp_of("fp32", META_GPU)
@@ -111,8 +113,7 @@ def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> None:
-    """With the fused kernels and the real scaler, on values: here the CPU is the device."""
+def test_no_update_waits_for_the_device(name: str, optimizer: str) -> None:
     model = prepare_model(tiny_model(), PRECISIONS[name])
     groups = parameter_groups(model, learning_rate=1e-3)
     update, amp = build_optimizer(optimizer, groups), amp_of(name)

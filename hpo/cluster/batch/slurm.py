@@ -128,7 +128,7 @@ class WorkerArray:
         worker = ["-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
         worker += ["--trust-remote-code"] if self.trust_remote_code else []
         for code in self.code:
-            worker += ["--trust-code", str(self._copy_of(code)) if code.is_file else code.place]
+            worker += ["--trust-code", str(self._copy_of(code)) if code.is_file else code.location]
         options: dict[str, Any] = {
             "job-name": f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.study)}",
             "nodes": 1,
@@ -166,7 +166,7 @@ class WorkerArray:
             write_secret(self.storage_file, self.storage)
         for code in self.code:
             if code.is_file:
-                self._copy_of(code).write_bytes(code.files[code.place])
+                self._copy_of(code).write_bytes(code.files[code.location])
         if self.launch.setup is not None:
             (self.folder / "setup.sh").write_bytes(self.launch.setup)
         script = self.folder / "job.sh"

@@ -27,7 +27,7 @@ from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
-from hpo.study.store.failures import database_errors, explain
+from hpo.study.store.failures import DATABASE_ERRORS, explain
 from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lifecycle import checkpoint_config
 from hpo.study.store.optuna_internals import end_trial
@@ -88,7 +88,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
             )
             for finding in findings:
                 yield finding.repaired() if fix else finding
-    except database_errors() as error:
+    except DATABASE_ERRORS as error:
         raise explain(url, error) from error
 
 
@@ -151,11 +151,11 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
     here = noted_database(storage)
     for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
         is_known = folder.name in known
-        name, config = known.get(folder.name, (folder.parent.name, None))
+        name, settings = known.get(folder.name, (folder.parent.name, None))
         if study not in (None, name) or not folder.is_dir() or not is_of(folder, here):
             continue
-        if config is not None:
-            yield from _unread_checkpoints(storage, name, config, folder)
+        if settings is not None:
+            yield from _unread_checkpoints(storage, name, settings, folder)
         elif not is_known:
             problem = f"{folder} ({_mib(folder)}) is of a study that this database does not have."
             yield Finding("checkpoints", problem, "Removes it.", partial(shutil.rmtree, folder))

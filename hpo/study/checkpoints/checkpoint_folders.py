@@ -1,8 +1,8 @@
-"""The folder of a study's checkpoints: which database it belongs to, and how other machines see it.
+"""The folder of a study's checkpoints: its database, and its use from several machines.
 
-Several databases may share one `runs/`, and after `hpo copy` two of them have the same study with the same
-checkpoints. So a file in the folder names the database that has worked on the study last, without its
-password. That database alone removes the checkpoints.
+Several databases may share one `runs/`, and `hpo copy` leaves two databases with the same study and the same
+checkpoints. So a file in the folder names the last database of the study, without its password. That database
+alone removes the checkpoints.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpo.errors import CheckpointError, RunError
+from hpo.study.claims.lease import Lease
 from hpo.study.store.database import parse_url, sqlite_path
-
-if TYPE_CHECKING:
-    from hpo.study.claims.leases import Lease
-    from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage
 
 _NOTE = "database"
 
@@ -38,20 +35,19 @@ def noted_database(storage: Storage) -> str:
 
 
 def note_database(folder: Path, storage: Storage) -> None:
-    """Note in the folder of a study's checkpoints which database has the study."""
+    """Note the study's database in the folder of its checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _NOTE).write_text(noted_database(storage))
 
 
 def is_of(folder: Path, noted: str) -> bool:
-    """Return whether the folder belongs to the database of `noted_database`, whatever its host is now."""
+    """Return true if the folder belongs to the database of `noted_database`, on any host."""
     note = folder / _NOTE
     return note.is_file() and note.read_text().partition("/")[2] == noted.partition("/")[2]
 
 
 def remove_checkpoints(folder: Path, noted: str) -> str:
-    """Remove a study's folder of checkpoints if it belongs to this database; return what was done, in
-    words."""
+    """Remove a study's folder of checkpoints if it belongs to this database; return a sentence about it."""
     try:
         if not folder.is_dir():
             return f"There were no checkpoints in {folder}"
@@ -66,27 +62,26 @@ def remove_checkpoints(folder: Path, noted: str) -> str:
 
 
 class FolderCheckpoints:
-    """The checkpoints of one trial in a folder that workers may share, for `CheckpointStore`.
+    """The checkpoints of one trial in a possibly shared folder (a `CheckpointMirror`).
 
     A network file system may show a new checkpoint late on another machine. So the database holds the step of
-    the newest one, and a worker that continues the trial waits for it. If the study names no
-    `checkpoint.location`, each machine has a folder of its own, and a worker waits for no other machine's
-    checkpoint.
+    the newest one, and the next worker waits for it. Without `checkpoint.location`, each machine has a folder
+    of its own, and a worker waits for no other machine's checkpoint.
     """
 
     wait_seconds = 20.0
-    """NFS shows a file within `acregmax`/`acdirmax`, 60 s at most, and at once where nobody looked before."""
+    """NFS shows a file within `acregmax`/`acdirmax`, 60 s at most, and at once after the first read."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._newest = lease.saved_step
 
     def names(self, kind: str, _resume_key: str) -> Sequence[str]:
-        """The checkpoints that there must be, whether they can be seen here or not."""
+        """Return the existing checkpoints, even if they are not visible here yet."""
         return [f"step-{self._newest:08d}"] if kind == "step" and self._newest else []
 
     def fetch(self, path: Path, _resume_key: str) -> None:
-        """Wait until a checkpoint can be read. Raises CheckpointError if it cannot."""
+        """Wait until a checkpoint can be read. Raises CheckpointError after `wait_seconds`."""
         deadline = time.monotonic() + self.wait_seconds
         while True:
             try:
@@ -103,7 +98,7 @@ class FolderCheckpoints:
             time.sleep(0.5)
 
     def sync(self, kept: Sequence[Path], _resume_key: str, *, is_last: bool = False) -> None:  # noqa: ARG002
-        """Note the newest of those that are kept now."""
+        """Note the newest of the kept checkpoints."""
         self._lease.saved_step = newest_step(kept, default=self._lease.saved_step)
 
 

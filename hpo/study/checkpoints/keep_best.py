@@ -1,4 +1,4 @@
-"""Which checkpoints of a study are kept: of the best trials, and of the last that were not finite."""
+"""Retention of checkpoints: the best trials of a study and its last non-finite trials keep them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import optuna
@@ -15,35 +15,33 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.limits import violation
 from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
+from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import BUDGET_SPENT
-
-if TYPE_CHECKING:
-    from hpo.study.checkpoints.remote_store import RemoteStore
 
 _logger = logging.getLogger(__name__)
 
 NUM_NONFINITE = 2
-"""Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
+"""Non-finite trials that keep their checkpoints, with the optimiser's state; at most as many as `top_k`."""
 
 
 class Ended(NamedTuple):
-    """A trial that has ended."""
+    """An ended trial."""
 
     number: int
     values: Sequence[float] | None
-    """Of a complete trial, else None."""
+    """Values of a complete trial, otherwise None."""
     constraints: Mapping[str, float]
     outcome: str
     reason: str
 
 
 def without_checkpoints(trials: Sequence[Ended], directions: Sequence[str], top_k: int) -> set[int]:
-    """Return the numbers of the trials that keep no checkpoints.
+    """Return the numbers of the trials without checkpoints.
 
-    The first `top_k` by the first objective keep theirs: the Pareto front first, and trials that break limits
-    of the study last. So do the last trials that were not finite, for `hpo diagnose`, and trials that stopped
-    because the budget of the study was spent, since it may be raised.
+    The first `top_k` by the first objective keep theirs: the Pareto front first, trials beyond the study's
+    limits last. So do the last non-finite trials, for `hpo diagnose`, and trials ended by the budget, because
+    somebody may raise it.
     """
     complete = [trial for trial in trials if trial.values is not None]
     values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
@@ -64,14 +62,14 @@ def keep_best_checkpoints(
     remote: RemoteStore | None = None,
     removed: set[int] | None = None,
 ) -> None:
-    """Remove the checkpoints of finished trials but the best, here and in the remote store if it answers.
+    """Remove all checkpoints of `without_checkpoints`, here and in the remote store if it answers.
 
     Args:
-        removed: the trials whose checkpoints an earlier call removed; this call adds its own.
+        removed: trials of earlier calls; this call adds its own.
     """
     removed = set() if removed is None else removed
     directions = [direction.name.lower() for direction in study.directions]
-    # With one objective, a trial is behind the same trials for good.
+    # With one objective, a trial never becomes one of the best again.
     known = removed if len(directions) == 1 else ()
     trials = (trial for trial in study.get_trials(deepcopy=False) if trial.number not in known)
     ended = [_ended(trial) for trial in trials if trial.state.is_finished()]

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket of S3 or of Google Cloud Storage, which all workers reach.
+"""Checkpoints in a bucket of S3 or of Google Cloud Storage, shared by all workers.
 
 `checkpoint.location` of a study names it, and fsspec reads and writes it:
 
@@ -6,9 +6,9 @@
     <location>/checkpoints-1a2b3c4d/trial-00000/step-00000120-9f8e7d6c5b4a/
         model.safetensors, state.pt
 
-A checkpoint with both files is complete. Its name ends in a digest of the resume key, so a trial finds only a
-checkpoint from which it can go on. A bucket that lost its contents has no `.hpo-artifacts`. An upload that
-fails is a problem of the trial, which goes on; the next upload brings the missing checkpoint.
+A checkpoint with both files is complete. Its name ends in a digest of the resume key, so a trial finds only
+checkpoints for its own key. A bucket that lost its contents has no `.hpo-artifacts`. A failed upload is a
+problem of the trial, which continues; the next upload brings the missing checkpoint.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ import hashlib
 import logging
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import fsspec
 
 from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, HpoError, InputError
 from hpo.study.checkpoints.checkpoint_folders import is_of, newest_step
-
-if TYPE_CHECKING:
-    import threading
-
-    from hpo.study.claims.leases import Lease
+from hpo.study.claims.lease import Lease
+from hpo.training.checkpoint import FILES
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 MARKER = ".hpo-artifacts"
-_CHECKPOINT = r"(?P<name>(step|best)-\d{8})-(?P<key>[0-9a-f]{12})"
+_CHECKPOINT = re.compile(
+    r"(?P<checkpoint>(step|best)-\d{8}-(?P<key>[0-9a-f]{12}))/"
+    rf"(?P<file>{'|'.join(map(re.escape, FILES))})"
+)
 _TRIAL = re.compile(r"trial-(\d{5,})")
 _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 
 
 class RemoteStore:
-    """The checkpoints of studies at one location. A trial is named by its folder under `runs/`.
+    """The checkpoints of studies at one location. A folder under `runs/` identifies a trial.
 
     Every method raises CheckpointError if the store does not answer.
     """
@@ -67,31 +70,30 @@ class RemoteStore:
             raise CheckpointError(f"{what} {self.location}: {why}") from error
 
     def list(self, folder: Path, key: str | None = None, *, whole: bool = True) -> dict[str, dict[str, int]]:
-        """The sizes of the files of each checkpoint of a trial, by its name there, the oldest first.
+        """Return the file sizes of each checkpoint of a trial, by its name there, oldest first.
 
         Without `whole`, incomplete checkpoints are listed too.
         """
         base = self._path(folder)
-        one = re.compile(rf"(?P<checkpoint>{_CHECKPOINT})/(?P<file>{'|'.join(map(re.escape, _files()))})")
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
         with self._errors("checkpoints cannot be listed in"):
             for path, about in sorted(self._filesystem.find(base, detail=True).items()):
-                match = one.fullmatch(path.removeprefix(f"{base}/"))
+                match = _CHECKPOINT.fullmatch(path.removeprefix(f"{base}/"))
                 if match and (key is None or match["key"] == _digest(key)):
                     sizes[match["checkpoint"]][match["file"]] = about["size"]
-        return {name: of for name, of in sizes.items() if not whole or len(of) == len(_files())}
+        return {name: files for name, files in sizes.items() if not whole or len(files) == len(FILES)}
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
-        """Upload a checkpoint unless it is there."""
+        """Upload a checkpoint unless the store has it."""
         name = f"{path.name}-{_digest(key)}"
         there = self.list(folder, key, whole=False).get(name, {})
-        if there == {file: (path / file).stat().st_size for file in _files()}:
+        if there == {file: (path / file).stat().st_size for file in FILES}:
             return
         target = f"{self._path(folder)}/{name}"
         with self._errors(f"checkpoint {path.name} cannot be written to"):
             if there:
                 self._filesystem.rm(target, recursive=True)
-            for file in _files():
+            for file in FILES:
                 self._filesystem.put_file(str(path / file), f"{target}/{file}")
 
     def fetch(self, name: str, folder: Path, target: Path) -> None:
@@ -100,7 +102,7 @@ class RemoteStore:
         try:
             with self._errors(f"checkpoint {target.name} cannot be read from"):
                 temporary.mkdir(parents=True)
-                for file in _files():
+                for file in FILES:
                     self._filesystem.get_file(f"{self._path(folder)}/{name}/{file}", str(temporary / file))
                 shutil.rmtree(target, ignore_errors=True)
                 temporary.rename(target)
@@ -108,7 +110,7 @@ class RemoteStore:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def fetch_newest(self, kind: str, folder: Path) -> None:
-        """Download the newest `best` or `step` checkpoint of an ended trial, unless it is in its folder."""
+        """Download the newest `best` or `step` checkpoint of an ended trial, unless its folder has it."""
         names = [name for name in self.list(folder) if name.startswith(kind)]
         for name in names[-1:]:
             path = folder / name[: len("step-00000000")]
@@ -116,14 +118,14 @@ class RemoteStore:
                 self.fetch(name, folder, path)
 
     def remove(self, folder: Path, keep: Callable[[str], bool] = lambda _: False) -> None:
-        """Remove the checkpoints of a trial, complete or not, but those of the names to `keep`."""
+        """Remove the checkpoints of a trial, complete or not, except the names to `keep`."""
         names = [name for name in self.list(folder, whole=False) if not keep(name)]
         with self._errors("checkpoints cannot be removed from"):
             for name in names:
                 self._filesystem.rm(f"{self._path(folder)}/{name}", recursive=True)
 
     def trials(self, study_folder: Path) -> set[int]:
-        """The numbers of the trials of a study, named by its folder of checkpoints, that have some there."""
+        """Return the numbers of a study's trials with checkpoints in the store."""
         base = f"{self._root}/{study_folder.name}"
         with self._errors("checkpoints cannot be listed in"):
             paths = self._filesystem.find(base)
@@ -131,7 +133,7 @@ class RemoteStore:
         return {int(match[1]) for part in parts if (match := _TRIAL.fullmatch(part))}
 
     def remove_trials(self, study_folder: Path, numbers: Collection[int]) -> int:
-        """Remove all checkpoints of these trials; return of how many there were some."""
+        """Remove all checkpoints of these trials; return the number of trials with checkpoints."""
         uploaded = self.trials(study_folder).intersection(numbers)
         for number in uploaded:
             self.remove(study_folder / f"trial-{number:05d}")
@@ -142,10 +144,10 @@ class RemoteStore:
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one trial in a store, for `hpo.training.checkpoint.CheckpointStore`."""
+    """The checkpoints of one trial in a store (a `CheckpointMirror`)."""
 
     wait_seconds = 60.0
-    """How long a trial that goes on, or has ended, waits for a store that is away."""
+    """Wait of a continued or ended trial for an unavailable store."""
     retry_seconds = 5.0
 
     def __init__(self, store: RemoteStore, lease: Lease, folder: Path, stop: threading.Event) -> None:
@@ -155,7 +157,7 @@ class RemoteCheckpoints:
         self._stop = stop
 
     def names(self, kind: str, resume_key: str) -> Sequence[str]:
-        """The complete checkpoints that a trial with this key can go on from."""
+        """Return the complete checkpoints for this key."""
         names = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
         return [name[: -len("-9f8e7d6c5b4a")] for name in names if name.startswith(kind)]
 
@@ -163,7 +165,7 @@ class RemoteCheckpoints:
         self._store.fetch(f"{path.name}-{_digest(resume_key)}", self._folder, path)
 
     def sync(self, kept: Sequence[Path], resume_key: str, *, is_last: bool = False) -> None:
-        """Upload what is kept here; remove what it replaces, and with `is_last` all others of the trial."""
+        """Upload the kept checkpoints; remove replaced ones, and with `is_last` all others of the trial."""
         self._lease.check()
 
         def upload() -> None:
@@ -178,7 +180,7 @@ class RemoteCheckpoints:
         names = {f"{path.name}-{_digest(resume_key)}" for path in kept}
 
         def keep(name: str) -> bool:
-            # A newer one is of a worker that has taken the trial over meanwhile.
+            # A newer one is from the next worker of the trial.
             newer = not any(path.name[:4] == name[:4] and path.name > name for path in kept)
             return name in names or (newer and not is_last)
 
@@ -195,12 +197,12 @@ class RemoteCheckpoints:
 
 
 def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
-    """Return the store that a study names; None: its checkpoints are in a folder, which is made.
+    """Return the store of a study, or None if its checkpoints are in a folder, which is created.
 
     Args:
-        create: for a new study: make the store and mark it.
+        create: for a new study: create and mark the store.
 
-    Raises InputError if the store cannot be used. A store that does not answer now is no error.
+    Raises InputError if the store cannot be used. No answer now is no error.
     """
     location = config.location
     if location is None:
@@ -209,8 +211,6 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
         if not config.is_remote:
             Path(location).mkdir(parents=True, exist_ok=True)
             return None
-        import fsspec
-
         options = {"config_kwargs": _S3_OPTIONS} if location.startswith("s3:") else {}
         filesystem, root = fsspec.url_to_fs(location, use_listings_cache=False, **options)
     except (OSError, ImportError) as error:
@@ -224,8 +224,8 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
     except Exception as error:  # each file system has its own
         if isinstance(error, FileNotFoundError) and not create:
             raise InputError(
-                f"checkpoint.location: {location} must be the place that was made with the study, but it has "
-                f"no file {MARKER}. If its contents are lost, write an empty file of that name there."
+                f"checkpoint.location: {location} must have been made together with the study, but it "
+                f"has no file {MARKER}. If its contents are lost, write an empty file of that name there."
             ) from None
         no_credentials = type(error).__name__ == "NoCredentialsError"
         if no_credentials or isinstance(error, FileNotFoundError | PermissionError):
@@ -235,11 +235,11 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
 
 
 def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
-    """Remove a deleted study's uploaded checkpoints; return what was done, in words.
+    """Remove a deleted study's uploaded checkpoints; return a sentence about it.
 
     Args:
         folder: the checkpoints on this machine.
-        noted: the database that had the study, see `noted_database`.
+        noted: the study's database (`noted_database`).
     """
     if not config.is_remote:
         return ""
@@ -254,12 +254,6 @@ def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
     except HpoError as error:
         return f"Its checkpoints stay in {config.location}: {error}"
     return f"Its checkpoints in {config.location} are removed."
-
-
-def _files() -> tuple[str, ...]:
-    from hpo.training.checkpoint import FILES  # PyTorch
-
-    return FILES
 
 
 def _digest(key: str) -> str:

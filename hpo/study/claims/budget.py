@@ -1,11 +1,11 @@
-"""The device time of a study that has a budget: the time spent, and whether another trial may begin.
+"""Device time of a study with a budget: the time spent, and the trials that may still begin.
 
-A worker writes the time in which it has a trial into the row of its claim, with each heartbeat and each
-evaluation. Workers that share a device each count their part. The sum over the rows is the time spent.
+With each heartbeat and each evaluation, a worker writes the time of its trial into the row of its claim.
+Workers on one device each count their part. The sum over the rows is the time spent.
 
-When all is spent, a trial stops at its next evaluation with a checkpoint. Whether another trial begins, says
-the planner (`hpo.study.sampling.forecast`). A trial that the budget ended is PRUNED with the reason
-`BUDGET_SPENT`, and keeps its checkpoint: if the budget is raised, it continues.
+When the budget is spent, a trial stops at its next evaluation with a checkpoint. It is PRUNED with the reason
+`BUDGET_SPENT`, and continues if the budget is raised. The planner (`hpo.study.sampling.forecast`) decides if
+another trial begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,11 +37,11 @@ from hpo.study.store.schema import claims, evaluations, studies
 
 
 class DeviceClock:
-    """The device time of one trial. `before`: seconds of its earlier workers."""
+    """The device time of one trial, after `before` seconds with earlier workers."""
 
     def __init__(self, before: float) -> None:
         self.num_sharing = 1
-        """Workers on the device, this one included."""
+        """Number of workers on the device, with this one."""
         self._num_devices = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
         self._seconds = before
         self._last = time.monotonic()
@@ -50,7 +49,7 @@ class DeviceClock:
 
     def seconds(self) -> float:
         """Return the device-seconds so far."""
-        with self._lock:  # the heartbeat's thread calls it too
+        with self._lock:  # the thread of heartbeats calls it too
             now = time.monotonic()
             self._seconds += (now - self._last) * self._num_devices / self.num_sharing
             self._last = now
@@ -59,40 +58,35 @@ class DeviceClock:
 
 @dataclass(eq=False)
 class StudyBudget:
-    """The budget of a study, as its definition in the database says now, and what its trials took."""
+    """The budget of a study in its stored definition, and the device time of its trials."""
 
     study: str
     promotion: Promotion | None = None
 
     def __post_init__(self) -> None:
         self._measured: dict[int, Measured] = {}
-        """The trials that have ended, by number."""
+        """Ended trials, by number."""
         self._ended: list[FrozenTrial] = []
-        """Those that are not measured yet."""
+        """Ended trials before their measurement."""
 
     def add_ended(self, trial: FrozenTrial) -> None:
-        """Add a trial that has ended. It is measured once."""
+        """Add an ended trial. It is measured once."""
         self._ended.append(trial)
 
     def seconds(self, connection: sa.Connection) -> float:
-        """Return the device-seconds of the budget; infinite if the study has no budget any more."""
+        """Return the device-seconds of the budget; infinite without a budget."""
         query = sa.select(studies.c.definition).where(studies.c.name == self.study)
         definition = json.loads(connection.execute(query).scalar() or "{}")
         given = definition.get("budget")
         return math.inf if given is None else BudgetConfig.model_validate(given).seconds
 
-    def spent(self, connection: sa.Connection) -> dict[int, float]:
-        """Return the device-seconds of each trial over all workers, by the trial's number."""
-        query = sa.select(claims.c.trial_number, claims.c.device_seconds).where(claims.c.study == self.study)
-        return {row.trial_number: row.device_seconds for row in connection.execute(query)}
-
     def left(self, connection: sa.Connection) -> float:
-        """Return the device-seconds that are left, over all workers."""
+        """Return the unspent device-seconds, over all workers."""
         total = sa.select(sa.func.sum(claims.c.device_seconds)).where(claims.c.study == self.study)
         return self.seconds(connection) - (connection.execute(total).scalar() or 0.0)
 
     def is_spent(self, connection: sa.Connection) -> bool:
-        """Whether nothing is left."""
+        """Return true if no device time is left."""
         return self.left(connection) <= 0
 
     def forecast(
@@ -103,19 +97,19 @@ class StudyBudget:
         num_waiting: int,
         most: int,
     ) -> Forecast:
-        """Return how many trials may still begin, and what is left with them.
+        """Return the number of trials that may still begin, and the budget left with them.
 
         Args:
-            begun: the unfinished trials that have begun.
-            num_waiting: failed attempts that are to be tried again.
-            most: so many trials may begin, whatever the budget is.
+            begun: the unfinished trials after their begin.
+            num_waiting: retries of failed attempts.
+            most: limit of new trials, for any budget.
         """
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)
         if cost is not None:
             running = [trial for trial in begun if not is_paused(trial)]
             rows = self._rows(connection, running)
-            parts = ((trial.user_attrs, rows[trial.number][0]) for trial in running)
+            parts = ((trial.user_attrs, rows.get(trial.number, _NO_SECONDS)[0]) for trial in running)
             left += sum(seconds_ahead(self.promotion, cost, *part) for part in parts)
         num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + num_waiting
         return forecast(self.promotion, rungs, num_starts, most, cost, None if left == math.inf else left)
@@ -130,18 +124,18 @@ class StudyBudget:
     def _measure(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial]
     ) -> Iterator[tuple[FrozenTrial, Measured]]:
-        """What those of the trials took that trained to a rung, to their end or until they broke."""
+        """Measure the trials that trained to a rung, to their end or to a failure."""
         trained = [trial for trial in trials if trial.intermediate_values or trial.values or is_paused(trial)]
         rows = self._rows(connection, trained)
         for trial in trained:
-            is_complete = trial.state == TrialState.COMPLETE
-            if measured := measured_trial(self.promotion, trial.user_attrs, is_complete, rows[trial.number]):
+            is_complete, row = trial.state == TrialState.COMPLETE, rows.get(trial.number, _NO_SECONDS)
+            if measured := measured_trial(self.promotion, trial.user_attrs, is_complete, row):
                 yield trial, measured
 
     def _rows(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial]
     ) -> Mapping[int, tuple[float, float]]:
-        """Return the device-seconds of trials and their part in training, by the trial's number."""
+        """Return the device-seconds of trials, in all and in training, by the trial's number."""
         if not trials:
             return {}
         numbers = [trial.number for trial in trials]
@@ -149,12 +143,17 @@ class StudyBudget:
             evaluations.c.study == claims.c.study, evaluations.c.trial_number == claims.c.trial_number
         )
         columns = (claims.c.trial_number, claims.c.device_seconds, claims.c.active_seconds)
-        few = len(numbers) < 1000  # a statement takes so many values in every database
+        few = len(numbers) < 1000  # values that a statement of any database can hold
         these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number <= max(numbers)
         query = sa.select(*columns, last.scalar_subquery().label("trained"))
         query = query.where(claims.c.study == self.study, these)
-        found: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        for row in connection.execute(query):
-            share = training_share(row.trained, row.active_seconds)
-            found[row.trial_number] = (row.device_seconds, row.device_seconds * share)
-        return found
+        return {
+            row.trial_number: (
+                row.device_seconds,
+                row.device_seconds * training_share(row.trained, row.active_seconds),
+            )
+            for row in connection.execute(query)
+        }
+
+
+_NO_SECONDS = (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The end of trials that no worker has: paused trials that do not continue, and trials that are given up."""
+"""End of trials without a worker: paused trials that do not continue, and trials that are given up."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
 from hpo.study.store.foreign import in_state, is_foreign
-from hpo.study.store.optuna_internals import (
-    end_trial,
-    is_unfinished,
-    reopen_trial,
-    trial_id_of,
-)
+from hpo.study.store.optuna_internals import end_trial, is_unfinished, reopen_trial, trial_id_of
 from hpo.study.store.optuna_tables import trials, user_attributes
 from hpo.study.store.schema import claims
 
 NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
 
 
-def is_as_seen(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:
+def is_unchanged(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:
     """Return the condition that an unfinished trial still has this owner and still waits at the same rung."""
     paused_at = trial.user_attrs[PAUSED_ATTR] if is_paused(trial) else None
     return sa.and_(
@@ -38,11 +33,11 @@ def is_as_seen(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnEl
 def end_unclaimed(
     connection: sa.Connection, study: str, trial: FrozenTrial, owner: str | None, reason: str
 ) -> bool:
-    """End a trial that `owner` (None: nobody) does not run any more, unless it has changed meanwhile.
+    """End a trial whose `owner` (None: nobody) runs it no more, unless it has changed meanwhile.
 
-    A trial that has come to a rung ends as PRUNED, with its values there. So does a trial that the budget of
-    its study ended somewhere else, with its last value, if it has an evaluation or a checkpoint. Any other
-    trial is given up: it FAILs, which samplers do not see, and does not count among the trials of the study.
+    A trial at a rung ends as PRUNED, with its values there. So does a trial without a rung after the end of
+    the study's budget, with its last value, if it has an evaluation or a checkpoint. Any other trial is given
+    up: it ends as FAIL, invisible to samplers, and does not count among the trials of the study.
     """
     rungs = rungs_of(trial.user_attrs)
     last = [*rungs.values()][-1] if rungs else {}
@@ -52,7 +47,7 @@ def end_unclaimed(
         kept, values = True, [trial.intermediate_values[trial.last_step]]
     elif reason == BUDGET_SPENT and not rungs:
         kept = claims.c.saved_step > 0
-    change = sa.update(claims).where(is_as_seen(study, trial, owner))
+    change = sa.update(claims).where(is_unchanged(study, trial, owner))
     change = change.values(owner=None, counts=kept)
     changed = connection.execute(change.returning(claims.c.counts, claims.c.facts)).one_or_none()
     if changed is None:
@@ -71,11 +66,11 @@ def end_unclaimed(
 
 
 def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
-    """Let the trials run again that the budget of their study ended, because it was raised.
+    """Let trials run again after their study's budget, which had ended them, was raised.
 
-    They keep their numbers, their curves and their checkpoints, and those that had paused are paused again.
-    Optuna's storage reads the end of a trial once. So a worker that is still in the study, and has read these
-    ends, leaves these trials to workers that start later. Meanwhile it begins other trials.
+    They keep their numbers, curves and checkpoints, and trials at a rung are paused again. Optuna's storage
+    reads the end of a trial once. So a worker that has already read these ends leaves the trials to workers
+    that start later, and begins other trials meanwhile.
     """
     reason = (
         user_attributes.c.key == "outcome_reason",
@@ -88,6 +83,6 @@ def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:
-    """End a trial as FAIL, which samplers do not see; False: it has ended already."""
+    """End a trial as FAIL, invisible to samplers; return false if it has ended already."""
     attributes = {"outcome": outcome, "outcome_reason": reason}
     return end_trial(connection, trial_id_of(trial), TrialState.FAIL, user_attrs=attributes)

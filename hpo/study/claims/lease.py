@@ -1,7 +1,7 @@
 """The right of one worker to run one trial, and the changes of the trial that need this right.
 
-Each change is one transaction, which first locks the claim's row. So a worker that has lost its trial stores
-nothing, and a worker that is killed leaves the change before or after it.
+Each change is one transaction, which first locks the claim's row. So a worker without its lease stores
+nothing, and a killed worker leaves either the state before or after a change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -25,6 +25,7 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
+from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion
 from hpo.study.store.optuna_internals import (
     end_trial,
@@ -37,17 +38,14 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations
 from hpo.study.store.storage import Storage, is_stored
-
-if TYPE_CHECKING:
-    from hpo.study.reading.study_record import EvaluationRow
-    from hpo.trial.telemetry import Progress, TrialResult
+from hpo.trial.telemetry import Progress, TrialResult
 
 MAX_DEATHS = 3
-"""After so many deaths of its workers in a row, without progress in between, a trial ends as `crashed`."""
+"""A trial ends as `crashed` after this many deaths of its workers in a row, without progress in between."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
-    """The user attributes of a trial that ended as `result`: scalars, and the telemetry as one document."""
+    """Return the user attributes of an ended trial: scalars, and the telemetry as one document."""
     attributes = {
         "outcome": result.outcome,
         "outcome_reason": result.reason,
@@ -65,45 +63,45 @@ class Lease:
     storage: Storage
     study: str
     token: str
-    """Of the study, which tells it from a later study of the same name."""
+    """Token of the study; a later study of the same name has another."""
     owner: str
-    """The worker's id."""
+    """Id of the worker."""
     trial: optuna.trial.Trial
     row: sa.Row[Any]
-    """Of the claim, when it was claimed."""
+    """Row of the claim at its begin."""
     lost: threading.Event = field(default_factory=threading.Event)
-    """Set when another worker has the trial."""
+    """Set if another worker has the trial."""
     study_closed: threading.Event = field(default_factory=threading.Event)
-    """Set when the study was paused, cancelled or deleted. The trial is to stop, and may continue later."""
+    """Set if the study was paused, cancelled or deleted. The trial must stop, and may continue later."""
     promotion: Promotion | None = None
-    """How the trial pauses; None: it does not."""
+    """Rule for pauses; None: the trial does not pause."""
     budget: StudyBudget | None = None
     host: str = field(default_factory=socket.gethostname)
-    """The worker's machine."""
+    """Machine of the worker."""
     shares_checkpoints: bool = True
-    """Whether all machines write their checkpoints to the same place."""
+    """True if all machines write their checkpoints to one folder or bucket."""
     progress: Progress | None = None
-    """How far its trial is; the next heartbeat writes it into the worker's row."""
+    """Progress of the trial; the next heartbeat writes it into the worker's row."""
 
     def __post_init__(self) -> None:
         is_here = self.shares_checkpoints or self.row.host in (None, self.host)
         self.saved_step: int = self.row.saved_step if is_here else 0
-        """Of the newest checkpoint that this machine has or will see; 0: none."""
+        """Step of the newest checkpoint available to this machine; 0: none."""
         self._saved_before = self.saved_step
         self._rung: float | None = None
-        """At which it paused under this lease."""
+        """Rung of a pause under this lease."""
         self._rungs: dict[str, Any] = {}
         self._started = time.monotonic()
         self.clock = DeviceClock(self.row.device_seconds)
 
     @property
     def number(self) -> int:
-        """The trial's number."""
+        """Number of the trial."""
         return int(self.row.trial_number)
 
     @property
     def crash(self) -> str:
-        """The reason why its trial is to end as `crashed`; empty: it is not."""
+        """Reason to end the trial as `crashed`; empty: none."""
         if self.row.deaths < MAX_DEATHS:
             return ""
         step = self.row.death_step
@@ -112,42 +110,43 @@ class Lease:
 
     @property
     def active_seconds(self) -> float:
-        """Seconds in which a worker has had the trial so far, this one included."""
+        """Seconds of the trial with a worker, until now."""
         return float(self.row.active_seconds + time.monotonic() - self._started)
 
     def check(self) -> None:
-        """Raise LeaseLostError if another worker has the trial. It reads a flag only."""
+        """Raise LeaseLostError if another worker has the trial. This reads a flag only."""
         if self.lost.is_set():
             raise LeaseLostError(f"Another worker has taken over trial {self.number}.")
 
     def update(self, connection: sa.Connection, **values: Any) -> bool:
-        """Change the claim's row and lock it until the end of the transaction; False: the claim is lost."""
-        mine = (claims.c.study == self.study, claims.c.trial_number == self.number)
-        saved: dict[str, Any] = {}
+        """Change and lock the claim's row until the end of the transaction; return false if it is lost."""
         if self.saved_step != self._saved_before:
-            saved = {"saved_step": self.saved_step, "host": self.host}
+            values = {"saved_step": self.saved_step, "host": self.host, **values}
         times = {"active_seconds": self.active_seconds, "device_seconds": self.clock.seconds()}
         change = sa.update(claims).where(
-            *mine, claims.c.owner == self.owner, is_stored(self.study, self.token)
+            claims.c.study == self.study,
+            claims.c.trial_number == self.number,
+            claims.c.owner == self.owner,
+            is_stored(self.study, self.token),
         )
-        return bool(connection.execute(change.values({**saved, **times, **values})).rowcount)
+        return bool(connection.execute(change.values({**times, **values})).rowcount)
 
     def hold(self, connection: sa.Connection, **values: Any) -> None:
-        """Call `update`. Raises LeaseLostError if the claim is lost."""
+        """Like `update`, but raise LeaseLostError if the claim is lost."""
         if not self.update(connection, **values):
             self.lost.set()
             self.check()
 
     def is_budget_spent(self) -> bool:
-        """Whether the study has spent its budget."""
+        """Return true if the study has spent its budget."""
         return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def store_params(self) -> None:
-        """Make sure that the database has the parameters that were suggested to the trial.
+        """Make sure that the database has the suggested parameters of the trial.
 
-        Optuna keeps a parameter that is stored already, such as one of a worker that has lost the trial. A
-        server that fell back to an older state lacks some. Raises LeaseLostError if the stored parameters
-        differ, or another worker has the trial.
+        Optuna keeps an already stored parameter, such as one of a worker without its lease. A server in an
+        older state, after a failover, lacks some. Raises LeaseLostError if the stored parameters differ or
+        another worker has the trial.
         """
         self.storage.persist(self._store_params)
 
@@ -170,11 +169,10 @@ class Lease:
             raise LeaseLostError(f"Trial {self.number} is gone: its study was deleted.") from error
 
     def report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
-        """Store one evaluation of the trial and return whether the pruner would stop the trial.
+        """Store one evaluation of the trial and return true if the pruner would stop the trial.
 
-        Evaluations of this step and later ones are deleted: a worker that died made them after the checkpoint
-        from which the trial continued. Raises LeaseLostError, and stores nothing, if another worker has the
-        trial.
+        Evaluations of this and later steps are deleted: they are of a dead worker, after the checkpoint from
+        which the trial continued. Raises LeaseLostError, and stores nothing, if another worker has the trial.
 
         Args:
             index: counts the trial's evaluations. It is Optuna's `step`, so that pruners compare trials of
@@ -188,24 +186,24 @@ class Lease:
         key = {"study": self.study, "trial_number": self.number}
         of_trial = [evaluations.c[column] == value for column, value in key.items()]
         study, trial_id = self.trial.study, trial_id_of(self.trial)
-        has_value = len(study.directions) == 1 and value is not None and math.isfinite(value)
+        has_one_objective = len(study.directions) == 1
         with self.storage.engine.begin() as connection:
             self.hold(connection)
             connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
             values = {**row, **key, "metrics": json.dumps(row["metrics"])}
             connection.execute(sa.insert(evaluations).values(values))
-            if has_value and value is not None:
+            if has_one_objective and value is not None and math.isfinite(value):
                 set_intermediate_value(connection, trial_id, index, value)
-        if len(study.directions) > 1 or isinstance(study.pruner, NopPruner):
+        if not has_one_objective or isinstance(study.pruner, NopPruner):
             return False
-        # Not `trial.should_prune`, which looks at an older copy of the trial.
+        # Not `trial.should_prune`, which reads an older copy of the trial.
         return study.pruner.prune(study, self.storage.optuna.get_trial(trial_id))
 
     def pause(self, rung: float, values: Sequence[float]) -> None:
-        """Note that the trial has come to a rung. The worker keeps it until its checkpoint is written.
+        """Note that the trial is at a rung. The worker keeps it until its checkpoint is written.
 
-        A worker that dies in between leaves a trial that is paused. It continues from an older checkpoint,
-        and the limits that it broke are not known until its end.
+        A worker that dies in between leaves a paused trial. It continues from an older checkpoint, and its
+        broken limits are unknown until its end.
         """
         stored = self.storage.persist(self._stored)
         self._rung, self._rungs = rung, {**stored.user_attrs.get(RUNGS_ATTR, {})}
@@ -222,11 +220,10 @@ class Lease:
         self.storage.write(write)
 
     def _work(self) -> dict[str, Any]:
-        """User attributes of who has worked on the trial."""
         return {"worker": self.owner, "active_seconds": round(self.active_seconds, 3)}
 
     def release(self, result: TrialResult | None = None) -> None:
-        """Give the trial up for another worker. With `result`, the trial has paused."""
+        """Release the trial for another worker. With `result`, the trial has paused."""
         if result is not None and self._rung is not None:
             at = {**self._rungs[str(self._rung)], "constraints": json_safe(result.constraints)}
             self._note_rung(at, owner=None, facts=json.dumps(trial_attributes(result)))
@@ -236,10 +233,10 @@ class Lease:
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
         """End the trial.
 
-        Raises LeaseLostError if another worker has the trial, or somebody else has ended it.
+        Raises LeaseLostError if another worker has the trial, or another program has ended it.
 
         Args:
-            retry: user attributes of a trial that tries the same parameters again; None: there is none.
+            retry: user attributes of a new trial that retries the same parameters; None: no retry.
         """
         self.storage.persist(lambda: self._end(result, retry))
 
@@ -249,12 +246,11 @@ class Lease:
             return  # an earlier attempt succeeded, and its answer was lost
         if stored.state != TrialState.RUNNING:
             raise LeaseLostError(f"Trial {self.number} was ended by somebody else.")
-        self._store_params()  # again, see there
+        self._store_params()  # again: the server may have lost some
         infeasible = {FEASIBLE: 1.0} if result.outcome.infeasible else {}
-        attributes = self._work() | trial_attributes(result)
         values = result.values if result.outcome == Outcome.COMPLETE else ()
         if result.outcome == Outcome.PRUNED and stored.last_step is not None:
-            values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
+            values = (stored.intermediate_values[stored.last_step],)  # Optuna's rule
         study_id = study_id_of(self.trial.study)
         with self.storage.engine.begin() as connection:
             if retry is not None:
@@ -265,7 +261,7 @@ class Lease:
                 trial_id_of(self.trial),
                 state,
                 values=values or (),
-                user_attrs=attributes,
+                user_attrs=self._work() | trial_attributes(result),
                 constraints={**result.constraints, **infeasible},
             )
             if not is_ended:

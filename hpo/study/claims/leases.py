@@ -1,8 +1,8 @@
-"""Claims: the trial that a worker runs next, and what happens to the trial if the worker dies.
+"""Claims: the next trial of a worker, and the trial of a dead worker.
 
 One configuration is one Optuna trial, from its start to its end, also if it pauses. A study starts exactly
-`n_trials` of them, besides attempts that failed and are tried again. Optuna's trials and the rows of
-`hpo_claims` say everything, so a worker may be killed anywhere:
+`n_trials` of them, besides failed attempts with a retry. Optuna's trials and the rows of `hpo_claims` contain
+the whole state, so a worker may be killed anywhere:
 
     WAITING                   enqueued, or the retry of a failed attempt: a worker starts it
     RUNNING, with a worker    runs
@@ -11,16 +11,16 @@ One configuration is one Optuna trial, from its start to its end, also if it pau
     any other state           ended
 
 A worker reads all trials, decides, and claims by one conditional change: the trial must still have the owner
-that was seen. A trial is made, or started, in the transaction that counts how many the study has.
+of the snapshot. A trial is made, or started, in the transaction that counts the trials of the study.
 
-On the same machine the others see at once that a worker's process is gone; elsewhere its lease runs out.
-Leases are ours because Optuna's heartbeat runs only inside `study.optimize`, ends for good when the database
-restarts, and fails a trial instead of continuing it.
+On one machine the others see at once that a worker's process is gone; elsewhere its lease runs out. Optuna's
+heartbeat does not serve: it runs only inside `study.optimize`, ends for good after a restart of the database,
+and fails a trial instead of continuing it.
 
-A configuration that kills its process (the kernel's out-of-memory killer, a segmentation fault) would be
-taken over for ever, but most deaths are not its fault: a node that is taken away, `kill -9`. So a trial ends
-as `crashed` only when `MAX_DEATHS` of its workers died in a row without progress. The worker that takes over
-the trial counts the death, in the same transaction. A worker that lost its GPU counts its own.
+A configuration that kills its process (out of memory, a segmentation fault) would be taken over for ever, but
+most deaths are not its fault: a lost node, `kill -9`. So a trial ends as `crashed` only after `MAX_DEATHS`
+deaths of its workers in a row without progress. The next worker of the trial counts the death in the
+transaction of its claim. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
@@ -41,10 +40,10 @@ from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_as_seen
+from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, num_places, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_open, num_trials_of_points
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
@@ -69,80 +68,77 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored
-
-if TYPE_CHECKING:
-    from hpo.trial.telemetry import TrialResult
+from hpo.trial.telemetry import TrialResult
 
 MAX_REFUSALS = 20
-"""A claim that fails so often while nothing changes is not refused because another worker was faster."""
+"""After this many failed claims of an unchanged trial, the cause is no faster worker."""
 
 _logger = logging.getLogger(__name__)
 
 Change = Callable[[sa.Connection], sa.Row[Any] | None]
-"""A change of the claims, which returns the row of the claimed trial; None: it is undone."""
+"""A change of the claims. It returns the row of the claimed trial, or None to undo the change."""
 
 
 @dataclass(eq=False)
 class WorkerLease(Membership):
     """A worker that claims trials of a study and runs them.
 
-    On leaving the block, a trial that is still claimed is given up for another worker.
+    At the end of the block, a claimed trial is released for another worker.
     """
 
     _: KW_ONLY
     max_retries: int
     refusal: Callable[[Any], str] = lambda _: ""
-    """Why no worker can run an enqueued trial with these parameters; empty: one can."""
+    """Reason why no worker can run an enqueued trial with these parameters; empty: none."""
     is_planned: bool = False
-    """Whether the study is a comparison, which chooses the parameters of all its trials."""
+    """True for a comparison, which chooses the parameters of all its trials."""
     promotion: Promotion | None = None
-    """How trials pause and continue; None: they do not."""
+    """Rule for pauses; None: trials do not pause."""
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     portfolio: Sequence[tuple[Point, str]] = ()
-    """Published configurations and their sources, at most a tenth of the trials that are planned."""
+    """Published configurations and their sources, at most a tenth of the planned trials."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
-    """Whether all machines write their checkpoints to the same place. Else a worker leaves a trial to the
-    live workers of the machine that has its checkpoint."""
+    """True if all machines write their checkpoints to one folder or bucket. Otherwise a worker leaves a trial
+    to live workers on the machine with its checkpoint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
         self._tried: set[str] = set()
-        """The configurations that trials have as far as this worker had to know, by `point_key`."""
+        """Known configurations of trials, by `point_key`."""
         self.left: list[Mapping[str, Any]] = []
-        """After a claim without a trial: the parameters so far of the unfinished trials of the study."""
+        """After a claim without a trial: the known parameters of the unfinished trials."""
         self._has_warned = False
         self.has_ended_trials = False
-        """Whether this worker has ended trials since somebody set this to False."""
+        """True if this worker has ended trials since the last reset to False."""
 
     # Claims
 
     def claim(self) -> Lease | None:
-        """Claim a trial: first one without a worker, then one that is promoted, a waiting one, a new one.
+        """Claim a trial: first a free one, then a promoted, a waiting or a new one.
 
-        Returns None if the study is not open, or if no trial is left that this worker can run now; see
-        `left`.
+        Returns None if the study is not open, or if this worker can run no trial now; see `left`.
         """
         try:
             return self._claim_next()
         except KeyError:  # Optuna's, of a study that is gone
-            if self._storage.read(self._look_whether_open):
+            if self._storage.read(self._is_study_open):
                 raise
             return None
 
     def _claim_next(self) -> Lease | None:
         self._lease, refused = None, Counter[Any]()
-        while self._storage.read(self._look_whether_open):
+        while self._storage.read(self._is_study_open):
             points = self.read_points() if self.read_points else None
-            seen = self._watch.look(self.id, self.runnable, points)
+            seen = self._watch.read(self.id, self.runnable, points)
             self._warn_of_hosts(seen.hosts)
             self._end(seen.fallen_behind, seen, NOT_PROMOTED)
             trial = next(self._candidates(seen), None)
             if trial is not None:
-                if lease := self._claim(lambda it: self._take_or_start(it, seen, trial, points)):  # noqa: B023
+                if lease := self._claim(lambda it: self._claim_existing(it, seen, trial, points)):  # noqa: B023
                     return lease
                 refused[trial.number, seen.rows.get(trial.number)] += 1
                 if max(refused.values()) > MAX_REFUSALS:
@@ -162,21 +158,21 @@ class WorkerLease(Membership):
         return None
 
     def _warn_of_hosts(self, hosts: Set[str]) -> None:
-        """Warn once if workers of other machines do not see the checkpoints of this one."""
+        """Warn once if workers of other machines do not see this machine's checkpoints."""
         if not self.shares_checkpoints and not self._has_warned and hosts - {self.host}:
             self._has_warned = True
             _logger.warning("Workers of %s are in the study. %s", ", ".join(sorted(hosts)), NOT_SHARED)
 
     def _candidates(self, seen: Snapshot) -> Iterator[FrozenTrial]:
-        """The trials that this worker may claim, the first to be claimed first."""
+        """Yield the trials that this worker may claim, in the order of preference."""
         if seen.is_spent:
             return
         for group in (seen.free, seen.promoted):
             runnable = [trial for trial in group if self.runnable(known_params(trial))]
-            here = [trial for trial in runnable if self.shares_checkpoints or seen.host(trial) == self.host]
+            hosts = {trial.number: seen.rows[trial.number].host for trial in runnable}  # of the checkpoints
+            here = [one for one in runnable if self.shares_checkpoints or hosts[one.number] == self.host]
             yield from here
-            others = (trial for trial in runnable if trial not in here)
-            yield from (trial for trial in others if seen.host(trial) not in seen.hosts)
+            yield from (one for one in runnable if one not in here and hosts[one.number] not in seen.hosts)
         for trial in list(seen.waiting):
             fixed = trial.system_attrs.get("fixed_params", {})
             why = self.refusal(fixed) or self.refusal(trial.params)
@@ -189,7 +185,7 @@ class WorkerLease(Membership):
                 yield trial
 
     def _refuse(self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, why: str) -> None:
-        """End a waiting trial. It gets a claim, without which it would be foreign, and takes no place."""
+        """End a waiting trial. It gets a claim, or it would be foreign, but is none of the `n_trials`."""
         if not start_trial(connection, trial_id_of(trial)):
             return
         if trial.number not in seen.rows:
@@ -199,9 +195,9 @@ class WorkerLease(Membership):
         give_up(connection, trial, Outcome.FAILED, why)
 
     def _claim(self, change: Change) -> Lease | None:
-        """Make a claim in one transaction; None: there is none, or the database went away.
+        """Make a claim in one transaction; return None if there is none or the database is away.
 
-        Then the caller looks again: a claim whose answer was lost is a trial of this worker.
+        Then the caller reads again: a claim with a lost answer is a trial of this worker.
         """
 
         def claim() -> sa.Row[Any] | None:
@@ -237,31 +233,33 @@ class WorkerLease(Membership):
             self._lease.clock.num_sharing = self._storage.read(self._num_sharing)
         return self._lease
 
-    def _take_or_start(
+    def _claim_existing(
         self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, points: Sequence[Point] | None
     ) -> sa.Row[Any] | None:
         row = seen.rows.get(trial.number)
         if trial.state == TrialState.WAITING:
             return self._start(connection, trial, row, points)
         assert row is not None
-        return self._take(connection, trial, row)
+        return self._take_over(connection, trial, row)
 
-    def _take(self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any]) -> sa.Row[Any] | None:
-        """Take a RUNNING trial that nobody has, or whose worker is dead."""
-        unchanged = is_as_seen(self._study.study_name, trial, row.owner)
+    def _take_over(
+        self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any]
+    ) -> sa.Row[Any] | None:
+        """Claim a RUNNING trial without a worker, or with a dead one."""
+        unchanged = is_unchanged(self._study.study_name, trial, row.owner)
         values: dict[str, Any] = {"owner": self.id, "paused_at": None}
         if row.owner not in (None, self.id) and not is_paused(trial):
             values |= self._death(connection, row)
-        take = sa.update(claims).where(unchanged, self._is_open()).values(values).returning(claims)
-        taken = connection.execute(take).one_or_none()
-        # Again, now that the row is locked: PostgreSQL may have waited for a worker that ended the trial.
+        change = sa.update(claims).where(unchanged, self._is_open()).values(values).returning(claims)
+        claimed = connection.execute(change).one_or_none()
+        # Again, with the locked row: PostgreSQL may have waited for a worker that ended the trial.
         still = sa.select(sa.and_(is_unfinished(trial_id_of(trial)), self._is_open()))
-        if taken is None or not connection.execute(still).scalar():
+        if claimed is None or not connection.execute(still).scalar():
             return None
         if is_paused(trial):
             resumed = {RESUMED_ATTR: trial.user_attrs[PAUSED_ATTR]}
             set_trial_attributes(connection, trial_id_of(trial), resumed)
-        return taken
+        return claimed
 
     def _start(
         self,
@@ -270,19 +268,19 @@ class WorkerLease(Membership):
         row: sa.Row[Any] | None,
         points: Sequence[Point] | None,
     ) -> sa.Row[Any] | None:
-        """Start a WAITING trial. It takes a place of the study unless it has one."""
+        """Start a WAITING trial. It becomes one of the study's `n_trials`, unless it is one already."""
         if not self._locks_open_study(connection) or not start_trial(connection, trial_id_of(trial)):
             return None
         if row is not None:
             this = (self._of_study, claims.c.trial_number == trial.number)
-            take = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
-            return connection.execute(take).one_or_none()
-        if num_places(connection, self._study.study_name) <= 0:
+            change = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
+            return connection.execute(change).one_or_none()
+        if num_open(connection, self._study.study_name) <= 0:
             return None
         clear_trial(connection, trial_id_of(trial), RUN_ATTRS)  # it may be a copy of another trial
         fixed = {**known_params(trial)}
         point = None
-        if points is not None:  # whatever was tried before; a parameter that is open is one that runs here
+        if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
         given = {"fixed_params": fixed if point is None else point}
@@ -292,8 +290,8 @@ class WorkerLease(Membership):
     def _begin(
         self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
     ) -> sa.Row[Any] | None:
-        """Begin a new trial; None: the study has no place for one that this worker can run."""
-        if not self._locks_open_study(connection) or num_places(connection, self._study.study_name) <= 0:
+        """Begin a new trial; return None if the study has none left for this worker."""
+        if not self._locks_open_study(connection) or num_open(connection, self._study.study_name) <= 0:
             return None
         if points is None:
             point, source = self._next_published(connection, seen)
@@ -307,7 +305,7 @@ class WorkerLease(Membership):
     def _next_published(
         self, connection: sa.Connection, seen: Snapshot
     ) -> tuple[Point | None, dict[str, str]]:
-        """The next configuration of the portfolio with its user attribute, unless enough of it were tried."""
+        """Return the next configuration of the portfolio and its user attribute, unless enough were tried."""
         allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
         if all(point_key(point) in self._tried for point, _ in allowed):
             return None, {}
@@ -318,7 +316,7 @@ class WorkerLease(Membership):
         return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
-        """Lock the trials of the study; False: it is not open."""
+        """Lock the trials of the study; return false if it is not open."""
         if not lock_trials(connection, self._study_id):
             return False
         return bool(connection.execute(sa.select(self._is_open())).scalar())
@@ -327,7 +325,7 @@ class WorkerLease(Membership):
         return is_stored(self._study.study_name, self.token, studies.c.state == "open")
 
     def _next_point(self, connection: sa.Connection, points: Sequence[Point]) -> Point | None:
-        """The next point that this worker can run; None: there is none."""
+        """Return the next point that this worker can run, or None."""
         num_trials = num_trials_of_points(connection, self._study.study_name)
         return next(filter(self.runnable, unused_points(points, num_trials)), None)
 
@@ -337,12 +335,12 @@ class WorkerLease(Membership):
         return connection.execute(sa.insert(claims).values(**values, point=key).returning(claims)).one()
 
     def _death(self, connection: sa.Connection, row: sa.Row[Any]) -> dict[str, int]:
-        """How the death of its worker changes a claim.
+        """Return the changes of a claim after the death of its worker.
 
-        A checkpoint that the worker wrote after its last heartbeat is no progress here.
+        A checkpoint after the worker's last heartbeat does not count as progress.
         """
         if connection.execute(sa.select(workers.c.id).where(workers.c.id == row.owner)).first() is None:
-            return {}  # the worker's row was lost, see `Membership`
+            return {}  # the database lost the worker's row, see `Membership`
         last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
             evaluations.c.study == row.study, evaluations.c.trial_number == row.trial_number
         )
@@ -353,20 +351,21 @@ class WorkerLease(Membership):
     # Ends
 
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
-        """End trials that no worker has, unless one was faster."""
+        """End trials without a worker, unless another worker was faster."""
+        study = self._study.study_name
         for trial in trials:
-            end = partial(end_unclaimed, study=self._study.study_name, trial=trial, reason=reason)
-            self._storage.write(partial(end, owner=seen.owner(trial)))
+            owner = seen.rows[trial.number].owner
+            self._storage.write(lambda it: end_unclaimed(it, study, trial, owner, reason))  # noqa: B023
             self.has_ended_trials = True
 
     def _finish(self, seen: Snapshot) -> None:
-        """End the study: nothing runs, and nothing is to continue or to begin."""
-        by_budget = self.budget is not None and (seen.is_spent or seen.num_places > 0)
+        """End the study: no trial runs, and none continues or begins."""
+        by_budget = self.budget is not None and (seen.is_spent or seen.num_open > 0)
         self._end(seen.paused, seen, BUDGET_SPENT if by_budget else NOT_PROMOTED)
         self._end(seen.free, seen, BUDGET_SPENT)
         if seen.is_spent:
             self._end([trial for trial in seen.waiting if trial.number in seen.rows], seen, BUDGET_SPENT)
-        if self.budget is not None:  # it has fewer trials than it might have had
+        if self.budget is not None:  # it has fewer trials than `n_trials` allows
             counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()
             this = (studies.c.name == self._study.study_name, studies.c.n_trials > counted)
             self._storage.write(
@@ -374,18 +373,18 @@ class WorkerLease(Membership):
             )
 
     def release(self, lease: Lease, result: TrialResult | None = None) -> None:
-        """Give a trial up; it continues with the next worker. With `result`, it has paused."""
+        """Release a trial for the next worker. With `result`, it has paused."""
         lease.release(result)
         self._lease = None
 
     def record_death(self, lease: Lease) -> None:
-        """Give a trial up, and count a death of this worker, which has lost its GPU.
+        """Release a trial and count a death of this worker, which has lost its GPU.
 
-        This process may stay alive, as in a notebook, and then no other worker would count its death.
+        This process may stay alive, for example in a notebook. Then no other worker would count its death.
         """
 
         def write(connection: sa.Connection) -> None:
-            if lease.update(connection):  # else another worker has it
+            if lease.update(connection):  # otherwise another worker has it
                 this = (self._of_study, claims.c.trial_number == lease.number)
                 row = connection.execute(sa.select(claims).where(*this)).one()
                 lease.update(connection, owner=None, **self._death(connection, row))
@@ -394,10 +393,10 @@ class WorkerLease(Membership):
         self._lease = None
 
     def record_outcome(self, lease: Lease, result: TrialResult) -> None:
-        """Store how the run of a trial ended.
+        """Store the outcome of a trial's run.
 
-        A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one is tried again, until
-        `max_retries` attempts have failed. Raises LeaseLostError, and stores nothing, if another worker has
+        A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one gets a retry, at most
+        `max_retries` times. Raises LeaseLostError, and stores nothing, if another worker has
         the trial.
         """
         if result.outcome in (Outcome.PREEMPTED, Outcome.PAUSED):
@@ -410,9 +409,9 @@ class WorkerLease(Membership):
         self._lease, self.has_ended_trials = None, True
 
     def _retry(self, lease: Lease, result: TrialResult) -> dict[str, Any] | None:
-        """The user attributes of the next attempt of a failed trial; None: there is none.
+        """Return the user attributes of the next attempt of a failed trial, or None without a retry.
 
-        A decided failure has no traceback.
+        A trial that failed by decision (`on_unsupported: fail`) has no traceback and no retry.
         """
         if result.outcome != Outcome.FAILED or not result.traceback:
             return None

@@ -1,7 +1,7 @@
-"""Whether a process that wrote its name into the database still runs.
+"""Processes of workers: their identity, and a check that they still run.
 
-A process id names a process only within one boot of one machine (or container), and is used again after
-the process ends. So a process is known by machine, id and start time.
+A process id is unique within one boot of one machine or container, and is reused. So a process is identified
+by machine, id and start time.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 
 def this_machine() -> str:
-    """Name the set of processes that this one can see: host, boot and container."""
+    """Return the name of the set of processes visible to this one: host, boot and container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"[-128:]
 
 
 def process_start(pid: int) -> str | None:
-    """Return when process `pid` of this machine started, in clock ticks since boot.
+    """Return the start time of process `pid` of this machine, in clock ticks since boot.
 
-    None: it is gone. "": it is another user's and hidden from this one (`hidepid`, see proc(5)).
+    None: the process is gone. "": it belongs to another user and is hidden (`hidepid`, see proc(5)).
     """
     return _read_process(pid)[1]
 
 
 def _read_process(pid: int) -> tuple[str, str | None]:
-    """The state of a process as proc_pid_stat(5) spells it, and `process_start`."""
+    """Return the state of a process (a letter, see proc_pid_stat(5)) and its `process_start`."""
     try:
-        # The fields after the name, which stands in parentheses and may hold anything: proc_pid_stat(5).
+        # The fields after the name. The name is in parentheses and may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return "", "" if _exists(pid) else None
     state, start_time = fields[0], fields[19]
-    return state, None if state in "ZX" else start_time  # a zombie is dead, though its parent has not looked
+    return state, None if state in "ZX" else start_time  # a zombie is dead
 
 
 def _exists(pid: int) -> bool:
@@ -48,7 +48,7 @@ def _exists(pid: int) -> bool:
 
 
 def this_job() -> str | None:
-    """Name the batch job that runs this process, with its task: `slurm:CLUSTER:123_4`."""
+    """Return the name of the batch job of this process, with its task: `slurm:CLUSTER:123_4`."""
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if job and task:
@@ -58,10 +58,10 @@ def this_job() -> str | None:
 
 
 def is_running(worker: Any) -> bool | None:
-    """Return whether the process of a row of `hpo_workers` runs, as this machine sees it.
+    """Return true if the process of a row of `hpo_workers` runs on this machine.
 
-    None: this machine cannot tell, and only the worker's heartbeats can. The worker is on another machine,
-    its process is hidden, or the process is stopped (SIGSTOP, a debugger) and may never continue.
+    None: only the worker's heartbeats can tell. The worker is on another machine, its process is hidden, or
+    the process is stopped (SIGSTOP, a debugger) and may never continue.
     """
     if worker.machine != this_machine():
         return None

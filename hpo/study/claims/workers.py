@@ -1,4 +1,4 @@
-"""A worker among the workers of a study: its row says that it lives, and a thread keeps that fresh."""
+"""Membership of a worker in a study: its row in the database, and a thread with its heartbeats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import threading
 import uuid
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+import optuna
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import HpoError, OutageError, StoppedError
+from hpo.errors import HpoError, OutageError, StoppedError, StorageError
 from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.process import process_start, this_job, this_machine
@@ -22,39 +23,53 @@ from hpo.study.claims.runnable import EVERYTHING, Runnable
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.sqlite_place import refuse_other_hosts
-
-if TYPE_CHECKING:
-    import optuna
-
-    from hpo.study.store.storage import Storage
+from hpo.study.store.sqlite_disk import ADVICE
+from hpo.study.store.storage import Storage
 
 BEAT_SECONDS = 2.0
-"""Between two heartbeats, which say how far the trial is to those who watch it."""
+"""Time between two heartbeats, which also report the trial's progress."""
 
 _logger = logging.getLogger(__name__)
 
 
+def refuse_other_hosts(storage: Storage) -> None:
+    """Raise StorageError for a worker that joins a SQLite database in use by another host.
+
+    It waits for a lease if workers of another host vanished. Containers of one host share its kernel, which
+    keeps the locks, so they are no other hosts. Neither is this host before its last boot.
+    """
+    if storage.engine.dialect.name != "sqlite":
+        return
+    boot = this_machine().rsplit("/", 2)[1]
+    elsewhere = (workers.c.machine.not_like(f"%/{boot}/%"), workers.c.host != socket.gethostname())
+    if rows := storage.watch_workers(*elsewhere):
+        hosts = ", ".join(sorted({row.host for row in rows}))
+        raise StorageError(
+            f"A SQLite database must be used by one host at a time, but workers on {hosts} have this one "
+            f"open. {ADVICE}"
+        )
+
+
 @dataclass(eq=False)
 class Membership:
-    """This process in a study, for the length of a block."""
+    """This process as a worker of a study, for the length of a block."""
 
     _storage: Storage
     _study: optuna.Study
     _: KW_ONLY
     device: str | None = None
-    """The `DeviceInfo.device_id` of what its trials run on, where known."""
+    """`DeviceInfo.device_id` of its device, if known."""
     runnable: Runnable = EVERYTHING
-    """The trials that it can run."""
+    """Trials that it can run."""
 
     number: int = field(init=False)
-    """Of the worker in the study, from 0; no other worker of the study ever has it."""
+    """Number of the worker in the study, from 0; unique for ever."""
 
     def __post_init__(self) -> None:
         self.host = socket.gethostname()
         self.id = f"{self.host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.study_closed = threading.Event()
-        """Set when the study was paused, cancelled or deleted."""
+        """Set if the study was paused, cancelled or deleted."""
         self._lease: Lease | None = None
         self.token = self._storage.study_token(self._study.study_name)
         self._of_study = claims.c.study == self._study.study_name
@@ -71,7 +86,7 @@ class Membership:
         """Add this worker's row, with the next number."""
         storage, name = self._storage, self._study.study_name
         with storage.exclusive() as connection:
-            # One that is there is of an attempt that was committed, though the answer was lost.
+            # An existing row is of a committed attempt whose answer was lost.
             connection.execute(sa.delete(workers).where(workers.c.id == self.id))
             numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
             last: int | None = connection.execute(numbers).scalar()
@@ -86,7 +101,7 @@ class Membership:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
         if kind is not None and issubclass(kind, StoppedError):
-            return  # no time to wait for a database that is away; the others see that this process is gone
+            return  # no time to wait for the database; the others see that this process is gone
         self._thread.join()
         me = sa.update(workers).where(workers.c.id == self.id)
         try:
@@ -111,14 +126,14 @@ class Membership:
         me = sa.update(workers).where(workers.c.id == self.id)
         with self._storage.engine.begin() as connection:
             progress = self._renew_claim(connection)
-            self._look_whether_open(connection)
-            # Last, as everywhere: two threads never wait for each other's rows.
+            self._is_study_open(connection)
+            # The worker's row is locked last everywhere, so two threads never wait for each other.
             renewed = connection.execute(me.values(last_seen=self._storage.now, progress=progress))
         if not (renewed.rowcount or self.study_closed.is_set()):
-            self._register()  # after a failover to a server that lagged behind, say
+            self._register()  # for example after a failover to an older state
 
     def _renew_claim(self, connection: sa.Connection) -> str | None:
-        """Keep the claimed trial; return its progress as JSON."""
+        """Renew the lease of the trial; return its progress as JSON."""
         lease = self._lease
         if lease is None:
             return None
@@ -131,15 +146,15 @@ class Membership:
         return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.number}))
 
     def _num_sharing(self, connection: sa.Connection) -> int:
-        """How many live workers have a trial on this one's device; at least this one."""
+        """Count the live workers with a trial on this device; at least this one."""
         if self.device is None:
             return 1
         here = (workers.c.machine == this_machine(), workers.c.device == self.device)
         has_trial = sa.exists().where(claims.c.owner == workers.c.id)
         return max(1, len(self._storage.live_workers(connection, *here, has_trial)))
 
-    def _look_whether_open(self, connection: sa.Connection) -> bool:
-        """Whether the study is open; where it is not, `study_closed` is set."""
+    def _is_study_open(self, connection: sa.Connection) -> bool:
+        """Return true if the study is open; otherwise set `study_closed`."""
         if study_state(connection, self._study.study_name, self.token) != "open":
             self.study_closed.set()
         return not self.study_closed.is_set()

@@ -22,7 +22,7 @@ from hpo.config.limits import violation
 from hpo.outcome import Outcome
 from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
-from hpo.study.store.failures import database_errors
+from hpo.study.store.failures import DATABASE_ERRORS
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import count_trials
 
@@ -63,7 +63,7 @@ class StudyWatch:
         """The study now; as it was where its database is away, which workers wait for, or it is deleted."""
         try:
             self._last = self._read()
-        except database_errors(KeyError):
+        except (*DATABASE_ERRORS, KeyError):
             self._last = replace(self._last, ended=())
         return self._last
 

@@ -2,7 +2,7 @@
 
 The workers of a study see its end together, so one that shares a folder of checkpoints holds a lock there,
 and the others leave. A worker without the checkpoint leaves the trial to the others. If the evaluation fails,
-`hpo best --evaluate` is there to try again.
+`hpo best --evaluate` tries it again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hpo.config.search_space import refusal
 from hpo.errors import DeviceLostError, HpoError, Preempted, RunError
+from hpo.evaluation.detailed import evaluate_predictions
 from hpo.lost_device import lost_device_raised
 from hpo.memory import release_free_memory
+from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import TrialRecord, best_trials
+from hpo.study.reading.study_record import best_trials
 from hpo.study.store.storage import Storage
-
-if TYPE_CHECKING:
-    from hpo.study.checkpoints.remote_store import RemoteStore
-    from hpo.trial.executor import Executor
+from hpo.trial.best_model import split_predictions
+from hpo.trial.executor import Executor
 
 _logger = logging.getLogger(__name__)
 
@@ -38,15 +37,20 @@ def evaluate_best(
     stop: threading.Event,
     remote: RemoteStore | None = None,
 ) -> None:
-    """Store the detailed evaluation of the best trial on test, or validation where there is no test split.
+    """Store the detailed evaluation of the best trial on test, or on validation if there is no test split.
 
     Nothing is done for an unfinished study, or if the evaluation is stored already. An error is only logged.
     When `stop` is set, this returns at the next batch.
 
     Args:
         folder: maps a trial's number to the folder of its checkpoints.
-        remote: where the checkpoints are uploaded to.
+        remote: the store for uploaded checkpoints.
     """
+
+    def leave_if_stopped() -> None:
+        if stop.is_set():
+            raise Preempted("told to stop.")
+
     name = executor.study.name
     if executor.study.has_own_loop:  # only its code knows how the model predicts
         return
@@ -60,12 +64,13 @@ def evaluate_best(
         best = next(iter(best_trials(read_study(storage, name))), None)
         if best is None or split in best.detailed or stop.is_set():
             return
-        if said := refusal(executor.study.search_space, best.params):  # of whoever writes to the database
-            raise RunError(said)
+        if why := refusal(executor.study.search_space, best.params):  # somebody wrote to the database
+            raise RunError(why)
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
         if remote is not None:
             remote.fetch_newest("best", folder(best.number))
-        document = _evaluate(executor, folder(best.number), best, split, stop)
+        predicted = split_predictions(executor, folder(best.number), best.params, split, leave_if_stopped)
+        document = evaluate_predictions(predicted, split_name=split).as_json()
         store_detailed_evaluation(storage, name, token, best.number, document)
         release_free_memory(executor.device)
 
@@ -82,23 +87,12 @@ def _logged() -> Iterator[None]:
         _logger.log(level, "The best trial is not evaluated in detail: %s", reason)
 
 
-def _evaluate(
-    executor: Executor, folder: Path, trial: TrialRecord, split: str, stop: threading.Event
-) -> dict[str, Any]:
-    from hpo.evaluation.detailed import evaluate_predictions
-    from hpo.trial.best_model import split_predictions  # PyTorch
-
-    def leave_if_stopped() -> None:
-        if stop.is_set():
-            raise Preempted("told to stop.")
-
-    predicted = split_predictions(executor, folder, trial.params, split, leave_if_stopped)
-    return evaluate_predictions(predicted, split_name=split).as_json()
-
-
 @contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Whether this process alone has the lock; True, too, on a file system that has no locks."""
+    """Hold a lock during the block, and yield whether this process has it.
+
+    A file system without locks gives every process the lock.
+    """
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""How fast the trials of this process go: how long before its job's end they stop, and when one hangs.
+"""The pace of this process's trials: the time to stop before the end of its job, and a watchdog.
 
 A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
 for ever, while the heartbeat goes on in another. So a thread here ends the process when a trial shows no
@@ -21,17 +21,17 @@ from contextlib import contextmanager
 from hpo.study.running.stopping import Stop
 
 TIMES_SLOWEST = 20
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 class Pace:
-    """Told of each step and evaluation of this process's trials.
+    """Notes each step and evaluation of this process's trials.
 
     Args:
-        stall_seconds: after so long without a sign of progress, at least, the process ends.
-        is_waiting: whether the trial waits for what is not its fault: the database.
+        stall_seconds: least time without a sign of progress after which the process ends.
+        is_waiting: returns whether the trial waits for the database, which is no fault of its own.
     """
 
     def __init__(self, stop: Stop, stall_seconds: float, is_waiting: Callable[[], bool]) -> None:
@@ -59,45 +59,45 @@ class Pace:
     def note_step(self, checkpoint_seconds: float) -> None:
         """Note the end of a step: leave time before the job's end for the longest step and a checkpoint.
 
-        Evaluations lie between two steps, so a step may take as long as one. `checkpoint_seconds` is how long
-        the last checkpoint took to write; 0 if there was none.
+        Evaluations lie between two steps, so a step may take as long as one. `checkpoint_seconds` is the time
+        to write the last checkpoint; 0 if there was none.
         """
         seconds = self._note_sign()
-        # Before its first step a trial is set up, which is no step.
+        # The time before the first step is that of the setup.
         self._longest_step = 0.0 if self._longest_step is None else max(self._longest_step, seconds)
         self._stop.reserve(self._longest_step + checkpoint_seconds)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Note that the trial has come to an evaluation, whose report takes the time of the block."""
+        """Note an evaluation of the trial. The block reports it, which counts as progress."""
         self._note_sign()
         yield
         self._sign_at = time.monotonic()
 
     @property
     def limit_seconds(self) -> float:
-        """How long a trial may show no sign of progress."""
+        """Longest time without a sign of progress."""
         return max(self._stall_seconds, TIMES_SLOWEST * self._between_signs)
 
     def _note_sign(self) -> float:
-        """A sign of progress; returns the seconds since the one before."""
+        """Note a sign of progress, and return the seconds since the one before."""
         now = time.monotonic()
         seconds, self._sign_at = now - self._sign_at, now
         self._between_signs = max(self._between_signs, seconds)
         return seconds
 
     def _watch(self, over: threading.Event) -> None:
-        # Counted in looks: a process that was stopped, or whose machine slept, had no time to go on.
+        # Counted in polls: a stopped process, or one on a sleeping machine, had no time to go on.
         seconds, last = 0.0, self._sign_at
-        while not over.wait(_LOOK_SECONDS):
+        while not over.wait(_POLL_SECONDS):
             if self._sign_at != last or self._is_waiting():
                 seconds, last = 0.0, self._sign_at
             else:
-                seconds += _LOOK_SECONDS
+                seconds += _POLL_SECONDS
             if seconds > self.limit_seconds:
                 _logger.error(
                     "The trial has made no step for %.0f s: this process ends, and the trial goes on from "
-                    "its last checkpoint. What its threads are doing:",
+                    "its last checkpoint. Its threads:",
                     seconds,
                 )
                 faulthandler.dump_traceback(all_threads=True)

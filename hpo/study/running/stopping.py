@@ -1,13 +1,12 @@
-"""When a process stops, and why: a signal, the end of its job, or the end of the process that started it.
+"""Why a process stops: a signal, the end of its job, or the end of its parent process.
 
 Launchers warn with SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, often with one after the other, so each asks for a
-checkpoint. Only a second SIGINT, which a person sends, ends the process at once, or the first while no trial
-runs yet. A process that knows when its job ends stops by itself, `MARGIN_SECONDS` and the time of a
-checkpoint (`Stop.reserve`) before.
+checkpoint. Only a second SIGINT, from a person, ends the process at once, or the first while no trial runs
+yet. A process with a known end of its job stops by itself, `MARGIN_SECONDS` and the time of a checkpoint
+(`Stop.reserve`) before.
 
-A signal handler of Python runs between any two instructions of the main thread, which may hold the lock of
-the very event that the handler would set. So it only puts the signal into a queue, and a thread sets the
-event.
+A signal handler of Python runs between any two instructions of the main thread, and that thread may hold the
+lock of the event. So the handler puts the signal into a queue, and another thread sets the event.
 """
 
 from __future__ import annotations
@@ -19,33 +18,63 @@ import queue
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import Literal
 
 from hpo.errors import InputError
+from hpo.outcome import Outcome
 
 WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
-"""Environment variable of the processes of `run_workers`: how many of them have this one's device."""
+"""Environment variable of the processes of `run_workers`: the number of them on this one's device."""
 
 MARGIN_SECONDS = 60.0
-"""Before the end of a job, for what leaving takes beside the checkpoint."""
+"""Time to leave before the end of a job, besides the checkpoint."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SLURM_END = "SLURM_JOB_END_TIME"
 
 _LONGEST_WAIT = 60.0
-"""Seconds between two looks at the clock, which may be set meanwhile."""
+"""Seconds between two readings of the clock, which may be set meanwhile."""
 
 _logger = logging.getLogger(__name__)
 
+Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The result of one run."""
+
+    ended: Ended
+    """Every trial has ended; told to stop; out of time; the rest is for other devices; the study was paused,
+    cancelled or deleted."""
+    outcomes: Mapping[str, int] = field(default_factory=Counter)
+    """Number of trials that ended here, by outcome. Empty for a study that was finished before."""
+    elsewhere: tuple[str, ...] = ()
+    """The device that the remaining trials need: its precisions, or its name."""
+
+    @property
+    def num_failed(self) -> int:
+        """Number of trials that failed or crashed."""
+        return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
+
+    @property
+    def exit_code(self) -> int:
+        """130 after a stop; 1 if more than half of the trials failed, so that not the trials are wrong."""
+        mostly_failed = 2 * self.num_failed > sum(self.outcomes.values())
+        return 130 if self.ended == "stopped" else int(mostly_failed)
+
 
 class Stop(threading.Event):
-    """Set when this process is to checkpoint and leave; says why.
+    """Set when this process is to checkpoint and leave, with the reason.
 
     Args:
-        until: when its job ends, in seconds since 1970; None: it does not.
+        until: the end of its job, in seconds since 1970; None: there is none.
         timeout: seconds after which it begins no further trial; None: never.
     """
 
@@ -54,11 +83,11 @@ class Stop(threading.Event):
         self.until = until
         self.reason = ""
         self.signal: signal.Signals | None = None
-        """The signal that set it; None: the time, or the process that started this one."""
+        """The signal that set it; None: the time, or the parent process."""
         self.deadline = time.monotonic() + (timeout or math.inf)
         """No trial begins after this, by the monotonic clock."""
         self.can_checkpoint = False
-        """Whether trials may run; before, the first SIGINT ends the process, as there is nothing to keep."""
+        """True once trials may run. Before, the first SIGINT ends the process: there is nothing to keep."""
         self._out_of_time = False
         self._first = threading.Lock()
         self._wakeups: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
@@ -68,13 +97,12 @@ class Stop(threading.Event):
 
     @property
     def seconds_left(self) -> float:
-        """Until this process has to leave; infinite where its job does not end."""
+        """Seconds until this process has to leave; infinite without an end of its job."""
         return math.inf if self.until is None else self.until - self._margin - self._reserved - time.time()
 
     @property
     def asks_for_requeue(self) -> bool:
-        """Return true at the end of the job's time or its warning: the job asks its scheduler to run it
-        again.
+        """True at the end of the job's time, or at a warning: the job asks its scheduler to run it again.
 
         After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
         """
@@ -92,7 +120,7 @@ class Stop(threading.Event):
         if reason:
             _logger.info("Told to stop: %s.", reason)
         if number == signal.SIGINT:
-            _logger.info("Stopping once what is done is kept. Ctrl-C again ends at once, without that.")
+            _logger.info("Stopping after a checkpoint. Ctrl-C again ends at once, without it.")
 
     def set_out_of_time(self) -> None:
         """Ask this process to stop because its job ends."""
@@ -122,7 +150,7 @@ class Stop(threading.Event):
 
 @contextmanager
 def stop_on_signals(until: float | None = None, timeout: float | None = None) -> Iterator[Stop]:
-    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`; arguments as of `Stop`.
+    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`. The arguments are `Stop`'s.
 
     A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
     kills. A process of `run_workers` also stops when its parent asks it to, or dies.
@@ -154,7 +182,7 @@ def stop_on_signals(until: float | None = None, timeout: float | None = None) ->
 
 
 def stop_at_end_of_input(stop: Stop, reason: str) -> None:
-    """Set the `Stop` when the standard input ends, also by the death of who holds the other end."""
+    """Set the `Stop` when the standard input ends, also by the death of the process at its other end."""
 
     def wait() -> None:
         # Not `sys.stdin`: its lock, held here at exit, would abort the interpreter.
@@ -167,9 +195,7 @@ def stop_at_end_of_input(stop: Stop, reason: str) -> None:
 
 def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:
     """Return the earlier of `until` (see `parse_time`) and Slurm's end of the job; None: neither is given."""
-    ends = []
-    if until is not None:
-        ends.append(parse_time(until))
+    ends = [] if until is None else [parse_time(until)]
     if slurm_end := environment.get(SLURM_END):
         if not slurm_end.isdecimal():
             raise InputError(f"{SLURM_END} must be a number of seconds since 1970, but got {slurm_end!r}.")
@@ -178,11 +204,11 @@ def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -
 
 
 def parse_time(text: str) -> float:
-    """Return a time that lies ahead in seconds since 1970. Raises InputError.
+    """Return a future time in seconds since 1970. Raises InputError.
 
     Args:
-        text: `18:30`, the next time that the clock shows this; `2026-11-22T18:30`, with an offset such as
-            `+01:00` or in the time zone of this machine; `+3600`, seconds from now.
+        text: a time of day such as `18:30`; `2026-11-22T18:30`, with an offset such as `+01:00` or in the
+            time zone of this machine; `+3600`, seconds from now.
     """
     now = datetime.now().astimezone()
     try:

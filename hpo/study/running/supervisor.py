@@ -4,8 +4,8 @@ A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is 
 others go on. After anything else it is started again, at most `MAX_RESTARTS` times within an hour. Then the
 machine is broken: the other workers checkpoint and leave, and the error shows the end of the log.
 
-Workers stop when their standard input ends, so also when this process is killed. This process waits for no
-database: while that is away, a worker that died waits to be started.
+Workers stop when their standard input ends, also by the death of this process. This process waits for no
+database: during an outage, a dead worker waits for its restart.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpo.config.allowed import ALLOW
+from hpo.code import trust_options
+from hpo.config.allowed import ALLOW, allowing
 from hpo.config.limits import check_energy
 from hpo.config.study_config import StudyConfig
 from hpo.device import (
@@ -41,17 +42,16 @@ from hpo.errors import HpoError, InputError, OutageError, RunError
 from hpo.precision.table import AmpConfig
 from hpo.study.claims.process import this_job
 from hpo.study.reading.watch import StudyWatch, outcome_of
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
-from hpo.study.running.worker import RunSummary
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
 from hpo.study.store.lifecycle import is_in_work, read_state
 from hpo.study.store.storage import Storage
 
 MAX_RESTARTS = 10
-"""How often a worker that dies is started again within an hour."""
+"""Most restarts of a dead worker within `RESTART_SECONDS`."""
 RESTART_SECONDS = 3600.0
 
 LEAVE_SECONDS = 60.0
-"""How long the workers have to checkpoint and leave where this process ends on an error."""
+"""Time for the workers to checkpoint and leave when this process ends on an error."""
 
 _STOPPED = RunSummary("stopped").exit_code
 _logger = logging.getLogger(__name__)
@@ -59,24 +59,32 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What a worker process has of the machine's devices."""
+    """A worker process's share of the machine's devices."""
 
     workers_on_device: int
-    """How many workers have its device, itself among them."""
+    """Number of workers on its device, itself included."""
     cuda_device: str | None = None
-    """The one GPU that it sees, as CUDA_VISIBLE_DEVICES names it; None: what the parent process sees."""
+    """The only GPU that it sees, as CUDA_VISIBLE_DEVICES names it; None: all of the parent process."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process has in its environment."""
         gpu = {} if self.cuda_device is None else {"CUDA_VISIBLE_DEVICES": self.cuda_device}
         return {WORKERS_ON_DEVICE: str(self.workers_on_device), **gpu}
+
+
+@dataclass(frozen=True)
+class WorkerProcesses:
+    """The worker processes of a run on this machine."""
+
+    shares: Sequence[DeviceShare]
+    storage_as_given: str | None = None
+    """The user's name of the storage, such as `@FILE`; None: its URL."""
 
 
 def share_devices(
     config: StudyConfig, workers: int | None = None, per_device: int | None = None
 ) -> list[DeviceShare]:
-    """The share of each worker process of a run on this machine; none: the one worker is this process.
+    """Return the share of each worker process of a run on this machine; []: this process is the worker.
 
     A worker sees its GPU alone, so that no tensor of it can lie on another.
 
@@ -127,7 +135,7 @@ def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpCon
 
 
 class _Worker:
-    """A worker process, which stops when its standard input is closed, also by our death."""
+    """A worker process. It stops when its standard input is closed, also by our death."""
 
     def __init__(self, number: int, log: Path, environment: Mapping[str, str]) -> None:
         self.number = number
@@ -162,7 +170,7 @@ class _Worker:
         _logger.warning(
             "Worker %d %s; it is started again (%d of at most %d times an hour). Its log: %s",
             self.number,
-            self.how_it_ended,
+            self._how_it_ended,
             len(self._restarts),
             MAX_RESTARTS,
             self._log,
@@ -170,7 +178,7 @@ class _Worker:
         return True
 
     def stop(self) -> None:
-        """Have it checkpoint and leave."""
+        """Ask the process to checkpoint and leave."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -181,11 +189,11 @@ class _Worker:
 
     @property
     def died(self) -> bool:
-        """Whether it ended in a way that another try may not."""
+        """True if another start may end in another way."""
         return self.process.returncode not in (0, InputError.exit_code, _STOPPED)
 
     @property
-    def how_it_ended(self) -> str:
+    def _how_it_ended(self) -> str:
         code = self.process.returncode
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -194,21 +202,9 @@ class _Worker:
         again = f", having been started again {len(self._restarts)} times within an hour"
         kind = InputError if self.process.returncode == InputError.exit_code else RunError
         return kind(
-            f"A worker {self.how_it_ended} before the study was done{again if self._restarts else ''}. "
+            f"A worker {self._how_it_ended} before the study was done{again if self._restarts else ''}. "
             f"The end of {self._log}:\n{end}"
         )
-
-
-@dataclass(frozen=True)
-class WorkerProcesses:
-    """The workers that this process starts and looks after."""
-
-    shares: Sequence[DeviceShare]
-    arguments: Sequence[str] = ()
-    storage_as_given: str | None = None
-    """What they find the storage by, such as `@FILE`; None: by its URL."""
-    allow: str | None = None
-    """Their HPO_ALLOW; None: that of this process."""
 
 
 def run_workers(
@@ -216,20 +212,15 @@ def run_workers(
 ) -> RunSummary:
     """Run a worker of the study in each of the processes, and wait for all of them.
 
-    The output of a process is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. The
-    storage is passed in the environment, because everybody on a machine can read the arguments of a process.
+    The output of a process is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log.
     Raises InputError or RunError, with the end of the log, if workers failed and the study is not done.
     """
     if stop.is_set():
         return RunSummary("stopped")
     watch = StudyWatch(storage, config)
     deadline = min(stop.deadline, time.monotonic() + (config.timeout or math.inf))
-
-    def is_over() -> bool:
-        return time.monotonic() > deadline or not is_in_work(storage, config.name)
-
-    supervisor = _Supervisor(processes, storage, stop, deadline, config.name)
-    supervisor.run(runs_dir / config.name, is_over)
+    supervisor = _Supervisor(config, storage, processes, stop, deadline)
+    supervisor.run(runs_dir / config.name)
     outcomes = Counter(map(outcome_of, watch.look().ended))
     if stop.is_set():
         return RunSummary("stopped", outcomes)
@@ -252,31 +243,38 @@ def worker_command(study: str, timeout: float, until: float | None) -> list[str]
     return command
 
 
-@dataclass
 class _Supervisor:
-    """Of the workers of one study."""
+    """The supervisor of the workers of one study."""
 
-    processes: WorkerProcesses
-    storage: Storage
-    stop: Stop
-    deadline: float
-    study: str
+    def __init__(
+        self,
+        config: StudyConfig,
+        storage: Storage,
+        processes: WorkerProcesses,
+        stop: Stop,
+        deadline: float,
+    ) -> None:
+        self.config = config
+        self.storage = storage
+        self.processes = processes
+        self.stop = storage.stop = stop
+        self.deadline = deadline
+        self.broken: _Worker | None = None  # it has used up its restarts
+        self.workers: list[_Worker] = []
 
-    def run(self, folder: Path, is_over: Callable[[], bool]) -> None:
+    def run(self, folder: Path) -> None:
         """Run the workers, with their logs in `folder`, until all have ended.
 
-        After an error here those that still run have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
-        killed. `is_over` says whether there is nothing more to do; it may find the database away.
+        After an error here, running workers have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
+        killed.
         """
-        self.storage.stop = self.stop
-        self.broken: _Worker | None = None  # whose restarts were used up
         self.workers = self._workers(folder)
         started = []
         try:
             for worker in self.workers:
                 worker.start(self._command())
                 started.append(worker)
-            self._supervise(is_over)
+            self._supervise()
         except BaseException as error:
             _end(started, 0.0 if isinstance(error, KeyboardInterrupt) else LEAVE_SECONDS)
             raise
@@ -286,9 +284,10 @@ class _Supervisor:
         shares = self.processes.shares
         # Each worker would otherwise use all cores, and they would get into each other's way.
         threads = max(1, available_cores() // len(shares))
+        # In the environment: everybody on a machine can read the arguments of a process.
         url = self.processes.storage_as_given or self.storage.url
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": url}
-        environment |= {} if self.processes.allow is None else {ALLOW: self.processes.allow}
+        environment[ALLOW] = allowing(self.config)
         # Jobs of one node, and commands of one machine, each write their files.
         job = f"{socket.gethostname()}-{(this_job() or str(os.getpid())).rpartition(':')[2]}"
         return [
@@ -297,11 +296,16 @@ class _Supervisor:
         ]
 
     def _command(self) -> list[str]:
-        left = self.deadline - time.monotonic()
-        return [*worker_command(self.study, left, self.stop.until), *self.processes.arguments]
+        config, left = self.config, self.deadline - time.monotonic()
+        trusts = ["--trust-remote-code"] if config.model.trust_remote_code else []
+        command = worker_command(config.name, left, self.stop.until)
+        return [*command, *trust_options(config.code, config.class_names), *trusts]
 
-    def _supervise(self, is_over: Callable[[], bool]) -> None:
-        """Wait until all workers have ended, and start those again that die."""
+    def _is_over(self) -> bool:
+        return time.monotonic() > self.deadline or not is_in_work(self.storage, self.config.name)
+
+    def _supervise(self) -> None:
+        """Wait until all workers have ended, and start dead ones again."""
         living = list(self.workers)
         while living:
             leaving = self.stop.wait(0.5) or self.broken is not None
@@ -313,9 +317,9 @@ class _Supervisor:
             for worker in [worker for worker in living if worker.process.poll() is not None]:
                 worker.stop()
                 try:
-                    may_go_on = not leaving and worker.died and not self.storage.attempt(is_over)
+                    may_go_on = not leaving and worker.died and not self.storage.attempt(self._is_over)
                 except OutageError:
-                    break  # it waits for the next round, as the others do
+                    break  # all wait for the next round
                 if self.stop.is_set() or not may_go_on:
                     living.remove(worker)
                 elif worker.may_restart():
@@ -333,7 +337,7 @@ class _Supervisor:
         if any(worker.process.returncode == _STOPPED for worker in self.workers):
             if self.stop.until is not None:  # they leave before this process
                 self.stop.set_out_of_time()
-            return True  # else told to by somebody else
+            return True  # else somebody else stopped them
         for worker in self.workers:
             if worker.process.returncode:
                 raise worker.failure()

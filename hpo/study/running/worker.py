@@ -1,93 +1,139 @@
-"""Workers: the loop that runs the trials of a study, in this process or in several.
-
-    claim a trial -> run it -> record its outcome -> next trial
+"""A worker: claim a trial -> run it -> report its evaluations -> record its end -> next trial.
 
 Workers know of each other through the database alone, so they may come and go anywhere. A worker leaves when
-every trial has ended, or, if it is told to stop, once its trial has a checkpoint. While others still run the
+every trial has ended or, if it is told to stop, once its trial has a checkpoint. While others still run the
 last trials it waits, to take over if one of them dies.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 
 from hpo.config.comparison import ComparisonConfig
+from hpo.config.limits import ENERGY
 from hpo.config.portfolio import portfolio
-from hpo.config.search_space import refusal
-from hpo.errors import DeviceLostError, HpoError, LeaseLostError
+from hpo.config.search_space import refusal, suggest
+from hpo.config.study_config import StudyConfig
+from hpo.device import memory_limit
+from hpo.errors import DeviceLostError, HpoError, LeaseLostError, Paused, Pruned
+from hpo.json_safe import is_number
+from hpo.lost_device import lost_device_raised
 from hpo.outcome import Outcome
+from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints, note_database
+from hpo.study.checkpoints.keep_best import keep_best_checkpoints
+from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
+from hpo.study.reading.row_statistics import store_row_statistics
+from hpo.study.reading.study_record import EvaluationRow
+from hpo.study.running.final_evaluation import evaluate_best
+from hpo.study.running.open_study import OpenStudy
+from hpo.study.running.pace import Pace
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
+from hpo.study.running.supervisor import WorkerProcesses, run_workers
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
-from hpo.study.sampling.promotion import promotion_of
+from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import bind_data
+from hpo.training.evaluate import Evaluation
+from hpo.trial.best_model import with_scores
+from hpo.trial.compat import checked_on
+from hpo.trial.executor import Executor
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.trial.telemetry import TrialResult
-
-RunTrial = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
-"""Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
-
-
-Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What one call ran."""
-
-    ended: Ended
-    """Every trial has ended; told to stop; out of time; the rest is for other devices; the study was paused,
-    cancelled or deleted."""
-    outcomes: Mapping[str, int] = field(default_factory=Counter)
-    """How many trials ended how, here. Empty for a study that was finished before."""
-    elsewhere: tuple[str, ...] = ()
-    """What remains needs a device with this: precisions, or its name."""
-
-    @property
-    def num_failed(self) -> int:
-        """Number of trials that failed or crashed."""
-        return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
-
-    @property
-    def mostly_failed(self) -> bool:
-        """Whether more than half of the trials failed: then something other than the trials is wrong."""
-        return 2 * self.num_failed > sum(self.outcomes.values())
-
-    @property
-    def exit_code(self) -> int:
-        """130 after a stop, 1 if most trials failed, else 0."""
-        return 130 if self.ended == "stopped" else int(self.mostly_failed)
+RunTrial = Callable[[optuna.trial.Trial, Lease], TrialResult]
+"""Runs one trial. It calls `Lease.check` between steps, to stop when another worker has the trial."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker is told and asked beside its study."""
+    """Options of a worker besides its study."""
 
     deadline: float = math.inf
-    """No trial begins after this, by the monotonic clock; nor after the study's `timeout`."""
+    """No trial begins after this time of the monotonic clock, or after the study's `timeout`."""
     after_trial: Callable[[], None] = lambda: None
-    """Called when a trial has ended, here or with a worker that this one waited for; again if the database
-    went away meanwhile."""
+    """Called when a trial has ended here, or on a worker that this one waited for. It may be called twice."""
     poll_seconds: float = 2.0
+
+
+def run_study(
+    study: OpenStudy, processes: WorkerProcesses | None = None, *, stop: Stop | None = None
+) -> RunSummary:
+    """Run the study's trials on this machine until its budget is used up or `stop` is set.
+
+    Args:
+        processes: the worker processes that run the trials, if they do not run in this one.
+        stop: from `stop_on_signals`.
+
+    Raises:
+        StudyChangedError: the study had other data.
+        InputError: the data cannot be used.
+        RunError: the workers ended before the study did.
+    """
+    stop = stop or Stop()
+    if study.stored.state != "open":
+        return RunSummary("closed")
+    if study.stored.counts["done"] == study.config.n_trials:
+        return RunSummary("finished")
+    stop.can_checkpoint = True
+    try:
+        if study.executor is not None:
+            return _work(study, study.executor, stop)
+        assert processes is not None
+        summary = run_workers(study.config, study.storage, study.runs_dir, processes, stop)
+    finally:
+        stop.can_checkpoint = False
+    if summary.ended != "elsewhere":
+        return summary
+    return replace(summary, elsewhere=tuple(study.left_out) or study.config.precisions)
+
+
+def _work(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
+    """Be a worker in this process. It evaluates the best trial in detail when the study has ended."""
+    config, storage = study.config, study.storage
+    bind_data(storage, config.name, executor.fingerprint)
+    folder = partial(executor.trial_folder, storage.study_token(config.name))
+    study_folder = folder(0).parent
+    note_database(study_folder, storage)
+    remote, removed = open_remote_store(config.checkpoint), set[int]()
+    stored, top_k = storage.load_study(config.name), config.checkpoint.top_k
+    keep_best = partial(keep_best_checkpoints, stored, study_folder, top_k, remote, removed)
+    summary = run_worker(
+        config,
+        storage,
+        TrialRunner(executor, storage, stop, remote=remote),
+        WorkerOptions(stop.deadline, keep_best),
+        device=WorkerDevice(
+            executor.device.device_id,
+            memory_limit(executor.device, executor.amp.memory_fraction),
+            study.lacking,
+            executor.device.kind,
+            checked_on(executor.device),
+        ),
+        stop=stop,
+    )
+    if summary.ended == "finished" and config.comparison is None:
+        evaluate_best(executor, storage, folder, stop, remote)
+    return summary
 
 
 def run_worker(
@@ -102,7 +148,6 @@ def run_worker(
     """Run trials of the stored study until none is left for `device`, `stop` is set or time is up."""
     stop = storage.stop = stop or threading.Event()
     deadline = min(options.deadline, time.monotonic() + (config.timeout or math.inf))
-    options = replace(options, deadline=deadline)
     study = storage.load_study(config.name)
     study.pruner = build_pruner(config.pruner)
     skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
@@ -133,6 +178,7 @@ def run_worker(
             skipped=skipped,
             explores=promotion is not None,
         )
+        options = replace(options, deadline=deadline)
         if summary := _run_trials(worker, storage, run_trial, options, outcomes):
             return summary
     if worker.study_closed.is_set():
@@ -143,9 +189,11 @@ def run_worker(
 
 
 def _points_of(config: StudyConfig, storage: Storage) -> Callable[[], Sequence[Point]] | None:
-    """What reads the points of a grid, or of a comparison as it is now; None: the study has no points."""
-    if config.comparison is not None:
-        return lambda: read_plan(storage, config.name).points()
+    """Return a reader of the points of a grid or a comparison; None for a study without points."""
+    if config.comparison is not None:  # its plan grows
+        return lambda: ComparisonConfig.model_validate(
+            storage.read_definition(config.name)["comparison"]
+        ).points()
     if config.sampler.name != "grid":
         return None
     points = grid_points(config.search_space, config.sampler.seed)
@@ -159,12 +207,20 @@ def _run_trials(
     options: WorkerOptions,
     outcomes: Counter[str],
 ) -> RunSummary | None:
-    """Run one trial after the other and count the `outcomes`; None: no more may begin."""
+    """Claim and run one trial after the other, and count the `outcomes`; None: no more may begin.
+
+    If this process dies, the next claim continues from the state that remains:
+
+        before `record_outcome`  the trial is RUNNING without a live worker: it continues from its checkpoint
+        after it                 the trial has ended, has paused, or waits to be tried again
+    """
     stop, closed = storage.stop, worker.study_closed
     while not stop.is_set() and not closed.is_set() and time.monotonic() <= options.deadline:
         if lease := worker.claim():
-            if outcome := run_claimed(worker, lease, run_trial):
-                outcomes[outcome] += 1
+            with suppress(LeaseLostError):  # another worker has taken over the trial
+                result = _run_claimed(worker, lease, run_trial)  # reports each evaluation
+                worker.record_outcome(lease, result)
+                outcomes[result.outcome] += 1
                 if worker.has_ended_trials:  # not if it has only paused
                     worker.has_ended_trials = False
                     storage.persist(options.after_trial)
@@ -175,52 +231,151 @@ def _run_trials(
             stop.wait(min(options.poll_seconds, max(0.0, options.deadline - time.monotonic())))
         else:
             storage.persist(options.after_trial)
-            ended: Ended = "elsewhere" if worker.left else "finished"
-            return RunSummary(ended, outcomes, worker.runnable.lacks(worker.left))
+            lacking = worker.runnable.lacks(worker.left)
+            return RunSummary("elsewhere" if worker.left else "finished", outcomes, lacking)
     return None
 
 
-def run_claimed(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome | None:
-    """Run a claimed trial and return its outcome; None: another worker has taken it over.
-
-    If this process dies, the next claim continues from the state that remains:
-
-        before `record_outcome`  the trial is RUNNING without a live worker: it continues from its checkpoint
-        after it                 the trial has ended, has paused, or waits to be tried again
+def _run_claimed(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> TrialResult:
+    """Run a claimed trial to its result.
 
     Raises DeviceLostError if this process has lost its GPU. The trial is then free, and a death of its worker
     is counted.
     """
-    with suppress(LeaseLostError):
-        try:
-            result = _result_of(lease, run_trial)
-        except DeviceLostError:
-            worker.record_death(lease)
-            raise
-        worker.record_outcome(lease, result)
-        return result.outcome
-    return None
-
-
-def _result_of(lease: Lease, run_trial: RunTrial) -> TrialResult:
     if lease.crash:
-        return _ended(Outcome.CRASHED, lease.crash)
+        return TrialResult(Outcome.CRASHED, lease.crash)
     try:
         return run_trial(lease.trial, lease)
+    except DeviceLostError:
+        worker.record_death(lease)
+        raise
     except HpoError:
         raise
     except UpdateFinishedTrialError as error:
         raise LeaseLostError(f"Somebody else has ended trial {lease.number}.") from error
     except Exception as error:
-        return _ended(Outcome.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+        reason = f"{type(error).__name__}: {error}"
+        return TrialResult(Outcome.FAILED, reason, traceback=traceback.format_exc())
 
 
-def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResult:
-    from hpo.trial.telemetry import TrialResult  # PyTorch, which a worker of the tests does without
+class TrialRunner:
+    """Runs claimed trials with `executor` in this process.
 
-    return TrialResult(outcome, reason, traceback=trace)
+    A trial waits in each report until the database answers. Its evaluations are therefore stored before the
+    checkpoint from which it may continue.
+
+    Args:
+        remote: the store for uploaded checkpoints; None: they stay in their folder.
+    """
+
+    def __init__(
+        self, executor: Executor, storage: Storage, stop: Stop, *, remote: RemoteStore | None = None
+    ) -> None:
+        self.pace = Pace(stop, executor.study.stall_seconds, lambda: storage.availability.is_away)
+        self._executor = executor
+        self._storage = storage
+        self._stop = stop
+        self._remote = remote
+        self._shares_device = int(os.environ.get(WORKERS_ON_DEVICE, "1")) > 1
+        self._checkpoint_seconds = 0.0
+        self._metrics = [objective.metric for objective in executor.study.objective]
+        self._token = storage.study_token(executor.study.name)
+
+    def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        """Run a claimed trial to its outcome.
+
+        Raises an error that concerns more than this trial: a lost lease, device or database, wrong input.
+        """
+        executor, storage, device = self._executor, self._storage, self._executor.device.device_id
+        params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
+        folder = executor.trial_folder(self._token, trial.number)
+        shared = self._shares_device or storage.has_other_workers_on(device)
+        mirror = (
+            RemoteCheckpoints(self._remote, lease, folder, self._stop)
+            if self._remote
+            else FolderCheckpoints(lease)
+        )
+        callbacks = Callbacks(
+            partial(self._report, lease, trial.user_attrs),
+            partial(self._should_stop, lease),
+            partial(self._note_progress, lease),
+        )
+        key = f"{self._token}/{trial.number}"
+        with self.pace.trial():
+            result = executor.run(params, folder, key, callbacks, shared_device=shared, mirror=mirror)
+        with lost_device_raised(executor.device):
+            result = self._with_scores(trial, lease, folder, result)
+        if result.outcome == Outcome.PREEMPTED and not lease.study_closed.is_set():
+            self._stop.set()  # another rank of this trial was told to stop
+        if not shared and storage.has_other_workers_on(device):  # it joined during the trial
+            result = with_shared_device(result, executor.study.named_metrics)
+        return result
+
+    def _report(self, lease: Lease, attributes: Mapping[str, Any], scored: Evaluation) -> None:
+        """Store an evaluation. Raises Pruned if the pruner stops the trial, Paused if it pauses."""
+        evaluation = scored
+        row = EvaluationRow(
+            step=evaluation.step,
+            epoch=evaluation.epoch,
+            seconds=evaluation.seconds,
+            metrics={**dict(zip(self._metrics, scored.values, strict=True)), **evaluation.metrics},
+            train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
+            train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
+        )
+        lease.check()
+        with self.pace.reporting():
+            is_pruned = lease.report(row, evaluation.index, scored.values[0])
+        if scored.is_last:
+            return
+        whole = attributes.get(WHOLE_ATTR, False)
+        if is_pruned and not whole:
+            raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+        if lease.promotion is not None and not whole and all(map(is_number, scored.values)):
+            rung = lease.promotion.pauses_at(evaluation.budget_used, attributes.get(RESUMED_ATTR, 0.0))
+            if rung is not None:
+                lease.pause(rung, scored.values)  # before the checkpoint, so that its next worker knows
+                raise Paused(f"paused at {evaluation.budget_used:.0%} of its training.")
+        if lease.is_budget_spent():
+            raise Paused(BUDGET_SPENT)
+
+    def _should_stop(self, lease: Lease) -> bool:
+        lease.check()
+        self.pace.note_step(self._checkpoint_seconds)
+        return self._stop.is_set() or lease.study_closed.is_set()
+
+    def _note_progress(self, lease: Lease, progress: Progress) -> None:
+        self._checkpoint_seconds = progress.checkpoint_seconds
+        lease.progress = progress
+
+    def _with_scores(
+        self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult
+    ) -> TrialResult:
+        """Add the scores on test to the result; store the row statistics of a comparison."""
+        study = self._executor.study
+        if study.evaluation.test or study.comparison:
+            split = "test" if study.evaluation.test else "validation"
+            result, statistics = with_scores(self._executor, folder, trial.params, result, split)
+            if study.comparison and statistics:
+                store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
+        return result
 
 
-def read_plan(storage: Storage, name: str) -> ComparisonConfig:
-    """The plan of a comparison as it is now."""
-    return ComparisonConfig.model_validate(storage.read_definition(name)["comparison"])
+def with_shared_device(result: TrialResult, named_metrics: Collection[str]) -> TrialResult:
+    """Record that another worker joined the device during the trial. The trial's energy is then unknown.
+
+    A trial with energy as an objective or a limit ends as failed, without another attempt: it would share its
+    device again.
+    """
+    telemetry = {**result.telemetry, "device": {**result.telemetry["device"], "shared": True}}
+    measured = telemetry.get("throughput", {})
+    if measured.get(ENERGY) is None:
+        return replace(result, telemetry=telemetry)
+    missing = "another worker joined this GPU during the trial."
+    telemetry |= {"throughput": {**measured, ENERGY: None}, "energy_missing": missing}
+    headline = {name: value for name, value in result.headline.items() if name != ENERGY}
+    result = replace(result, telemetry=telemetry, headline=headline)
+    if ENERGY not in named_metrics:
+        return result
+    reason = f"{ENERGY} is not known: {missing} Run one worker on each GPU."
+    return replace(result, outcome=Outcome.FAILED, reason=reason, values=None, constraints={})

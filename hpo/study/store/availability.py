@@ -1,10 +1,9 @@
-"""Whether the database answers this process, and which workers are silent in it.
+"""Availability of the database, and silence of the workers in it.
 
-A worker's heartbeat changes its row. The clocks of machines differ, and somebody may set one, so no two
-clocks are compared: a worker is silent for as long as its row does not change, by the monotonic clock of the
-process that watches. Time in which the watching process could not read the database does not count. After an
-outage every worker was silent for as long as it lasted, and the first that comes back must not take over the
-trials of all others.
+A worker's heartbeat changes its row. Clocks of machines differ and can be set, so no two clocks are compared:
+a worker is silent while its row does not change, by the monotonic clock of the watching process. Time without
+access to the database does not count. After an outage, all workers were silent throughout it, and the first
+worker to return must not take over the trials of all others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Availability:
-    """How the database answers this process."""
+    """Availability of the database to this process."""
 
     def __init__(self) -> None:
         self._last_answer = -math.inf
@@ -26,11 +25,11 @@ class Availability:
 
     @property
     def is_away(self) -> bool:
-        """Whether the database did not answer when it was asked last."""
+        """True if the last call got no answer."""
         return self._away_since is not None
 
     def note_answer(self, longest_gap: float) -> None:
-        """The database has answered; what was before more than `longest_gap` seconds is not known."""
+        """Note an answer of the database. After more than `longest_gap` seconds, silence is unknown."""
         self._forget_after_gap(longest_gap)
         self._last_answer = time.monotonic()
         if self._away_since is not None:
@@ -38,17 +37,16 @@ class Availability:
             self._away_since = None
 
     def note_outage(self, explanation: str) -> None:
-        """The database did not answer."""
+        """Note a call without an answer."""
         self._watched.clear()
         if self._away_since is None:
             self._away_since = time.monotonic()
             _logger.warning("The database is away; waiting for it. (%s)", explanation)
 
     def silent_seconds(self, worker: str, heartbeat: object, longest_gap: float) -> float:
-        """Return how long this process has seen the same heartbeat of a worker, without a break.
+        """Return how long this process has seen the same heartbeat of a worker without a break.
 
-        It is 0 when a heartbeat is seen for the first time. A break is an outage, or a `longest_gap` in which
-        this process did not ask the database.
+        It is 0 for a new heartbeat. A break is an outage, or a `longest_gap` without a call of this process.
         """
         self._forget_after_gap(longest_gap)
         now = time.monotonic()

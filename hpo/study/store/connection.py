@@ -1,30 +1,33 @@
-"""Connections to PostgreSQL on which no call waits forever, however the network fails.
+"""Connections to SQLite and PostgreSQL. No call waits forever, however the network fails.
 
-A connection whose other end is gone without a word gives no error by itself. Three bounds make one of it:
+A connection to PostgreSQL gives no error by itself if its other end vanishes silently. Three bounds help:
 
-- the client's kernel asks for a sign of life (TCP keepalives), and waits for an acknowledgement for
-  `tcp_user_timeout`;
-- the client waits for an answer for `ANSWER_SECONDS`, where a proxy acknowledges what it does not deliver;
-- the server ends a transaction in which its client is silent for `IDLE_SECONDS`, and frees its locks.
+- The client's kernel asks for a sign of life (TCP keepalives) and waits for an acknowledgement for
+  `tcp_user_timeout`.
+- The client waits for an answer for `ANSWER_SECONDS`. A proxy may acknowledge a message and not deliver it.
+- The server ends a transaction whose client is silent for `IDLE_SECONDS`, and frees its locks.
 
 The last bound is set in each transaction. A setting of the session would stay with the server connection, and
-a pooler such as PgBouncer gives that to other programs too.
+a pooler such as PgBouncer gives that connection to other programs too.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from typing import Any
 
 import psycopg
 import sqlalchemy as sa
 
+BUSY_SECONDS = 60.0
+"""Longest wait for another program's lock on a SQLite database."""
 ANSWER_SECONDS = 30.0
-"""A statement of ours takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
+"""A statement takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
 IDLE_SECONDS = 45.0
-"""A process that is stopped in a transaction loses its locks after this time, which is less than a lease."""
-ASK_AFTER_SECONDS = 1.0
-"""A connection that was used so lately is taken to work: to ask it first would cost a trial five calls."""
+"""A process stopped in a transaction loses its locks after this time, before its lease ends."""
+PING_AFTER_SECONDS = 1.0
+"""A connection used more recently is assumed to work: pings would cost a trial five calls."""
 
 _ARGUMENTS = {
     "application_name": "hpo",
@@ -33,13 +36,13 @@ _ARGUMENTS = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
-    # A pooler such as PgBouncer gives the next transaction to a server connection without what was prepared.
+    # A pooler gives the next transaction to another server connection, without the prepared statements.
     "prepare_threshold": None,
 }
 
 
 class BoundedConnection(psycopg.Connection[Any]):
-    """A connection that breaks when the server does not answer for `answer_seconds`."""
+    """A connection that breaks if the server does not answer for `answer_seconds`."""
 
     answer_seconds = ANSWER_SECONDS
 
@@ -53,8 +56,12 @@ class BoundedConnection(psycopg.Connection[Any]):
             raise
 
 
-def postgres_pool(url: sa.URL) -> sa.Pool:
-    """A pool of bounded connections; what the URL says goes before the bounds above."""
+def connection_pool(url: sa.URL) -> sa.Pool:
+    """Return a pool of connections. Options in the URL of a PostgreSQL server override the bounds above."""
+    if url.get_backend_name() == "sqlite":
+        pool = sa.create_pool_from_url(url, connect_args={"timeout": BUSY_SECONDS})
+        sa.event.listen(pool, "connect", _set_up_sqlite)
+        return pool
     _, arguments = url.get_dialect()().create_connect_args(url)
 
     def connect() -> psycopg.Connection[Any]:
@@ -62,12 +69,12 @@ def postgres_pool(url: sa.URL) -> sa.Pool:
 
     pool = sa.create_pool_from_url(url, creator=connect)
     sa.event.listen(pool, "checkin", _note_use)
-    sa.event.listen(pool, "checkout", _ask_after_a_pause)
+    sa.event.listen(pool, "checkout", _ping_after_a_pause)
     return pool
 
 
 def bound_transaction(connection: sa.Connection) -> None:
-    """Let the server end the transaction that begins if its client is silent for `IDLE_SECONDS`."""
+    """Let the server end the new transaction if its client is silent for `IDLE_SECONDS`."""
     milliseconds = round(IDLE_SECONDS * 1000)
     connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}")
 
@@ -76,13 +83,28 @@ def _note_use(_connection: object, record: Any) -> None:
     record.info["used"] = time.monotonic()
 
 
-def _ask_after_a_pause(connection: Any, record: Any, _proxy: object) -> None:
-    """As the pool's `pre_ping`, but not of a connection that has just worked."""
-    used = record.info.get("used")  # None: it is new
-    if used is None or time.monotonic() - used < ASK_AFTER_SECONDS:
+def _ping_after_a_pause(connection: Any, record: Any, _proxy: object) -> None:
+    """Ping a connection (the pool's `pre_ping`), unless it is new or has just worked."""
+    used = record.info.get("used")
+    if used is None or time.monotonic() - used < PING_AFTER_SECONDS:
         return
     try:
         connection.execute("SELECT 1")
         connection.rollback()
     except psycopg.Error as error:
         raise sa.exc.InvalidatePoolError from error  # SQLAlchemy connects anew
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    # With a write-ahead log readers never wait for the writer, and a commit needs no fsync: a power cut may
+    # lose the last commits, never the database (https://www.sqlite.org/pragma.html#pragma_synchronous).
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            break
+        except sqlite3.OperationalError as error:  # SQLite does not wait here for another process
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("PRAGMA synchronous=NORMAL").close()

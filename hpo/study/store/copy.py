@@ -1,18 +1,15 @@
-"""A study from one database to another, whole: it goes on there as if it had been made there.
+"""Copy of a whole study from one database to another, where it continues like the original.
 
-`optuna.copy_study` commits trial by trial, so a copy that is killed leaves half a study, and it knows none of
-our tables. Here the rows of Optuna's tables and ours are read in one snapshot and written in one transaction.
-The study keeps its token, by which its trials find their checkpoints.
+`optuna.copy_study` commits trial by trial, so a killed copy leaves half a study, and it ignores our tables.
+Here the rows of Optuna's tables and ours are read in one snapshot and written in one transaction. The study
+keeps its token, so its trials find their checkpoints.
 
-The claims of dead workers, Optuna's heartbeats and compatibility checks are not copied. NSGA-II's lists of
-parents name trials by ids that differ between databases: they are written anew.
+Dead workers lose their claims. Optuna's heartbeats, compatibility checks and NSGA-II's lists of parents are
+not copied: the ids in those lists are of this database, and the sampler selects the same parents again.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -40,25 +37,22 @@ OF_TRIAL = tuple(
     for table in optuna_internals.tables
     if "trial_id" in table.c and table.name not in ("trials", "trial_heartbeats")
 )
-"""Optuna's tables of which every row belongs to one study, or to one trial, and is copied."""
+"""Copied tables of Optuna. Every row belongs to one study, or to one trial."""
 OURS: tuple[sa.Table, ...] = tuple(
     table for table in schema.metadata.sorted_tables if "study" in table.c and table.name != "hpo_workers"
 )
-"""Our tables whose rows are copied as they are."""
-
-_PARENTS = re.compile(r"\w+:parent:\d+")
-"""Attributes of a study in which Optuna's `BaseGASampler` keeps a list of trial ids."""
+"""Our tables with rows that are copied unchanged."""
 
 
 def copy_study(source: Storage, target: Storage, name: str) -> int:
-    """Copy the study `name` from `source` to `target`; return how many trials Optuna has of it.
+    """Copy the study `name` from `source` to `target`; return its number of trials in Optuna's tables.
 
     Raises:
-        InputError: workers are live in the study, or the target has a study of that name.
-        StorageError: there is no such study.
-        RunError: a database failed; the target is as it was.
+        InputError: workers are live in the study, or the target has a study of this name.
+        StorageError: the study does not exist.
+        RunError: a database failed; the target is unchanged.
     """
-    study_id = study_id_of(source.load_study(name))  # refuses one that is not there
+    study_id = study_id_of(source.load_study(name))  # raises if it does not exist
     source.watch_workers(workers.c.study == name)
     rows = source.persist(lambda: _read(source, name, study_id))
     try:
@@ -70,17 +64,19 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
 
 
 def _read(source: Storage, name: str, study_id: int) -> _Rows:
-    """Read all rows of the study, in each table in the order in which they were made."""
+    """Read all rows of the study, in the order of their creation."""
     in_study = sa.select(_TRIALS.c.trial_id).where(_TRIALS.c.study_id == study_id)
     conditions = {studies: studies.c.name == name, _TRIALS: _TRIALS.c.study_id == study_id}
     conditions |= {table: table.c.study == name for table in (*OURS, workers)}
     conditions |= {table: table.c.study_id == study_id for table in OF_STUDY}
     conditions |= {table: table.c.trial_id.in_(in_study) for table in OF_TRIAL}
+    attributes = optuna_internals.study_system_attributes
+    conditions[attributes] = conditions[attributes] & attributes.c.key.not_like("%:parent:%")
     with snapshot(source.engine) as connection:
         if live := source.live_workers(connection, workers.c.study == name):
             raise InputError(
-                f"A study must be at rest while it is copied, but {len(live)} live workers are in `{name}`. "
-                f"`hpo pause {name}` has them leave."
+                f"A study must have no live worker while it is copied, but `{name}` has {len(live)}. "
+                f"`hpo pause {name}` lets them leave."
             )
         rows: _Rows = {}
         for table, condition in conditions.items():
@@ -90,7 +86,7 @@ def _read(source: Storage, name: str, study_id: int) -> _Rows:
 
 
 def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> None:
-    """Remove what a deleted study of that name has left; raise InputError where one is there."""
+    """Remove the rests of a deleted study of this name. Raises InputError if such a study exists."""
     if connection.execute(sa.select(_STUDIES).where(_STUDIES.c.study_name == name)).first() is not None:
         same = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
         if connection.execute(same).first() is not None:
@@ -104,18 +100,18 @@ def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> No
 
 
 def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:
-    """Write the rows; those of Optuna's tables get the ids that are next here. Returns how many trials."""
+    """Write the rows, with new ids in Optuna's tables; return the number of trials."""
     made = sa.insert(_STUDIES).values(study_name=name).returning(_STUDIES.c.study_id)
     study_id = connection.execute(made).scalar_one()
     trial_ids: dict[int, int] = {}
     if trials := rows[_TRIALS]:
         insert = sa.insert(_TRIALS).returning(_TRIALS.c.trial_id, sort_by_parameter_order=True)
-        new = [{**row, "study_id": study_id} for row in trials]
-        ids = connection.execute(insert, [_without_id(_TRIALS, row) for row in new]).scalars()
+        new = [{**_without_id(_TRIALS, row), "study_id": study_id} for row in trials]
+        ids = connection.execute(insert, new).scalars()
         trial_ids = dict(zip((row["trial_id"] for row in trials), ids, strict=True))
     for table in OF_STUDY:
-        copied = (_with_parents(_without_id(table, row), trial_ids) for row in rows[table])
-        _insert(connection, table, [{**row, "study_id": study_id} for row in copied])
+        new = [{**_without_id(table, row), "study_id": study_id} for row in rows[table]]
+        _insert(connection, table, new)
     for table in OF_TRIAL:
         new = [{**_without_id(table, row), "trial_id": trial_ids[row["trial_id"]]} for row in rows[table]]
         _insert(connection, table, new)
@@ -135,10 +131,3 @@ def _insert(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any
 def _without_id(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     ids = {column.name for column in table.primary_key}
     return {key: value for key, value in row.items() if key not in ids}
-
-
-def _with_parents(row: dict[str, Any], trial_ids: Mapping[int, int]) -> dict[str, Any]:
-    """A study's attribute, with the ids of the copy's trials where it is a list of parents."""
-    if not _PARENTS.fullmatch(str(row.get("key"))):
-        return row
-    return {**row, "value_json": json.dumps([trial_ids[one] for one in json.loads(row["value_json"])])}

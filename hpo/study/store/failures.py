@@ -1,23 +1,25 @@
-"""What each failure of a database means to the user, and whether it may work again soon."""
+"""Errors of a database: their meaning for the user, and if the database may work again soon."""
 
 from __future__ import annotations
 
 import re
 import sqlite3
-import sys
 from collections.abc import Mapping
 
+from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, RunError, StorageError, shorten
 from hpo.redaction import redact
 from hpo.study.store.database import without_password
 
-_LOST_BEFORE = "8s2b"  # SQLAlchemy's code of a statement in a transaction whose connection was lost before
-_READ_ONLY = "25006"  # PostgreSQL's code of a write to a server that is not the primary, or not any more
+DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError)
+"""The exceptions of a call to the database."""
+_LOST_BEFORE = "8s2b"  # SQLAlchemy's code: the connection was lost before this statement of a transaction
+_READ_ONLY = "25006"  # PostgreSQL's code: the server is not the primary, or not any more
 
-# What the driver says -> what must hold and what to do.
-_NOT_THERE = {
+# Pattern of the driver's message -> requirement and remedy.
+_UNREACHABLE = {
     r"failed to resolve host|could not translate host|name or service not known|getaddrinfo": (
         "the host cannot be found. Check its name in the storage URL"
     ),
@@ -25,21 +27,21 @@ _NOT_THERE = {
         "no database answers there. Check host and port, and that the server runs"
     ),
     r"readonly database|read-only transaction": (
-        "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
+        "the database and SQLite's folder must be writable. Change the permissions or name another database"
     ),
 }
-"""Wrong input of who opens a database; to a worker it may be away."""
+"""Wrong input for a command. For a worker, the database may be away."""
 _WRONG_INPUT = {
     r"password authentication failed|no password supplied": (
         "the server refuses this user and password. Check both in the storage URL"
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
     r"root certificate file|certificate verify failed|does not match host name": (
-        "the server's certificate must be one that `sslrootcert` in the URL vouches for, and be for this "
-        "host's name. Check both"
+        "`sslrootcert` in the URL must vouch for the server's certificate, and the certificate must be for "
+        "this host's name. Check both"
     ),
     r"invalid \S+ value|invalid connection option|invalid integer value": (
-        "PostgreSQL does not know such an option. Check what follows `?` in the storage URL"
+        "PostgreSQL does not know such an option. Check the part after `?` in the storage URL"
     ),
     r"no pg_hba.conf entry|does not support ssl|certificate|ssl error": (
         "the server refuses such a connection. Check `sslmode` in the URL and the server's pg_hba.conf"
@@ -49,41 +51,30 @@ _WRONG_INPUT = {
         "`GRANT CREATE, USAGE ON SCHEMA public TO user`"
     ),
     r"unable to open database file": (
-        "the file cannot be opened or made. Its folder must exist, and both must be writable"
+        "the file cannot be opened or created. Its folder must exist, and both must be writable"
     ),
     r"file is not a database|malformed": "it must be a SQLite database. Name another file, or move this one",
 }
-_CANNOT_GO_ON = {
+_BLOCKED = {
     r"database is locked": "another program holds it locked. End that, or use PostgreSQL for many workers",
     r"disk is full|no space left|could not extend file": "its disk is full. Make room, then run this again",
 }
 
 
-def database_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return `others`, and what a call of the database raises; Optuna's error only if Optuna is imported."""
-    optunas = sys.modules.get("optuna.exceptions")
-    of_optuna = () if optunas is None else (optunas.StorageInternalError,)
-    return (*others, SQLAlchemyError, *of_optuna)
-
-
-def _is_optunas(error: BaseException) -> bool:
-    return not isinstance(error, SQLAlchemyError) and isinstance(error, database_errors())
-
-
 def explain(url: str, error: BaseException) -> HpoError:
-    """Return what `error` means to the user, without the password."""
+    """Return an error whose message explains `error` to the user, without the password."""
     text = without_password(url, _text(error))
-    for kind, failures in ((StorageError, _WRONG_INPUT | _NOT_THERE), (RunError, _CANNOT_GO_ON)):
+    for kind, failures in ((StorageError, _WRONG_INPUT | _UNREACHABLE), (RunError, _BLOCKED)):
         if advice := _find(failures, text):
             return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")
     return RunError(f"{redact(url)}: the database gave an error: {shorten(text, 500)}")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the database may work again soon: a restart, a lost connection, a long lock, a failover."""
-    if _is_optunas(error) and error.__cause__ is not None:
+    """Return true if the database may work again soon: a restart, lost connection, long lock or failover."""
+    if isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
-    # Optuna asks again in the same transaction when its first query fails, which hides why that failed.
+    # Optuna repeats a failed first query in the same transaction, which hides the first error.
     if getattr(error, "connection_invalidated", False) or getattr(error, "code", None) == _LOST_BEFORE:
         return True
     if getattr(_driver_error(error), "sqlstate", None) == _READ_ONLY:
@@ -94,18 +85,17 @@ def is_outage(error: BaseException) -> bool:
 
 
 def is_locked(error: BaseException) -> bool:
-    """Return whether another program has the SQLite database locked."""
+    """Return true if another program has the SQLite database locked."""
     error = _driver_error(error)
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def is_wrong_input(error: BaseException) -> bool:
-    """Whether who named the database so must change something first."""
+    """Return true if the user must change something first."""
     return _find(_WRONG_INPUT, _text(error)) is not None
 
 
 def _find(failures: Mapping[str, str], text: str) -> str | None:
-    """The advice for what the driver says; None: it is none of `failures`."""
     return next((failures[pattern] for pattern in failures if re.search(pattern, text, re.IGNORECASE)), None)
 
 
@@ -115,7 +105,8 @@ def _text(error: BaseException) -> str:
 
 def _driver_error(error: BaseException) -> BaseException:
     while True:
-        inner = getattr(error, "orig", None) or (error.__cause__ if _is_optunas(error) else None)
+        is_optunas = isinstance(error, StorageInternalError)
+        inner = getattr(error, "orig", None) or (error.__cause__ if is_optunas else None)
         if inner is None:
             return error
         error = inner

@@ -1,10 +1,10 @@
-"""Foreign trials: somebody else added them to a study of hpo, such as a plain Optuna script.
+"""Foreign trials: another program, such as a plain Optuna script, added them to a study of hpo.
 
-A worker inserts the claim of a trial in the transaction that begins the trial. So a trial that has begun and
-has no claim is foreign. It is hidden from samplers and pruners, and it counts for nothing. A trial that waits
-is not foreign, whoever enqueued it: the next worker runs it.
+A worker inserts the claim of a trial in the transaction that begins the trial. So a begun trial without a
+claim is foreign. Samplers and pruners do not see it, and it counts for nothing. A waiting trial is not
+foreign, whoever enqueued it: the next worker runs it.
 
-A trial of hpo stays one if somebody else ends it. It counts as failed, and its values are ignored.
+A trial of hpo stays one if another program ends it. It counts as failed, and its values are ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hpo.study.store.schema import claims
 from hpo.study.store.schema import studies as hpo_studies
 
 ENDED_OUTSIDE = "somebody ended it outside of hpo."
-"""Reason of a trial of hpo that somebody else ended."""
-_FEW = 1000  # a statement takes so many values in every database
+"""Reason of a trial of hpo after another program ended it."""
+_FEW = 1000  # values that a statement of any database can hold
 
 
 def is_foreign(study: str) -> sa.ColumnElement[bool]:
@@ -31,13 +31,12 @@ def in_state(study: str, state: str) -> sa.Select[tuple[int, int]]:
     query = sa.select(trials.c.trial_id, trials.c.number).join(
         studies, studies.c.study_id == trials.c.study_id
     )
-    # PostgreSQL has a type of its own for states.
-    query = query.where(studies.c.study_name == study, sa.cast(trials.c.state, sa.String) == state)
-    return query.order_by(trials.c.number)
+    is_state = sa.cast(trials.c.state, sa.String) == state  # an enumeration in PostgreSQL
+    return query.where(studies.c.study_name == study, is_state).order_by(trials.c.number)
 
 
 def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
-    """Return the trials of these that have a claim. Return None if the study is not one of hpo."""
+    """Return the claimed trials among `numbers`, or None if the study is not one of hpo."""
     few = len(numbers) < _FEW
     these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
     of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)

@@ -1,9 +1,9 @@
-"""The life of a study in its database: open, paused, cancelled, deleted.
+"""States of a study: open, paused, cancelled, deleted.
 
 Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
-trials, give them up as `preempted` and leave; no trial of it is claimed. A paused study continues when it is
-open again. The unfinished trials of a cancelled study end, by the last worker to leave or by the command.
-Opened again, it begins other trials in their places.
+trials, release them as `preempted` and leave; nobody claims a trial. A paused study continues when it is open
+again. The unfinished trials of a cancelled study end, by the last worker to leave or by the command. If it is
+opened again, other trials begin instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from optuna.trial import TrialState
@@ -22,40 +22,37 @@ from hpo.config.sections import CheckpointConfig
 from hpo.config.study_file import check_study_name, show
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.claims.ending import end_unclaimed
-from hpo.study.claims.snapshot import num_places
+from hpo.study.claims.snapshot import num_open
 from hpo.study.store import optuna_internals
 from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
 from hpo.study.store.schema import claims, delete_rows, studies, workers
-from hpo.study.store.storage import is_stored
-
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage, is_stored
 
 CANCELLED = "the study was cancelled"
 StudyState = Literal["open", "paused", "cancelled"]
 
 
 def study_state(connection: sa.Connection, name: str, token: str | None = None) -> str | None:
-    """Return the state of the study; None: there is none of that name, or it has another `token`."""
+    """Return the state of the study, or None if it does not exist or has another `token`."""
     this = studies.c.name == name if token is None else is_stored(name, token)
     query = sa.select(studies.c.state).where(studies.c.name == name, this)
     return connection.execute(query).scalar()
 
 
 def read_state(storage: Storage, name: str) -> str | None:
-    """As `study_state`, in a transaction of its own."""
+    """Return `study_state`, read in a transaction of its own."""
     return storage.read(lambda connection: study_state(connection, name))
 
 
 def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
-    """Return how many trials of the study are enqueued, and how many trials it may still begin."""
+    """Return the number of enqueued trials, and the number of trials that may still begin."""
     trials, made = optuna_internals.trials, optuna_internals.studies
     has_claim = sa.exists().where(claims.c.study == name, claims.c.trial_number == trials.c.number)
     waiting = sa.select(sa.func.count()).select_from(trials.join(made)).where(made.c.study_name == name)
     waiting = waiting.where(trials.c.state == TrialState.WAITING, ~has_claim)
-    return int(connection.execute(waiting).scalar_one()), max(0, num_places(connection, name))
+    return int(connection.execute(waiting).scalar_one()), max(0, num_open(connection, name))
 
 
 def has_complete(connection: sa.Connection, name: str) -> bool:
@@ -65,15 +62,12 @@ def has_complete(connection: sa.Connection, name: str) -> bool:
 
 
 def is_in_work(storage: Storage, name: str) -> bool:
-    """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
+    """Return true if the study is open and has an unfinished trial."""
     return read_state(storage, name) == "open" and not storage.is_finished(name)
 
 
 def set_state(storage: Storage, name: str, state: StudyState) -> str:
-    """Open, pause or cancel a study and return the state that it had.
-
-    Raises StorageError where there is no such study.
-    """
+    """Open, pause or cancel a study and return its earlier state. Raises NoStudyError."""
     storage.study_token(name)  # the message names the nearest
 
     def change(connection: sa.Connection) -> str | None:
@@ -85,7 +79,7 @@ def set_state(storage: Storage, name: str, state: StudyState) -> str:
 
 
 def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
-    """Wait until no worker is in the study; return where those are that still are after so many `seconds`."""
+    """Wait until no worker is in the study, but not longer than `seconds`; return the remaining processes."""
     deadline = time.monotonic() + seconds
     while left := storage.read(lambda connection: _processes(storage, connection, name)):
         if time.monotonic() >= deadline:
@@ -95,7 +89,7 @@ def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
 
 
 def processes(rows: Iterable[Any]) -> list[str]:
-    """Return where the workers of these rows are, in words."""
+    """Return the processes of these workers, as texts."""
     return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
 
 
@@ -104,20 +98,17 @@ def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[s
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
-    """End the unfinished trials of a cancelled study that no worker has; return how many.
+    """End the unfinished trials of a cancelled study that have no live worker; return their number.
 
-    Trials that have come to a rung end as PRUNED. The others are given up, and begin anew if the study is
-    opened again (`end_unclaimed`). None is left of a study that was deleted.
+    Trials at a rung end as PRUNED. The others are given up (`end_unclaimed`).
     """
     if read_state(storage, name) != "cancelled" or not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
-    if not unfinished:
-        return 0
 
     def end(connection: sa.Connection) -> int:
-        # Written first, so that nobody opens the study or claims a trial meanwhile.
+        # This lock comes first, so that nobody opens the study or claims a trial meanwhile.
         cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
         if not connection.execute(cancelled.values(state="cancelled")).rowcount:
             return 0
@@ -125,21 +116,16 @@ def end_unfinished(storage: Storage, name: str) -> int:
         query = sa.select(claims.c.trial_number, claims.c.owner).where(claims.c.study == name)
         rows = connection.execute(query.where(claims.c.trial_number.in_(list(unfinished)))).all()
         return sum(
-            end_unclaimed(
-                connection, name, unfinished[row.trial_number], row.owner, "the study was cancelled"
-            )
+            end_unclaimed(connection, name, unfinished[row.trial_number], row.owner, CANCELLED)
             for row in rows
             if row.owner not in alive
         )
 
-    return storage.write(end)
+    return storage.write(end) if unfinished else 0
 
 
 def delete_study(storage: Storage, name: str) -> None:
-    """Remove all rows of a study, Optuna's and ours, also those of one that the dashboard has deleted.
-
-    Raises RunError where workers are in the study.
-    """
+    """Remove all rows of a study, Optuna's and ours. Raises RunError if workers are in the study."""
     storage.watch_workers(workers.c.study == name)
 
     def delete() -> None:
@@ -153,10 +139,9 @@ def delete_study(storage: Storage, name: str) -> None:
 
 
 def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
-    """Return the folder of a study's checkpoints: the shared one of the study, or one on this machine.
+    """Return the folder of a study's checkpoints, shared or on this machine.
 
-    Raises StorageError if the stored study is damaged, and InputError if this machine does not allow the
-    place.
+    Raises StorageError if the stored study is damaged, and InputError if this machine forbids the location.
     """
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))
@@ -165,7 +150,7 @@ def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
 
 
 def checkpoint_config(name: str, definition: Mapping[str, Any]) -> CheckpointConfig:
-    """The section `checkpoint` of a stored study, whatever its others hold. Raises StorageError."""
+    """Return the section `checkpoint` of a stored study. Raises StorageError if it is damaged."""
     try:
         return CheckpointConfig.model_validate(definition.get("checkpoint", {}))
     except ValidationError as error:

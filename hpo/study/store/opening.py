@@ -1,55 +1,48 @@
-"""How a study's database is opened: one process creates Optuna's tables and ours, in one transaction.
+"""Opening of a study's database: one process creates Optuna's tables and ours, in one transaction.
 
 Optuna would create its tables in transactions of its own. Several processes that do so at once crash, and its
-check of their version asks for a second connection inside a transaction. So both are done here.
+version check asks for a second connection inside a transaction. So both are done here.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
+import optuna
 import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.redaction import redact
-from hpo.study.store import optuna_tables
-from hpo.study.store.database import check_folder, connect, parse_url, place, sqlite_path
+from hpo.study.store import optuna_internals, optuna_tables
+from hpo.study.store.database import check_folder, connect, parse_url, shown_url, sqlite_path
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import VERSION, create_tables, stored_version
 
-if TYPE_CHECKING:
-    import optuna
-
 
 def open_database(url: str, *, create: bool, stop: threading.Event | None = None) -> sa.Engine:
-    """Connect, make Optuna's tables and ours where there are none, and return the database.
+    """Return an engine for the database, with Optuna's tables and ours.
 
-    Without `create`, a database without a study is an error.
+    Without `create`, a missing database or one without our tables is an error.
 
     Raises:
-        StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
-        StoppedError: `stop` was set while another process had the database to itself.
+        StorageError: the database cannot be used; NoDatabaseError: there is none.
+        StoppedError: `stop` was set while another process held the lock.
     """
-    parsed = parse_url(url)
+    path = sqlite_path(parse_url(url))
     if create:
         check_folder(url)
-    elif (path := sqlite_path(parsed)) is not None and not path.exists():
-        raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
+    elif path is not None and not path.exists():
+        raise NoDatabaseError(f"There is no study database at {shown_url(url)}. `hpo run STUDY` makes one.")
     engine = connect(url)
     try:
         if create:
             with exclusive(engine, stop) as connection:
-                if not _has_tables(connection):
-                    from hpo.study.store.optuna_internals import create_tables as create_optunas
-
-                    create_optunas(connection)
+                if not _has_tables(connection, url):
+                    optuna_internals.create_tables(connection)
                     create_tables(connection)
-        else:
-            with engine.connect() as connection:
-                if not _has_tables(connection):
-                    raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
         with engine.connect() as connection:
+            if not _has_tables(connection, url):
+                raise NoDatabaseError(f"{shown_url(url)} holds no study yet. `hpo run STUDY` makes one.")
             revision = optuna_tables.revision(connection)
         if revision != optuna_tables.REVISION:
             optuna_storage(engine)  # raises if this Optuna does not know these tables
@@ -59,15 +52,13 @@ def open_database(url: str, *, create: bool, stop: threading.Event | None = None
     return engine
 
 
-def _has_tables(connection: sa.Connection) -> bool:
-    """Return whether our tables are there. Raises StorageError where they are of another version."""
+def _has_tables(connection: sa.Connection, url: str) -> bool:
+    """Return true if our tables exist. Raises StorageError if their version is another one."""
     stored = stored_version(connection)
     if stored not in (None, VERSION):
-        url = connection.engine.url.render_as_string(hide_password=False)
         raise StorageError(
-            f"The tables of hpo in {redact(url)} must be of "
-            f"version {VERSION}, but they are of {stored}. Please name a new database, or use the hpo that "
-            "made this one. Plain Optuna still reads its studies."
+            f"The tables of hpo in {redact(url)} must be of version {VERSION}, but they are of {stored}. "
+            "Name a new database, or use the hpo that made this one. Plain Optuna still reads its studies."
         )
     return stored is not None
 
@@ -77,10 +68,6 @@ def optuna_storage(engine: sa.Engine) -> optuna.storages.RDBStorage:
 
     Raises StorageError if its tables are of another version.
     """
-    import optuna  # alembic, too
-
-    from hpo.study.store import optuna_internals
-
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = engine.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     storage = optuna.storages.RDBStorage(

@@ -1,11 +1,11 @@
-"""All that hpo uses of Optuna beyond its public interface.
+"""Every use of Optuna beyond its public interface.
 
-- Its tables: a trial is made in the transaction that inserts its claim, and a study is read, copied and
-  deleted by whole tables.
+- Its tables: a trial is made in the transaction that inserts its claim, and whole studies are read, copied
+  and deleted.
 - The ids of its objects, and its sorting by fronts.
-- A storage that hides foreign trials, and a study that shows its samplers other trials than it has.
+- A storage that hides foreign trials, and a study that shows other trials to its samplers.
 
-`tests/study/store/test_optuna_internals.py` names the versions of Optuna for which this is right.
+`tests/study/store/test_optuna_internals.py` lists the checked versions of Optuna.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._rdb import models
 from optuna.storages._rdb.models import SCHEMA_VERSION, BaseModel
 from optuna.study import Study, StudyDirection
-from optuna.study._constrained_optimization import _CONSTRAINTS_KEY, _get_constraints_from_system_attrs
+from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -36,7 +39,7 @@ from hpo.outcome import Outcome
 from hpo.study.store.foreign import ENDED_OUTSIDE, claimed
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
-"""All of Optuna's; what refers to others comes after them."""
+"""All tables of Optuna. A table comes after the tables that it references."""
 _named = BaseModel.metadata.tables
 studies = _named["studies"]
 study_user_attributes = _named["study_user_attributes"]
@@ -48,40 +51,30 @@ user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
 
-
-_SCRIPTS = Path(models.__file__).parent / "alembic"
-"""The folder of Alembic's scripts, which name the versions of Optuna's tables."""
-
-constraints_of = _get_constraints_from_system_attrs
 non_domination_ranks = _fast_non_domination_rank
-"""Of each row of losses [N, K] its front: 0 for the first."""
+"""Front of each row of losses [N, K], 0 for the first front."""
 
 
 # Objects
 
 
-def storage_of(study: Study) -> BaseStorage:
-    """The storage of a study."""
-    return study._storage
-
-
 def study_id_of(study: Study) -> int:
-    """The id by which the storage knows a study."""
+    """Return the storage's id of a study."""
     return study._study_id
 
 
 def trial_id_of(trial: Trial | FrozenTrial) -> int:
-    """The id by which the storage knows a trial."""
+    """Return the storage's id of a trial."""
     return trial._trial_id
 
 
 def all_trials(study: Study) -> list[FrozenTrial]:
-    """The trials of a study by number, those of all of Hyperband's brackets; not to be changed."""
+    """Return the trials of a study by number, in all of Hyperband's brackets. Do not change them."""
     return study._get_trials(deepcopy=False, use_cache=True)
 
 
 def is_in(distribution: BaseDistribution, value: Any) -> bool:
-    """Whether a parameter of this distribution may have the value."""
+    """Return true if a parameter of this distribution may have the value."""
     try:
         return distribution._contains(distribution.to_internal_repr(value))
     except (ValueError, TypeError):
@@ -89,16 +82,16 @@ def is_in(distribution: BaseDistribution, value: Any) -> bool:
 
 
 def read_trials(study: Study) -> list[FrozenTrial]:
-    """Read the trials of a study by number. `all_trials` returns them in this thread until the next call.
+    """Read the trials of a study by number. In this thread, `all_trials` returns them until the next call.
 
-    Optuna reads every unfinished trial at each call, which takes most of the time of a claim.
+    Optuna reads every unfinished trial at each call: most of the time of a claim.
     """
     study._thread_local.cached_all_trials = stored_trials(study)
     return study._thread_local.cached_all_trials
 
 
 def open_trial(study: Study, number: int) -> Trial:
-    """Return a trial to suggest parameters with, which Optuna's cache then knows."""
+    """Return a trial for suggestions, and add it to Optuna's cache."""
     storage: Any = study._storage
     trial_id = storage.get_trial_id_from_study_id_trial_number(study._study_id, number)
     if trial_id not in storage._trial_id_to_study_id_and_number:
@@ -109,14 +102,14 @@ def open_trial(study: Study, number: int) -> Trial:
 
 
 def stored_trials(study: Study) -> list[FrozenTrial]:
-    """All trials that the storage has, also those that a `StudyView` hides; not to be changed."""
+    """Return all stored trials, including trials hidden by a `StudyView`. Do not change them."""
     return study._storage.get_all_trials(study._study_id, deepcopy=False)
 
 
 class OwnTrials(_CachedStorage):
-    """Optuna's storage with its cache, without the foreign trials of a study (`foreign`).
+    """Optuna's storage with its cache, without foreign trials (`foreign`).
 
-    A trial of hpo that somebody else ended is shown as FAIL: its values are not those of hpo.
+    A trial of hpo appears as FAIL if another program ended it: its values are not from hpo.
     """
 
     get_best_trial = BaseStorage.get_best_trial  # the cache would ask the database for it
@@ -124,7 +117,7 @@ class OwnTrials(_CachedStorage):
     def __init__(self, backend: RDBStorage) -> None:
         super().__init__(backend)
         self._claimed: dict[int, dict[int, bool]] = defaultdict(dict)
-        """By the study's id, whether the trials of a number have a claim. This changes no more."""
+        """Study id -> trial number -> true if the trial has a claim. This never changes."""
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
@@ -151,7 +144,7 @@ class OwnTrials(_CachedStorage):
 
 
 def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
-    """Return a trial as FAIL if somebody else ended it. Otherwise return it unchanged."""
+    """Return a trial as FAIL if another program ended it, otherwise unchanged."""
     if not trial.state.is_finished() or "outcome" in trial.user_attrs:  # hpo stores it with the end
         return trial
     shown = copy.copy(trial)
@@ -161,7 +154,7 @@ def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
 
 
 class StudyView(Study):
-    """A study that shows what `read` returns when its trials are first asked for, in place of its own."""
+    """A study that shows the trials of `read` instead of its own. `read` is called once, on first use."""
 
     def __init__(self, study: Study, read: Callable[[], list[FrozenTrial]]) -> None:
         # Not Optuna's own, which asks the database. A bracket of Hyperband has no other attributes.
@@ -187,22 +180,19 @@ class StudyView(Study):
 
 
 def create_tables(connection: sa.Connection) -> None:
-    """Create Optuna's tables and store their versions, unless they are there, in one transaction."""
-    from alembic.config import Config  # slow to import
-    from alembic.runtime.migration import MigrationContext
-    from alembic.script import ScriptDirectory
-
+    """Create missing tables of Optuna and store their versions, in the connection's transaction."""
     BaseModel.metadata.create_all(connection)
     if stored_version(connection) is None:
         versions = {"schema_version": SCHEMA_VERSION, "library_version": optuna.__version__}
         connection.execute(sa.insert(_named["version_info"]).values(versions))
         config = Config()
-        config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+        scripts = Path(models.__file__).parent / "alembic"  # they name the versions of the tables
+        config.set_main_option("script_location", str(scripts).replace("%", "%%"))
         MigrationContext.configure(connection).stamp(ScriptDirectory.from_config(config), "head")
 
 
 def stored_version(connection: sa.Connection) -> str | None:
-    """The version of Optuna that created the tables; None: they are empty."""
+    """Return the version of Optuna that created the tables, or None for new tables."""
     version: str | None = connection.execute(sa.select(_named["version_info"].c.library_version)).scalar()
     return version
 
@@ -211,9 +201,10 @@ def stored_version(connection: sa.Connection) -> str | None:
 
 
 def lock_trials(connection: sa.Connection, study_id: int) -> bool:
-    """Be the only transaction that adds trials to a study; first in its transaction. False: it is gone.
+    """Lock the trials of a study, first in a transaction; return false if the study is gone.
 
-    Each trial takes the number after the last. Optuna takes the same lock.
+    Each trial gets the number after the last one, so one transaction adds trials at a time. Optuna uses the
+    same lock.
     """
     this = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
     if connection.dialect.name == "sqlite":
@@ -234,21 +225,10 @@ def make_trial(
     last = sa.select(sa.func.max(trials.c.number)).where(trials.c.study_id == study_id)
     number = sa.func.coalesce(last.scalar_subquery() + 1, 0)
     state, start = (TrialState.WAITING, None) if waiting else (TrialState.RUNNING, _now())
-    values = {"number": number, "state": state, "datetime_start": start}
-    system_attrs = {} if fixed_params is None else {"fixed_params": fixed_params}
-    return _insert_trial(connection, study_id, values, system_attrs, user_attrs or {})
-
-
-def _insert_trial(
-    connection: sa.Connection,
-    study_id: int,
-    values: Mapping[str, Any],
-    system_attrs: Mapping[str, Any],
-    user_attrs: Mapping[str, Any],
-) -> int:
-    new = sa.insert(trials).values(study_id=study_id, **values)
+    new = sa.insert(trials).values(study_id=study_id, number=number, state=state, datetime_start=start)
     trial_id, number_made = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
-    set_trial_attributes(connection, trial_id, user_attrs, system_attrs, is_new=True)
+    system_attrs = {} if fixed_params is None else {"fixed_params": fixed_params}
+    set_trial_attributes(connection, trial_id, user_attrs or {}, system_attrs, is_new=True)
     return int(number_made)
 
 
@@ -260,7 +240,7 @@ def set_trial_attributes(
     *,
     is_new: bool = False,
 ) -> None:
-    """Set attributes of a trial. `is_new`: it has none of these names yet."""
+    """Set attributes of a trial. With `is_new`, none of these names exists yet."""
     for table, given in ((user_attributes, user_attrs), (system_attributes, system_attrs)):
         stored = {key: json.dumps(value) for key, value in (given or {}).items()}
         rows = [{"trial_id": trial_id, "key": key, "value_json": text} for key, text in stored.items()]
@@ -273,20 +253,19 @@ def set_trial_attributes(
 
 
 def clear_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
-    """Remove the parameters, values and system attributes of a trial, and these of its user attributes."""
+    """Remove the parameters, values and system attributes of a trial, and some user attributes."""
     for table in (params, table_of_values, intermediate_values, system_attributes):
         connection.execute(sa.delete(table).where(table.c.trial_id == trial_id))
-    drop_attributes(connection, trial_id, user_attrs)
+    _drop_attributes(connection, trial_id, user_attrs)
 
 
-def drop_attributes(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
-    """Remove these user attributes of a trial."""
+def _drop_attributes(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
     these = (user_attributes.c.trial_id == trial_id, user_attributes.c.key.in_([*user_attrs]))
     connection.execute(sa.delete(user_attributes).where(*these))
 
 
 def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, value: float) -> None:
-    """Report a finite value, in place of an older one of the same step."""
+    """Store a finite intermediate value, replacing an older one of the same step."""
     of_step = (intermediate_values.c.trial_id == trial_id, intermediate_values.c.step == step)
     connection.execute(sa.delete(intermediate_values).where(*of_step))
     new = {"trial_id": trial_id, "step": step, "intermediate_value": value}
@@ -294,7 +273,7 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
 
 
 def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
-    """Return the condition that a trial runs or waits."""
+    """Return the condition that a trial is RUNNING or WAITING."""
     this = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
     return sa.exists().where(*this)
 
@@ -308,7 +287,7 @@ def end_trial(
     user_attrs: Mapping[str, Any],
     constraints: Mapping[str, float] | None = None,
 ) -> bool:
-    """End an unfinished trial; False: it has ended already, and stays as it is."""
+    """End an unfinished trial; return false, and change nothing, if it has ended already."""
     unfinished = trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING))
     end = sa.update(trials).where(trials.c.trial_id == trial_id, unfinished)
     end = end.values(state=state, datetime_complete=_now())
@@ -326,13 +305,13 @@ def end_trial(
 
 
 def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[str]) -> None:
-    """Let a PRUNED trial run again, without its values, its constraints and these of its attributes."""
+    """Let a PRUNED trial run again, without its values, its constraints and some user attributes."""
     pruned = (trials.c.trial_id == trial_id, trials.c.state == TrialState.PRUNED)
     run = sa.update(trials).where(*pruned).values(state=TrialState.RUNNING, datetime_complete=None)
     if not connection.execute(run).rowcount:
         return
     connection.execute(sa.delete(table_of_values).where(table_of_values.c.trial_id == trial_id))
-    drop_attributes(connection, trial_id, user_attrs)
+    _drop_attributes(connection, trial_id, user_attrs)
     limits = system_attributes.c.key.startswith(f"{_CONSTRAINTS_KEY}:")
     connection.execute(sa.delete(system_attributes).where(system_attributes.c.trial_id == trial_id, limits))
 
@@ -351,14 +330,13 @@ def create_study(
 
 
 def enqueue_trials(connection: sa.Connection, study_id: int, enqueued: Iterable[tuple[Any, Any]]) -> None:
-    """Enqueue the first trials of a study, each with its parameters and its user attributes."""
-    for number, (fixed_params, user_attrs) in enumerate(enqueued):
-        values = {"number": number, "state": TrialState.WAITING}
-        _insert_trial(connection, study_id, values, {"fixed_params": fixed_params}, user_attrs)
+    """Enqueue trials, given as their parameters and user attributes."""
+    for fixed_params, user_attrs in enqueued:
+        make_trial(connection, study_id, fixed_params=fixed_params, user_attrs=user_attrs, waiting=True)
 
 
 def find_study(connection: sa.Connection, name: str, key: str) -> tuple[int | None, Any]:
-    """Return a study's id and its system attribute `key`; each is None where there is none."""
+    """Return a study's id and its system attribute `key`. Each is None if it does not exist."""
     row = connection.execute(sa.select(studies.c.study_id).where(studies.c.study_name == name)).first()
     if row is None:
         return None, None
@@ -377,17 +355,16 @@ def set_study_attribute(connection: sa.Connection, study_id: int, key: str, valu
 
 
 def start_trial(connection: sa.Connection, trial_id: int) -> bool:
-    """Start a WAITING trial; False: it does not wait any more."""
+    """Start a WAITING trial; return false if it waits no more."""
     waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
     start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
     return connection.execute(start).rowcount > 0
 
 
 def delete_study_rows(connection: sa.Connection, name: str) -> None:
-    """Remove a study and its trials, if it is there."""
-    study_ids = list(
-        connection.execute(sa.select(studies.c.study_id).where(studies.c.study_name == name)).scalars()
-    )
+    """Remove a study and its trials, if they exist."""
+    this = sa.select(studies.c.study_id).where(studies.c.study_name == name)
+    study_ids = list(connection.execute(this).scalars())
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id.in_(study_ids))
     for table in reversed(tables):
         if "study_id" in table.c:

@@ -1,7 +1,6 @@
-"""Optuna's tables, as far as our own SQL reads them.
+"""Optuna's tables as plain SQL, for reading. States are texts here.
 
-Optuna's models need its package and SQLAlchemy's ORM, and its storage needs alembic: 0.3 s of CPU, which
-`hpo status` does without. States are texts here. Code that changes a table uses `optuna_internals`.
+`optuna_internals` has the same tables as Optuna's models, for changes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 REVISION = "v3.2.0.a"
-"""The version of these tables. Optuna checks the others when its storage is opened."""
+"""Version of these tables. For any other version, Optuna checks its tables at opening."""
 
 
 def _table(name: str, *columns: str, **typed: type[sa.types.TypeEngine[Any]]) -> sa.TableClause:
@@ -29,16 +28,16 @@ user_attributes = _table("trial_user_attributes", "trial_user_attribute_id", "tr
 system_attributes = _table("trial_system_attributes", "trial_id", "key", "value_json")
 
 CONSTRAINTS = "constraints"
-"""The keys of a trial's constraints begin with it."""
+"""Prefix of the keys of a trial's constraints."""
 
 
 def constraint(key: str, value: Any) -> dict[str, float]:
-    """Return the constraints, by name, that a system attribute of a trial holds."""
-    if key == CONSTRAINTS:  # as Optuna before 5 stores all of them
+    """Return the constraints in a system attribute of a trial, by name."""
+    if key == CONSTRAINTS:  # Optuna before 5 stores all of them like this
         return {str(index): each for index, each in enumerate(value)}
     return {key.removeprefix(f"{CONSTRAINTS}:"): value}
 
 
 def revision(connection: sa.Connection) -> str | None:
-    """Return the version of Optuna's tables; None: it is not known."""
+    """Return the version of Optuna's tables, or None if it is unknown."""
     return connection.execute(sa.select(_table("alembic_version", "version_num"))).scalar()

@@ -1,8 +1,8 @@
-"""Rows whose study or trial is gone, and how they are removed.
+"""Rows of deleted studies and trials, and their removal.
 
 SQLite checks no foreign keys. If somebody deletes a study while a process writes to one of its trials, that
-row stays. SQLite also gives the ids of deleted studies and trials to new ones, which would then have the rows
-of others. The dashboard and plain Optuna delete nothing from our tables.
+row stays. SQLite also gives ids of deleted studies and trials to new ones, which would inherit such rows.
+The dashboard and plain Optuna delete nothing from our tables.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from hpo.study.store.schema import delete_rows, metadata, studies
 from hpo.study.store.storage import Storage
 
 
-def _optuna_orphans(
-    connection: sa.Connection,
-) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
-    """Optuna's tables, those that others refer to first, with the condition of a row without its parent."""
+def _optuna_orphans(connection: sa.Connection) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+    """Yield Optuna's tables, parents first, with the condition of a row without its parent."""
     if connection.dialect.name == "sqlite":  # PostgreSQL checks the foreign keys
         for table in optuna_internals.tables:
             parents = [~sa.exists().where(key.column == key.parent) for key in table.foreign_keys]
@@ -28,7 +26,7 @@ def _optuna_orphans(
 
 
 def count_optuna_orphans(connection: sa.Connection) -> dict[str, int]:
-    """Count the rows of Optuna's tables whose study or trial is gone, by the name of the table."""
+    """Count the rows of Optuna's tables without their study or trial, by table."""
     counts = {}
     for table, is_orphan in _optuna_orphans(connection):
         query = sa.select(sa.func.count()).select_from(table).where(is_orphan)
@@ -37,21 +35,21 @@ def count_optuna_orphans(connection: sa.Connection) -> dict[str, int]:
 
 
 def remove_optuna_orphans(connection: sa.Connection) -> None:
-    """Remove the rows of Optuna's tables whose study or trial is gone."""
-    for table, is_orphan in _optuna_orphans(connection):  # what an orphan has is an orphan after it
+    """Remove the rows of Optuna's tables without their study or trial."""
+    for table, is_orphan in _optuna_orphans(connection):  # parents first: their rows are orphans then
         connection.execute(sa.delete(table).where(is_orphan))
 
 
 def deleted_studies(storage: Storage, connection: sa.Connection) -> list[str]:
-    """Return the names of the studies of which our tables have rows, but which are gone from Optuna's."""
-    there = {row.name for row in storage.studies(connection)}
+    """Return the names of studies with rows in our tables, but not in Optuna's."""
+    existing = {row.name for row in storage.studies(connection)}
     named = [table.c.study for table in metadata.sorted_tables if "study" in table.c] + [studies.c.name]
     names = sa.union(*(sa.select(column) for column in named))
-    return sorted(set(connection.execute(names).scalars()) - there)
+    return sorted(set(connection.execute(names).scalars()) - existing)
 
 
 def remove_deleted(storage: Storage, name: str) -> None:
-    """Remove our rows of a study that is gone from Optuna's tables, unless it was made anew."""
+    """Remove our rows of a study that is missing in Optuna's tables."""
 
     def remove() -> None:
         with storage.exclusive() as connection:

@@ -1,7 +1,6 @@
 """Our tables in the study's database. Times are seconds since 1970 by the database's clock.
 
-A database holds the version of its tables. A change of the tables needs a new `VERSION`: a database of
-another version is refused (`opening`).
+A change of the tables needs a new `VERSION`: `opening` refuses a database of another version.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ studies = sa.Table(
     "hpo_studies",
     metadata,
     sa.Column("name", _NAME, primary_key=True),
-    sa.Column("token", sa.String(32), nullable=False),  # which Optuna study of that name these rows are of
+    sa.Column("token", sa.String(32), nullable=False),  # identifies the Optuna study of this name
     sa.Column("definition", sa.Text, nullable=False),
     sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
     sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
-    sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
+    sa.Column("data", sa.Text),  # fingerprint of its training data
     sa.Column("created", sa.Float, nullable=False),
 )
 
@@ -31,21 +30,21 @@ claims = sa.Table(
     metadata,
     sa.Column("study", _NAME, primary_key=True),
     sa.Column("trial_number", sa.Integer, primary_key=True),
-    # Whether the trial is one of the `n_trials`. Not a failed attempt, and not a trial that was given up.
+    # True: the trial is one of the `n_trials`. False for a failed attempt and for a trial that was given up.
     sa.Column("counts", sa.Boolean, nullable=False, default=True),
-    sa.Column("owner", sa.String(128)),  # the worker that has the trial; NULL: nobody
-    sa.Column("paused_at", sa.Float),  # the rung at which it waits; NULL: it does not wait at a rung
-    # JSON of the user attributes of its last run if it paused. The trial gets them at its end, because Optuna
-    # reads the attributes of a RUNNING trial again and again.
+    sa.Column("owner", sa.String(128)),  # the worker of the trial; NULL: nobody
+    sa.Column("paused_at", sa.Float),  # the rung of a paused trial; NULL: not paused
+    # JSON of the user attributes of a paused trial's last run. The trial gets them at its end, because Optuna
+    # reads the attributes of a RUNNING trial at every call.
     sa.Column("facts", sa.Text),
     sa.Column("point", sa.String(32)),  # of a grid or a comparison, see `hpo.study.sampling.points`
     sa.Column("host", sa.String(256)),  # of its newest checkpoint
     sa.Column("saved_step", sa.Integer, nullable=False, default=0),  # of its newest checkpoint
-    # Consecutive deaths of its workers without progress, and the step from which it continues after the last.
+    # Deaths of its workers in a row without progress, and the step from which it continues after the last.
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
-    sa.Column("active_seconds", sa.Float, nullable=False, default=0.0),  # in which a worker had it
-    sa.Column("device_seconds", sa.Float, nullable=False, default=0.0),  # as a budget counts them
+    sa.Column("active_seconds", sa.Float, nullable=False, default=0.0),  # with a worker
+    sa.Column("device_seconds", sa.Float, nullable=False, default=0.0),  # counted by a budget
 )
 
 sa.Index("ix_hpo_claims_counts", claims.c.study, claims.c.counts)
@@ -56,17 +55,17 @@ workers = sa.Table(
     sa.Column("id", sa.String(128), primary_key=True),
     sa.Column("study", _NAME, nullable=False, index=True),
     sa.Column("host", sa.String(256), nullable=False),
-    sa.Column("machine", sa.String(128), nullable=False),  # within which `pid` names one process
+    sa.Column("machine", sa.String(128), nullable=False),  # the scope of `pid`
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("process_start", sa.String(64), nullable=False),
     sa.Column("started", sa.Float, nullable=False),
     sa.Column("last_seen", sa.Float, nullable=False),
     sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (in a copy)
-    sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
+    sa.Column("number", sa.Integer, nullable=False),  # unique within the study
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
-    sa.Column("job", sa.String(128)),  # of the scheduler that runs it, see `process.this_job`
-    sa.Column("left_out", sa.Text),  # JSON list of the precisions that it cannot run, by `choice_name`
-    sa.Column("progress", sa.Text),  # JSON of `hpo.trial.telemetry.Progress`, of the trial that it runs
+    sa.Column("job", sa.String(128)),  # of the scheduler, see `process.this_job`
+    sa.Column("left_out", sa.Text),  # JSON list of precisions missing on its device, by `choice_name`
+    sa.Column("progress", sa.Text),  # JSON of its trial's `hpo.trial.telemetry.Progress`
     sa.UniqueConstraint("study", "number"),
 )
 
@@ -120,7 +119,7 @@ def create_tables(connection: sa.Connection) -> None:
 
 
 def stored_version(connection: sa.Connection) -> str | None:
-    """The version of our tables in a database; None: it has none of them."""
+    """Return the version of our tables in a database, or None if there are none."""
     names = set(sa.inspect(connection).get_table_names())
     if not names & {version.name, studies.name}:
         return None
@@ -129,7 +128,7 @@ def stored_version(connection: sa.Connection) -> str | None:
 
 
 def delete_rows(connection: sa.Connection, study: str) -> None:
-    """Remove all that our tables have of a study."""
+    """Remove all rows of a study from our tables."""
     for table in metadata.sorted_tables:
         if "study" in table.c:
             connection.execute(sa.delete(table).where(table.c.study == study))

@@ -1,8 +1,7 @@
-"""The study in its database: its definition, its size, and the results of its trials.
+"""The study database: definitions, sizes and results of studies.
 
-Optuna keeps the trials. Our tables (see `schema`) keep the definition, the claims and workers, every
-evaluation and the compatibility checks. Little is written, because each call costs a commit: one JSON
-attribute holds the telemetry of a trial.
+Optuna keeps the trials. Our tables (`schema`) keep the definition, the claims and workers, every evaluation
+and the compatibility checks. Each call costs a commit, so one JSON attribute holds a trial's telemetry.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import optuna
 import sqlalchemy as sa
+from optuna import Study as OptunaStudy
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
@@ -27,21 +28,18 @@ from hpo.redaction import redact
 from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
 from hpo.study.store.availability import Availability
-from hpo.study.store.failures import database_errors, explain, is_locked, is_outage, is_wrong_input
+from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database, optuna_storage
+from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.schema import claims, compat, studies, workers
-
-if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.storages import BaseStorage
 
 T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
-"""System attribute of a study: what tells it from a deleted one of the same name."""
+"""System attribute of a study: distinguishes it from a deleted study of the same name."""
 COMPARISON_ATTR = "comparison:"
-"""What the user attributes of a study begin with that hold what `hpo compare` has found."""
+"""Prefix of a study's user attributes with results of `hpo compare`."""
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
@@ -53,18 +51,20 @@ def _in_optuna() -> sa.ColumnElement[bool]:
 
 
 _IN_OPTUNA = _in_optuna()
-"""Whether the Optuna study of a row of `hpo_studies` is there: the dashboard can delete it."""
+"""Condition: the Optuna study of a row of `hpo_studies` exists. The dashboard can delete it."""
 
 
 def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-    """Return the condition that this study is there, and no later one of its name."""
+    """Return the condition that this very study exists, not a later one of the same name."""
     this = (studies.c.name == study, studies.c.token == token, _IN_OPTUNA, *where)
     return sa.exists(sa.select(sa.literal(1)).select_from(studies).where(*this))
 
 
 def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
-    """Return for each study how many of its `n_trials` are `open` (not begun), `running` (the worker may be
-    gone), `done` and, if any, `paused`. `where` may choose rows of `hpo_studies`."""
+    """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done` and `paused`.
+
+    `where` selects rows of `hpo_studies`. A study without paused trials has no key `paused`.
+    """
     trials, made = optuna_tables.trials, optuna_tables.studies
     paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
@@ -73,32 +73,31 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     query = query.join(made, made.c.study_name == studies.c.name).join(trials, same_trial)
     sizes = connection.execute(sa.select(studies.c.name, studies.c.n_trials).where(*where)).all()
     counts = {row.name: Counter({"open": 0, "running": 0, "done": 0}) for row in sizes}
-    grouped = query.group_by(studies.c.name, trials.c.state, paused)
-    for name, state, is_paused, count in connection.execute(grouped):
-        counts[name][_count_of(state, bool(is_paused))] += count
+    for name, state, is_paused, count in connection.execute(
+        query.group_by(studies.c.name, trials.c.state, paused)
+    ):
+        if state == "WAITING":
+            kind = "open"  # the retry of a failed attempt
+        elif state != "RUNNING":
+            kind = "done"
+        else:
+            kind = "paused" if is_paused else "running"
+        counts[name][kind] += count
     for row in sizes:
         counts[row.name]["open"] += max(0, row.n_trials - counts[row.name].total())
     return {name: dict(of_study) for name, of_study in counts.items()}
 
 
-def _count_of(state: str, is_paused: bool) -> str:
-    if state == "WAITING":
-        return "open"  # a failed attempt is tried again
-    if state != "RUNNING":
-        return "done"
-    return "paused" if is_paused else "running"
-
-
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
-    """Connect to the study database at `url` and make its tables where they are missing.
+    """Connect to the study database at `url` and create missing tables.
 
     Args:
-        create: False for commands that only read: an absent database is an error.
-        stop: for a worker, which waits for a database that is away until this is set.
+        create: False for commands that only read: a missing database is an error.
+        stop: for a worker: it waits for an unavailable database until this is set.
 
     Raises:
-        StorageError: the database cannot be used as it is named.
-        RunError: it can, but not now; OutageError: it stayed away for `Storage.patience_seconds`.
+        StorageError: the URL cannot be used.
+        RunError: the database cannot be used now; OutageError: it stayed away for `Storage.patience_seconds`.
     """
     return Storage(url, create, stop)
 
@@ -107,20 +106,20 @@ class Storage:
     """An open study database."""
 
     lease_seconds = 60.0
-    """A worker that was silent for so long is dead, unless its process runs on this machine."""
+    """A worker is dead after this silence, unless its process runs on this machine."""
     patience_seconds = 3600.0
-    """How long a call waits for a database that went away (restart, network)."""
+    """Longest wait of a call for an unavailable database (restart, network)."""
 
     def __init__(self, url: str, create: bool, stop: threading.Event | None) -> None:
         self.url = url
         self.stop = stop or threading.Event()
-        """Set when this process is told to stop: nothing waits for the database any more."""
+        """Set to stop this process: no call waits for the database any more."""
         self.availability = Availability()
 
         def open_once() -> sa.Engine:
             try:
                 return open_database(url, create=create, stop=stop)
-            except database_errors(sqlite3.Error, ImportError) as error:
+            except (*DATABASE_ERRORS, sqlite3.Error, ImportError) as error:
                 explained = explain(url, error)
                 if stop is None or not is_outage(error) or is_wrong_input(error):
                     raise explained from error
@@ -134,19 +133,12 @@ class Storage:
             "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
         }
         self.now: sa.ColumnElement[float] = sa.literal_column(seconds[self.engine.dialect.name], sa.Float)
-        """The database's clock, which may be set. It serves for what people read, and decides nothing."""
+        """The database's clock. People read it; no decision uses it, since it can be set."""
 
     @cached_property
-    def optuna(self) -> BaseStorage:
-        """Optuna's storage, which keeps finished trials in memory and hides foreign ones.
-
-        A command that only reads needs none.
-        """
-        import optuna
-
+    def optuna(self) -> optuna.storages.BaseStorage:
+        """Optuna's storage: keeps finished trials in memory and hides foreign trials."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        from hpo.study.store.optuna_internals import OwnTrials
-
         return OwnTrials(self.persist(lambda: optuna_storage(self.engine)))
 
     def __enter__(self) -> Storage:
@@ -160,10 +152,10 @@ class Storage:
         self.engine.dispose()
 
     def attempt(self, action: Callable[[], T]) -> T:
-        """Run `action`. Raises OutageError if the database is away; the action may have been committed."""
+        """Run `action` once. Raises OutageError if the database is away; the action may be committed."""
         try:
             value = action()
-        except database_errors() as error:
+        except DATABASE_ERRORS as error:
             explained = explain(self.url, error)
             if not is_outage(error):
                 raise explained from error
@@ -174,7 +166,7 @@ class Storage:
         return value
 
     def persist(self, action: Callable[[], T]) -> T:
-        """Run `action`, again while the database is away, so it must bear being run twice.
+        """Run `action`, repeatedly while the database is away. It must be safe to run twice.
 
         Raises OutageError if the database stays away for `patience_seconds`, StoppedError when `stop` is set.
         """
@@ -196,7 +188,7 @@ class Storage:
                     raise
 
     def read(self, action: Callable[[sa.Connection], T]) -> T:
-        """What `action` reads, by `persist`."""
+        """Run `action` on a connection, with `persist`."""
 
         def once() -> T:
             with self.engine.connect() as connection:
@@ -205,7 +197,7 @@ class Storage:
         return self.persist(once)
 
     def write(self, action: Callable[[sa.Connection], T]) -> T:
-        """Run `action` in a transaction, by `persist`."""
+        """Run `action` in a transaction, with `persist`."""
 
         def once() -> T:
             with self.engine.begin() as connection:
@@ -214,7 +206,7 @@ class Storage:
         return self.persist(once)
 
     def exclusive(self) -> AbstractContextManager[sa.Connection]:
-        """See `lock.exclusive`; waits until `stop` is set."""
+        """Hold the lock of the whole database (`lock.exclusive`)."""
         return exclusive(self.engine, self.stop)
 
     # Studies
@@ -222,11 +214,11 @@ class Storage:
     def live_workers(
         self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """Return the rows of the workers that may be alive, by id; each other worker is dead by evidence.
+        """Return the rows of possibly live workers, by id. All other workers are proven dead.
 
-        On this machine the process is the evidence. Elsewhere, and for a stopped process, it is a row that
-        did not change while this `Storage` watched for `lease_seconds`. So a worker elsewhere counts as alive
-        in the first calls, however old its row is, and a caller that needs to know calls again for a lease.
+        On this machine the process is the proof. Elsewhere, and for a stopped process, it is an unchanged row
+        while this `Storage` watched for `lease_seconds`. So a worker elsewhere counts as alive in the first
+        calls, however old its row is: a caller that must know calls again for a lease.
         """
         rows = connection.execute(sa.select(workers).where(workers.c.state == "live", *where)).all()
         return {row.id: row for row in rows if self._may_be_alive(row)}
@@ -240,10 +232,10 @@ class Storage:
     def heard_workers(
         self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """Return the rows of the workers that seem alive at one look, by id, for what people read.
+        """Return the rows of seemingly live workers, by id, for people to read.
 
-        A worker elsewhere seems alive if its last heartbeat is less than a lease ago by the database's clock.
-        After somebody sets that clock this is wrong until the next heartbeat, so it decides nothing.
+        A worker elsewhere seems alive if its last heartbeat is less than a lease old by the database's clock.
+        After a change of that clock this is wrong until the next heartbeat, so no decision uses it.
         """
         age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
         query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
@@ -252,11 +244,10 @@ class Storage:
         return {row.id: row for row in rows if running[row.id] or (running[row.id] is None and row.is_fresh)}
 
     def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        """Watch workers until one of them proves to be alive, or all are dead; return those that are alive.
+        """Watch workers until one proves to be alive or all are dead; return the live ones.
 
-        A process that runs on this machine is known at once, and a live worker elsewhere at its next
-        heartbeat. A dead worker elsewhere is known after a lease. Raises StoppedError if `stop` is set
-        meanwhile.
+        A process on this machine is known at once, a live worker elsewhere at its next heartbeat, and a dead
+        one after a lease. Raises StoppedError if `stop` is set meanwhile.
         """
         first: dict[str, float] = {}
         while live := self.read(lambda connection: self.live_workers(connection, *where)):
@@ -269,8 +260,7 @@ class Storage:
         return []
 
     def stored(self, name: str, column: sa.Column[Any]) -> Any:
-        """Return a column of the study in `hpo_studies`. Raises StorageError, which names the nearest
-        study."""
+        """Return a column of the study in `hpo_studies`. Raises NoStudyError with the nearest name."""
         query = sa.select(column).where(studies.c.name == name)
         row = self.read(lambda connection: connection.execute(query).one_or_none())
         if row is None:
@@ -280,37 +270,32 @@ class Storage:
         return row[0]
 
     def studies(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        """The rows of `hpo_studies`, the oldest first; not those whose Optuna study was deleted."""
+        """Return the rows of `hpo_studies`, oldest first, without studies deleted from Optuna's tables."""
         query = sa.select(studies).where(_IN_OPTUNA, *where).order_by(studies.c.created, studies.c.name)
         return list(connection.execute(query))
 
     def has_study(self, name: str) -> bool:
-        """Whether there is a study `name`; one whose Optuna study was deleted is none."""
+        """Return true if the study exists, in Optuna's tables too."""
         return bool(self.read(lambda connection: self.studies(connection, studies.c.name == name)))
 
     def check_study(self, name: str) -> None:
-        """Raise StorageError if there is no such study, or the dashboard has deleted it."""
+        """Raise StorageError if the study does not exist, or the dashboard has deleted it."""
         self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
 
-    def load_study(self, name: str) -> Study:
-        """Return the stored study. Raises StorageError if there is none, or the dashboard has deleted it."""
+    def load_study(self, name: str) -> OptunaStudy:
+        """Load the study. Raises StorageError like `check_study`."""
         self.check_study(name)
-        import optuna
-
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))
 
     def read_definition(self, name: str) -> dict[str, Any]:
-        """Return the stored definition of the study. Raises StorageError if there is no such study."""
+        """Return the stored definition of the study. Raises StorageError if it does not exist."""
         stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
         return stored
 
     def study_token(self, name: str) -> str:
-        """Return the text that tells this study from a deleted one of the same name; part of folders' names.
-
-        Raises StorageError if there is no such study, or hpo has not made it.
-        """
+        """Return the token of this study, a part of folder names. Raises StorageError if it is damaged."""
         token = str(self.stored(name, studies.c.token))
         if not token.isalnum():
             raise StorageError(
@@ -319,24 +304,24 @@ class Storage:
         return token
 
     def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
-        """Keep with the study `name` what a comparison of it has found; see `StudyRecord.comparisons`."""
+        """Store the result of a comparison with the study (`StudyRecord.comparisons`)."""
         key, value = f"{COMPARISON_ATTR}{question}", json_safe(result)
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
     def trial_counts(self, name: str) -> dict[str, int]:
-        """Return what `count_trials` says of one study; zeros if it is not there."""
+        """Return `count_trials` of one study; zeros if it does not exist."""
         counts = self.read(lambda connection: count_trials(connection, studies.c.name == name))
         return counts.get(name) or {"open": 0, "running": 0, "done": 0}
 
     def is_finished(self, name: str) -> bool:
-        """Whether every trial of the study has ended."""
+        """Return true if every trial of the study has ended."""
         counts = self.trial_counts(name)
         return counts["done"] == sum(counts.values())
 
     def has_other_workers_on(self, device: str) -> bool:
-        """Whether another process works on any study of this database on this machine's `device`.
+        """Return true if another process works on this machine's `device` (`DeviceInfo.device_id`).
 
-        The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
+        Workers of all studies in this database count, and so does a worker on an unknown device.
         """
         here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
         there = sa.func.coalesce(workers.c.device, device) == device
@@ -345,13 +330,13 @@ class Storage:
     # Compatibility cache
 
     def get_compat(self, key: str) -> dict[str, Any] | None:
-        """Return the result of the compatibility check stored under `key`, if there is one."""
+        """Return the stored compatibility check of this key, or None."""
         query = sa.select(compat.c.result).where(compat.c.key == key)
         stored = self.read(lambda connection: connection.execute(query).scalar())
         return None if stored is None else dict(json.loads(stored))
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a result unless another worker was first; return the one that is stored."""
+        """Store a compatibility check unless another worker was first; return the stored one."""
         new = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
 
         def insert() -> None:

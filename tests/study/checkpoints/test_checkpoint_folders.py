@@ -15,27 +15,27 @@ def lease(saved_step: int) -> Any:
     return SimpleNamespace(saved_step=saved_step)
 
 
-def test_folder_waits_for_the_checkpoint_that_was_written_elsewhere(tmp_path: Path) -> None:
-    """As with a network file system that shows an older state for a while."""
+def test_folder_waits_for_a_checkpoint_of_another_machine(tmp_path: Path) -> None:
+    """A network file system shows an older state for a while."""
     folder = FolderCheckpoints(lease(120))
     [name] = folder.names("step", "key")
     assert folder.names("best", "key") == []
     path = tmp_path / name
-    looking = threading.Thread(target=folder.fetch, args=[path, "key"])
-    looking.start()
+    waiting = threading.Thread(target=folder.fetch, args=[path, "key"])
+    waiting.start()
     path.mkdir()
     (path / "state.pt").touch()
-    looking.join(60)
-    assert not looking.is_alive()
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
-def test_folder_says_what_it_cannot_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_names_a_missing_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FolderCheckpoints, "wait_seconds", 0.0)
     with pytest.raises(CheckpointError, match=r"step-00000120 was written by .* Do the workers share"):
         FolderCheckpoints(lease(120)).fetch(tmp_path / "trial" / "step-00000120", "key")
 
 
-def test_folder_notes_the_newest(tmp_path: Path) -> None:
+def test_folder_notes_the_newest_step(tmp_path: Path) -> None:
     of_trial = lease(0)
     folder = FolderCheckpoints(of_trial)
     assert folder.names("step", "key") == [], "nobody has written one"

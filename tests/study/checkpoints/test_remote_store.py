@@ -47,7 +47,7 @@ def trained(store: RemoteStore, folder: Path, key: str = "key", *, best: int = 2
         assert checkpoints.problems == []
 
 
-def test_what_is_of_another_key_is_not_listed_and_goes_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
+def test_checkpoints_of_another_key_are_removed_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
     trained(store, folder_of(tmp_path / "a"), "a CUDA device's", best=9, steps=9)
     folder = folder_of(tmp_path / "b")
     with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
@@ -57,7 +57,7 @@ def test_what_is_of_another_key_is_not_listed_and_goes_at_the_end(store: RemoteS
     assert [name[:13] for name in store.list(folder)] == ["best-00000002", "step-00000003"]
 
 
-def test_an_upload_that_was_not_finished_is_none(store: RemoteStore, tmp_path: Path) -> None:
+def test_incomplete_upload_is_ignored(store: RemoteStore, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a")
     with CheckpointStore(folder, "key") as local:
         for step in (1, 2):
@@ -84,7 +84,7 @@ def test_an_upload_that_was_not_finished_is_none(store: RemoteStore, tmp_path: P
     assert mirror(store, there).names("step", "key") == ["step-00000001", "step-00000002"]
 
 
-def test_only_our_names_are_removed(store: RemoteStore, tmp_path: Path) -> None:
+def test_other_files_in_the_bucket_stay(store: RemoteStore, tmp_path: Path) -> None:
     for number in (0, 1):
         trained(store, folder_of(tmp_path / "a", number))
     filesystem, root = store._filesystem, store._root
@@ -104,7 +104,7 @@ def test_only_our_names_are_removed(store: RemoteStore, tmp_path: Path) -> None:
     assert all(filesystem.exists(path) for path in theirs)
 
 
-def test_a_worker_that_lost_its_trial_uploads_nothing(store: RemoteStore, tmp_path: Path) -> None:
+def test_worker_without_its_lease_uploads_nothing(store: RemoteStore, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a")
 
     def lost() -> None:
@@ -119,14 +119,12 @@ def test_a_worker_that_lost_its_trial_uploads_nothing(store: RemoteStore, tmp_pa
     assert store.list(folder) == {}
 
 
-def test_a_store_that_is_away_is_a_problem_of_the_trial(
+def test_unavailable_store_is_a_problem_of_the_trial(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket that was emptied neither takes checkpoints, nor has lost them."""
+    """An emptied bucket accepts no checkpoints."""
     monkeypatch.setattr(RemoteCheckpoints, "wait_seconds", 0.0)
-    with pytest.raises(
-        InputError, match=r"must be the place that was made with the study, but it has no file"
-    ):
+    with pytest.raises(InputError, match=r"made together with the study, but it has no file"):
         opened(s3)
     store = opened(s3, create=True)
     store._filesystem.rm(store.marker)
@@ -144,7 +142,7 @@ def test_a_store_that_is_away_is_a_problem_of_the_trial(
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_unusable_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"):
         open_remote_store(CheckpointConfig(location=f"{tmp_path}/file/store"), create=True)
@@ -153,22 +151,12 @@ def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
-    def of(location: str) -> CheckpointConfig:
-        return CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
-
-    def base(config: CheckpointConfig) -> Path:
-        return config.folder_of("tiny", "0123456789", Path("runs")).parents[1]
-
-    assert base(of("shared")) == tmp_path / "shared"
-    for location in ("s3://bucket/a/b", "gs://bucket"):
-        assert of(location).location == location
-    for config in (of("s3://bucket"), of("gs://bucket"), CheckpointConfig()):
-        assert base(config) == Path("runs")
+    for location, base in (("shared", tmp_path / "shared"), ("s3://bucket/a/b", Path("runs"))):
+        config = CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
+        assert config.folder_of("tiny", "0123456789", Path("runs")).parents[1] == base
 
 
-@pytest.mark.parametrize(
-    "location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", "s3://b/../c d", " ", "artifacts:kept"]
-)
+@pytest.mark.parametrize("location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", " "])
 def test_other_locations_are_refused(location: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         CheckpointConfig(location=location)

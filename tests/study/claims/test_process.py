@@ -1,4 +1,4 @@
-"""Which processes of the database live."""
+"""Live and dead processes of workers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-def test_a_process_of_this_machine_runs(child: subprocess.Popen[bytes]) -> None:
+def test_process_of_this_machine(child: subprocess.Popen[bytes]) -> None:
     start = process_start(child.pid)
     assert is_running(row_of(child.pid, start)) is True
-    assert is_running(row_of(child.pid, "1")) is False, "its id was given to another process"
+    assert is_running(row_of(child.pid, "1")) is False, "another process has its id"
     assert is_running(row_of(child.pid, start, machine="elsewhere")) is None
     child.kill()
     child.wait()
     assert is_running(row_of(child.pid, start)) is False
 
 
-def test_a_stopped_process_is_judged_by_its_heartbeats(child: subprocess.Popen[bytes]) -> None:
+def test_stopped_process_needs_heartbeats(child: subprocess.Popen[bytes]) -> None:
     row = row_of(child.pid, process_start(child.pid))
     os.kill(child.pid, signal.SIGSTOP)
     wait_for(lambda: is_running(row) is None)
@@ -48,7 +48,7 @@ def test_a_stopped_process_is_judged_by_its_heartbeats(child: subprocess.Popen[b
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_a_process_that_is_hidden_is_judged_by_its_heartbeats(
+def test_hidden_process_needs_heartbeats(
     monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], error: type[OSError]
 ) -> None:
     """`hidepid` hides the processes of other users."""
@@ -66,16 +66,13 @@ def test_a_process_that_is_hidden_is_judged_by_its_heartbeats(
     assert is_running(row_of(child.pid, "1")) is False
 
 
-def test_zombie_is_dead() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def test_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
     assert process_start(child.pid) is not None
     child.kill()
     wait_for(lambda: process_start(child.pid) is None)
-    child.wait()
-    assert process_start(child.pid) is None
 
 
-def test_machine_is_named_the_same_in_other_processes() -> None:
+def test_all_processes_of_a_machine_name_it_alike() -> None:
     code = "from hpo.study.claims.process import this_machine; print(this_machine())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == this_machine()

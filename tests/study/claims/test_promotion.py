@@ -1,4 +1,4 @@
-"""Trials that pause after a short start, of which the best continue, although workers die."""
+"""Trials that pause after a short start: the best continue, although workers die."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
-from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
-from hpo.study.running.worker import RunSummary, WorkerOptions
-from hpo.study.sampling import promotion
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
@@ -45,27 +44,27 @@ from hpo.study.store.studies import create_or_resume_study
 
 SPACE = {"batch_size": {"type": "categorical", "choices": list(range(1, 9))}}
 PRUNER = {"name": "promote", "starts": 0.05, "keep": 2, "reduction_factor": 9}
-"""Its rungs are at 0.05 and 0.45. All of eight trials go on from the first, when all have begun."""
+"""Its rungs are at 0.05 and 0.45. All eight trials continue from the first, after all have begun."""
 CONFIG = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner=PRUNER)
 
 
 PROMOTION = promotion_of(CONFIG.pruner, CONFIG.directions, 1000)
 assert PROMOTION is not None
 AT_ONCE = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={**PRUNER, "reduction_factor": 2})
-"""Of each rung half go on at once."""
+"""Half of each rung continue at once."""
 
 
 NUM_EVALUATIONS = 4
-"""Of a whole trial: it pauses after the first and the second."""
+"""Evaluations of a whole trial: it pauses after the first and the second."""
 
 
 def value(params: dict[str, Any], index: int) -> float:
-    """The greater, the better, at each evaluation."""
+    """Return the score of an evaluation; it grows with the batch size."""
     return params["batch_size"] / 100 + index / 1000
 
 
 def train(storage: Storage, log: Path, trial: optuna.trial.Trial, lease: Lease, broken: int | None) -> Any:
-    """A trial which pauses at its rungs as `TrialRunner` has it."""
+    """Run a trial with pauses at its rungs."""
     params = suggest(CONFIG.search_space, trial)
     lease.store_params()
     resumed_at = trial.user_attrs.get(RESUMED_ATTR, 0.0)
@@ -81,7 +80,7 @@ def train(storage: Storage, log: Path, trial: optuna.trial.Trial, lease: Lease, 
 
 
 def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | None = None) -> RunSummary:
-    """Be a worker of `CONFIG`; it dies when `kill` happens for the `kill_at`-th time."""
+    """Be a worker of `CONFIG`, and die at the `kill_at`-th `kill`."""
     die_at(kill, kill_at)
     with open_storage(url) as storage:
 
@@ -92,9 +91,9 @@ def work(url: str, log: Path, kill: str = "", kill_at: int = 1, broken: int | No
 
 
 def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> StudyRecord:
-    """Check that each configuration is one trial. The trials `ended`, named by batch size, are complete.
+    """Check that each configuration is one trial, and the batch sizes `ended` are complete.
 
-    With trials `side_by_side`, others may have paused before these, and are complete too.
+    With `side_by_side`, others may have paused before these, and are complete too.
     """
     record = read_study(storage, CONFIG.name)
     assert record.counts == {"open": 0, "running": 0, "done": 8}
@@ -113,26 +112,17 @@ def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> S
     return record
 
 
-def test_the_best_two_of_eight_end(storage: Storage, tmp_path: Path) -> None:
+def test_best_two_of_eight_complete(storage: Storage, tmp_path: Path) -> None:
     assert work(storage.url, tmp_path / "log").ended == "finished"
-    record = check(storage, ended={7, 8})
-    (best,) = best_trials(record)
+    (best,) = best_trials(check(storage, ended={7, 8}))
     assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, NUM_EVALUATIONS),))
     done = Counter((line["batch_size"], line["index"]) for line in notes(tmp_path / "log"))
     assert set(done.values()) == {1}, "nothing is trained twice"
-
-
-def test_plain_optuna_sees_each_configuration_once(storage: Storage, tmp_path: Path) -> None:
-    work(storage.url, tmp_path / "log")
     plain = optuna.load_study(study_name=CONFIG.name, storage=storage.optuna)
-    assert len(plain.trials) == CONFIG.n_trials
     assert plain.best_trial.params == {"batch_size": 8}
-    pruned = [trial for trial in plain.trials if trial.state.name == "PRUNED"]
-    assert {tuple(trial.intermediate_values) for trial in pruned} == {(1, 2)}
-    assert all(trial.user_attrs["active_seconds"] >= 0 for trial in plain.trials)
 
 
-def test_the_best_continues_before_another_starts(storage: Storage) -> None:
+def test_promotion_comes_before_a_new_trial(storage: Storage) -> None:
     with worker_on(storage, AT_ONCE) as worker:
         batch_sizes, numbers = [], []
         for _ in range(4):
@@ -145,23 +135,23 @@ def test_the_best_continues_before_another_starts(storage: Storage) -> None:
     assert (numbers[2], numbers[3]) == (batch_sizes.index(batch_sizes[2]), 2)
 
 
-def test_a_trial_that_breaks_leaves_its_place_to_the_next(storage: Storage, tmp_path: Path) -> None:
+def test_next_trial_is_promoted_after_a_failure(storage: Storage, tmp_path: Path) -> None:
     work(storage.url, tmp_path / "log", broken=8)
     check(storage, ended={6, 7})
 
 
-def test_workers_side_by_side_promote_the_same_trials_as_one(storage_url: str, tmp_path: Path) -> None:
+def test_concurrent_workers_promote_the_same_trials(storage_url: str, tmp_path: Path) -> None:
     finish(*(start_process(work, storage_url, tmp_path / "log") for _ in range(8)))
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8}, side_by_side=True)
 
 
 RARE = {"trial made": (2, 7), "half of the outcome": (1, 2), "trial ended": (1, 2)}
-"""Places that a study passes only some times. Each start and each promotion passes the others."""
+"""Rare places. Each start and each promotion passes the others."""
 
 
 def kills() -> Iterator[Any]:
-    """On PostgreSQL only the three places that leave most half done are fast tests."""
+    """Yield the kills. On PostgreSQL only three of them are fast tests."""
     for place in ("pause noted", *(place for place in PLACES if place not in ("training", "half suggested"))):
         for kill_at in RARE.get(place, (2, 9)):
             is_fast = kill_at != 2 and place in ("trial made", "half of the outcome", "pause noted")
@@ -171,10 +161,10 @@ def kills() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "place", "kill_at"), list(kills()))
-def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
+def test_kill_at_any_place_loses_no_trial(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
 ) -> None:
-    """The 2nd time it happens to a start; the 9th to a trial that goes on, or to its claim."""
+    """The 2nd time is in a start, the 9th in a continued trial or its claim."""
     storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
     run_until_killed(work, storage_url, log, place, kill_at)
     work(storage_url, log)
@@ -182,11 +172,11 @@ def test_a_kill_at_any_place_loses_no_start_and_trains_nothing_twice(
         check(storage, ended={7, 8})
     done = Counter((line["batch_size"], line["index"]) for line in notes(log))
     again = sum(count - 1 for count in done.values())
-    assert again <= 2, "but for the trial in hand, which has no checkpoint here"
+    assert again <= 2, "only the killed trial, without a checkpoint here"
 
 
 def pause_all(storage: Storage, config: StudyConfig = CONFIG) -> None:
-    """Begin all trials of the study, and stop when all have paused at the last rung."""
+    """Pause all trials of the study at the last rung."""
     with worker_on(storage, config) as worker:
         for _ in range(2 * config.n_trials):
             lease, trial = begin(worker)
@@ -203,7 +193,7 @@ def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) ->
     return WorkerLease(storage, study, max_retries=1, **options)
 
 
-def test_a_paused_trial_is_running_to_optuna_and_has_no_worker(storage: Storage) -> None:
+def test_paused_trials_are_running_in_optuna(storage: Storage) -> None:
     pause_all(storage)
     trials = storage.load_study(CONFIG.name).trials
     assert [trial.state.name for trial in trials] == ["RUNNING"] * 8
@@ -211,8 +201,6 @@ def test_a_paused_trial_is_running_to_optuna_and_has_no_worker(storage: Storage)
     record = read_study(storage, CONFIG.name)
     assert record.counts == {"open": 0, "running": 0, "done": 0, "paused": 8}
     assert {trial.outcome for trial in record.trials} == {"paused"}
-    [overview] = list_studies(storage)
-    assert (overview.state, overview.trials["paused"]) == ("open", 8)
 
 
 def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Storage) -> None:
@@ -224,7 +212,7 @@ def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Stora
     assert storage.is_finished(CONFIG.name)
 
 
-def test_fewer_trials_than_have_begun_take_nothing_back(storage: Storage, tmp_path: Path) -> None:
+def test_lowered_n_trials_keeps_begun_trials(storage: Storage, tmp_path: Path) -> None:
     pause_all(storage)
     create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
     assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 0, "paused": 8}
@@ -232,26 +220,23 @@ def test_fewer_trials_than_have_begun_take_nothing_back(storage: Storage, tmp_pa
     check(storage, ended={7, 8})
 
 
-def test_a_failed_trial_is_tried_again_from_its_beginning(storage: Storage) -> None:
+def test_retry_of_a_promoted_trial_starts_anew(storage: Storage) -> None:
     pause_all(storage)
     with worker_on(storage) as worker:
         lease, trial = begin(worker)
         worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        failed = trial.number
-        ended = []
         while lease := worker.claim():
-            train_on = train(storage, Path(os.devnull), lease.trial, lease, None)
-            worker.record_outcome(lease, train_on)
-            ended += [lease.trial.params["batch_size"]] if train_on.outcome == "complete" else []
+            worker.record_outcome(lease, train(storage, Path(os.devnull), lease.trial, lease, None))
     trials = storage.load_study(CONFIG.name).trials
-    assert trials[failed].state.name == "FAIL"
-    assert trials[8].user_attrs["retry_of"] == failed
-    assert {7, 8} <= set(ended)
-    assert trials[8].params == trials[failed].params
+    assert trials[trial.number].state.name == "FAIL"
+    assert trials[8].user_attrs["retry_of"] == trial.number
+    assert trials[8].params == trials[trial.number].params
+    complete = {trial.params["batch_size"] for trial in trials if trial.state.name == "COMPLETE"}
+    assert {7, 8} <= complete
 
 
-def test_trials_for_another_device_are_left_to_it(storage: Storage) -> None:
-    """A worker that cannot run the best two trials leaves them, as long as another one can."""
+def test_trials_wait_for_a_capable_device(storage: Storage) -> None:
+    """A worker leaves the best two trials to another worker that can run them, as long as it lives."""
     space = {**SPACE, "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]}}
     config = study(8, sampler={"name": "random"}, search_space=space, pruner=PRUNER)
     create_or_resume_study(storage, config)
@@ -277,8 +262,7 @@ def test_trials_for_another_device_are_left_to_it(storage: Storage) -> None:
         assert lease.trial.params["fp_precision"] == "fp32", "the device with fp16 is gone"
 
 
-def test_a_worker_that_died_between_its_pause_and_its_checkpoint(storage: Storage) -> None:
-    """The trial is paused, and no death is counted."""
+def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
     with worker_on(storage) as worker:
         lease, trial = begin(worker)
         trial.suggest_categorical("batch_size", list(range(1, 9)))
@@ -291,7 +275,7 @@ def test_a_worker_that_died_between_its_pause_and_its_checkpoint(storage: Storag
     assert record.trials[trial.number].outcome == "paused"
 
 
-def test_with_another_pruner_no_trial_continues_and_the_study_ends(storage: Storage) -> None:
+def test_study_ends_after_a_change_of_the_pruner(storage: Storage) -> None:
     pause_all(storage)
     config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
     summary = make_and_run(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
@@ -299,26 +283,10 @@ def test_with_another_pruner_no_trial_continues_and_the_study_ends(storage: Stor
     assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
 
 
-def test_no_more_trials_wait_at_a_rung_than_its_bound(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(promotion, "MOST_PAUSED", 3)
-    pruner = {**PRUNER, "keep": 1, "reduction_factor": 3}
-    config = study(40, sampler={"name": "random", "seed": 1}, search_space=SPACE, pruner=pruner)
-    most = 0
-    with worker_on(storage, config, read_points=None) as worker:
-        while lease := worker.claim():
-            most = max(most, storage.trial_counts(config.name).get("paused", 0))
-            worker.record_outcome(lease, train(storage, Path(os.devnull), lease.trial, lease, None))
-    at_least = promotion_of(config.pruner, config.directions, config.num_trials).at_least
-    assert 4 <= most <= sum(max(3, count) for count in at_least) + len(at_least)
-    assert storage.is_finished(config.name)
-
-
-def test_a_trial_continues_on_the_machine_with_its_checkpoint(
+def test_trial_continues_on_the_machine_with_its_checkpoint(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each machine has its own folder of checkpoints. The second one leaves before the end."""
+    """Each machine has its own folder of checkpoints. The second one leaves early."""
     restarted = continued = 0
     first, second = (worker_on(storage, AT_ONCE, shares_checkpoints=False) for _ in range(2))
     first.host, second.host = "first", "second"
@@ -338,12 +306,3 @@ def test_a_trial_continues_on_the_machine_with_its_checkpoint(
             run = train(storage, Path(os.devnull), lease.trial, lease, None)
             first.record_outcome(lease, run)
     assert storage.is_finished(CONFIG.name)
-
-
-def test_lowering_n_trials_keeps_a_promoted_trial_without_a_worker(storage: Storage) -> None:
-    pause_all(storage)
-    with worker_on(storage) as worker:
-        lease, trial = begin(worker)
-        worker.record_outcome(lease, result("preempted"))
-    create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
-    assert storage.load_study(CONFIG.name).trials[trial.number].state.name == "RUNNING"

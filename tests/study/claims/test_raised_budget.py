@@ -1,4 +1,4 @@
-"""Trials that the budget of a study ended continue after it was raised."""
+"""Trials ended by the budget of a study continue after it was raised."""
 
 from __future__ import annotations
 
@@ -33,14 +33,9 @@ def worker_of(storage: Storage, config: StudyConfig) -> Any:
     return worker_on(storage, config, promotion=promotion, budget=budget)
 
 
-def spend(storage: Storage) -> None:
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(claims).values(device_seconds=3600.0))
-
-
 @pytest.fixture
 def url(storage: Storage) -> str:
-    """A study with a budget that is spent: trial 0 paused, and trial 1 stopped after an evaluation."""
+    """A study with a spent budget: trial 0 paused, and trial 1 stopped after an evaluation."""
     with worker_of(storage, config_of(1.0)) as worker:
         for number in (0, 1):
             lease, trial = begin(worker)
@@ -50,7 +45,7 @@ def url(storage: Storage) -> str:
             if number == 0:
                 lease.pause(0.1, [0.5])
             worker.record_outcome(lease, result("paused", reason=BUDGET_SPENT))
-        spend(storage)
+        storage.write(lambda it: it.execute(sa.update(claims).values(device_seconds=3600.0)))
         assert worker.claim() is None
     return storage.url
 
@@ -75,7 +70,7 @@ def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None,
         assert record.counts == {"open": 49, "running": 0, "done": 0, "paused": 1}
         with worker_of(storage, config) as worker:
             lease, trial = begin(worker)
-            assert trial.number == 1, "the trial that was stopped continues"
+            assert trial.number == 1, "the stopped trial continues"
             evaluate(storage, trial, 2, 0.9)
             worker.record_outcome(lease, result("complete", values=(0.9,)))
         (_, complete) = read_study(storage, "tiny").trials
@@ -90,10 +85,10 @@ def test_trials_stay_ended_without_a_larger_budget(url: str, hours: float) -> No
         assert [trial.state for trial in read_study(storage, "tiny").trials] == ["PRUNED", "PRUNED"]
 
 
-def test_a_copy_of_a_trial_stays_ended(url: str) -> None:
+def test_foreign_copy_of_a_trial_stays_ended(url: str) -> None:
     outside = optuna.load_study(study_name="tiny", storage=url)
     outside.add_trial(outside.trials[0])
     with open_storage(url) as storage:
         create_or_resume_study(storage, config_of(9.0))
         assert [trial.state for trial in read_study(storage, "tiny").trials] == ["RUNNING", "RUNNING"]
-    assert [trial.state.name for trial in outside.trials][2] == "PRUNED"
+    assert outside.trials[2].state.name == "PRUNED"

@@ -1,4 +1,4 @@
-"""The row of a worker among those of its study."""
+"""Rows of the workers of a study."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def rows(storage: Storage) -> list[tuple[str, int]]:
         return [(row.id, row.number) for row in connection.execute(query)]
 
 
-def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
-    """The first time it was committed, but the connection broke before the answer."""
+def test_repeated_registration_leaves_one_row(storage: Storage) -> None:
+    """The answer to the first, committed registration was lost."""
     first, second = (worker_on(storage, study(1)) for _ in range(2))
     for worker, expected in ((first, 0), (second, 1), (second, 1)):
         worker._register()
@@ -27,20 +27,20 @@ def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
 
 def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_on(storage, study(1), device="GPU-1")._register()
-    assert not storage.has_other_workers_on("GPU-1"), "its own row"
+    assert not storage.has_other_workers_on("GPU-1"), "only this process"
     monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
     found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
     assert found == [True, False]
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(device=None))
-    assert storage.has_other_workers_on("GPU-2"), "it did not say where it runs"
+    assert storage.has_other_workers_on("GPU-2"), "its device is unknown"
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(machine="elsewhere"))
     assert not storage.has_other_workers_on("GPU-1")
 
 
-def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
-    """A failover to a server that lagged behind forgets the last commits."""
+def test_lost_row_is_added_again(storage: Storage) -> None:
+    """A failover leads to an older state."""
     with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)):
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
@@ -50,12 +50,11 @@ def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
         assert len(rows(storage)) == 2
 
 
-def test_a_trial_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
+def test_trial_of_a_worker_without_row_is_taken_over(storage: Storage) -> None:
     with worker_on(storage, study(1)) as worker:
         _, trial = begin(worker)
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers))
         with worker_on(storage, study(1)) as other:
-            taken = other.claim()
-            assert taken is not None
-            assert (taken.number, taken.row.deaths) == (trial.number, 0)
+            lease, _ = begin(other)
+            assert (lease.number, lease.row.deaths) == (trial.number, 0)

@@ -1,4 +1,4 @@
-"""How long before its job's end a worker stops, and when a trial has hung."""
+"""The time to stop before a job's end, and the watchdog of a hanging trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pace_of(stop: Stop) -> Pace:
     return Pace(stop, HOUR, lambda: False)
 
 
-def test_leaving_takes_a_step_and_a_checkpoint(clock: list[float]) -> None:
+def test_time_to_leave_is_a_step_and_a_checkpoint(clock: list[float]) -> None:
     stop = Stop(time.time() + HOUR)
     pace, before = pace_of(stop), stop.seconds_left
     with pace.trial():
@@ -42,7 +42,7 @@ def test_leaving_takes_a_step_and_a_checkpoint(clock: list[float]) -> None:
         assert before - stop.seconds_left == pytest.approx(6, abs=5), "the next trial has other steps"
 
 
-def test_the_limit_of_a_slow_trial_is_20_times_its_slowest_step(clock: list[float]) -> None:
+def test_limit_is_20_times_the_slowest_step(clock: list[float]) -> None:
     pace = Pace(Stop(), 10.0, lambda: False)
     with pace.trial():
         assert pace.limit_seconds == 10
@@ -57,13 +57,12 @@ def test_the_limit_of_a_slow_trial_is_20_times_its_slowest_step(clock: list[floa
 
 
 def hang(seconds: float, waits: bool) -> None:
-    pace_module._LOOK_SECONDS = 0.01
+    pace_module._POLL_SECONDS = 0.01
     with Pace(Stop(), 0.1, lambda: waits).trial():
         time.sleep(seconds)
 
 
-def test_a_trial_that_hangs_ends_its_process_and_says_where() -> None:
-    """By a signal that a supervisor counts against the configuration."""
+def test_hanging_trial_ends_its_process_with_a_traceback() -> None:
     code = "import test_pace; test_pace.hang(600, False)"
     paths = f"import sys; sys.path[:0] = {sys.path!r}; "
     found = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=False)
@@ -72,9 +71,9 @@ def test_a_trial_that_hangs_ends_its_process_and_says_where() -> None:
     assert "in hang" in found.stderr
 
 
-def test_a_trial_that_waits_for_the_database_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_database_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
     monkeypatch.setattr(pace_module.os, "kill", lambda *given: killed.append(given))
-    monkeypatch.setattr(pace_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pace_module, "_POLL_SECONDS", 0.01)
     hang(1.0, waits=True)
     assert not killed

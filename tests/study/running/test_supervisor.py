@@ -1,4 +1,4 @@
-"""The workers of one machine: where each runs, how they are started again, how a failure is reported."""
+"""The workers of one machine: their devices, restarts, logs and failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, RunError
-from hpo.study.running import run as run_module
 from hpo.study.running import supervisor
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.stopping import RunSummary, Stop
 from hpo.study.running.supervisor import (
     DeviceShare,
     WorkerProcesses,
@@ -34,7 +32,6 @@ from hpo.study.running.supervisor import (
     share_memory,
     worker_command,
 )
-from hpo.study.running.worker import RunSummary
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -71,10 +68,9 @@ def test_worker_command_does_not_show_the_url() -> None:
     assert command[1:] == ["-m", "hpo", "worker", "multitask", *given]
 
 
-def test_restarts_are_used_up(
+def test_too_many_restarts_end_the_other_workers(
     run: RunProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the other workers are told to leave, and the error says how often it was tried."""
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
     program = (
         "import os, sys; print('no such device')\n"
@@ -88,14 +84,10 @@ def test_restarts_are_used_up(
     logs = sorted((log_of(tmp_path, number) for number in range(2)), key=len)
     assert [log.count("--- a worker starts") for log in logs] == [1, 3]
     assert "told to leave" in logs[0]
-    assert [record.message.split("; ")[1].split(".")[0] for record in caplog.records] == [
-        f"it is started again ({number} of at most 2 times an hour)" for number in (1, 2)
-    ]
+    assert caplog.text.count("it is started again") == 2
 
 
-def test_restarts_of_more_than_an_hour_ago_do_not_count(
-    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_restarts_do_not_count(run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
     starts = tmp_path / "starts"
@@ -105,21 +97,20 @@ def test_restarts_of_more_than_an_hour_ago_do_not_count(
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
-def test_logs_of_workers_are_added_to(
+def test_failure_shows_the_log_of_this_run(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
-    """And a failure is reported with what the log says of this run; wrong input is not tried again."""
     log = tmp_path / "tiny" / f"worker-{socket.gethostname()}-{os.getpid()}-0.log"
     log.parent.mkdir()
-    log.write_text("what the first run said\n")
+    log.write_text("the first run\n")
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 5 if code == 2 else 0)
     with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done\.") as raised:
         run(f"print('Error: no such column'); raise SystemExit({code})")
     assert type(raised.value) is kind
     assert "Error: no such column" in str(raised.value)
-    assert "what the first run said" not in str(raised.value)
+    assert "the first run" not in str(raised.value)
     first, started, error = log.read_text().splitlines()
-    assert (first, error) == ("what the first run said", "Error: no such column")
+    assert (first, error) == ("the first run", "Error: no such column")
     assert started.startswith("--- a worker starts, 20")
 
 
@@ -128,11 +119,11 @@ def test_logs_of_workers_are_added_to(
     [
         (0, None, None, "elsewhere"),
         (0, 1e-6, None, "timeout"),
-        (130, None, None, "stopped"),  # told to by somebody else
-        (130, None, 3600.0, "stopped"),  # before the end of the job
+        (130, None, None, "stopped"),
+        (130, None, 3600.0, "stopped"),
     ],
 )
-def test_workers_that_leave_trials_open(
+def test_end_of_workers_with_open_trials(
     run: RunProgram, tmp_path: Path, code: int, timeout: float | None, job_seconds: float | None, ended: str
 ) -> None:
     stop = Stop(None if job_seconds is None else time.time() + job_seconds)
@@ -142,20 +133,19 @@ def test_workers_that_leave_trials_open(
     assert log_of(tmp_path).count("--- a worker starts") == 1
 
 
-def test_jobs_of_one_node_write_logs_of_their_names(
+def test_each_job_of_a_node_has_its_logs(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for job in ("7", "8"):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        run(f"print('of job {job}')", shares=TWO[:1])
-    logs = {path.name: path.read_text() for path in (tmp_path / "tiny").glob("*.log")}
+        run("pass", shares=TWO[:1])
     host = socket.gethostname()
-    assert logs.keys() == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
-    assert "of job 7" not in logs[f"worker-{host}-8-0.log"]
+    logs = {path.name for path in (tmp_path / "tiny").glob("*.log")}
+    assert logs == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
 
 
 @pytest.mark.parametrize("given", [None, "@file"])
-def test_storage_reaches_a_worker_as_it_was_given(
+def test_worker_gets_the_storage_of_the_user(
     run: RunProgram, storage: Storage, tmp_path: Path, given: str | None
 ) -> None:
     run("import os; print(os.environ['HPO_STORAGE'])", storage_as_given=given)
@@ -163,13 +153,12 @@ def test_storage_reaches_a_worker_as_it_was_given(
 
 
 @pytest.mark.postgres
-def test_a_supervisor_waits_for_no_database(
+def test_dead_worker_is_restarted_after_an_outage(
     own_server: PostgresServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A worker that dies is started again when the database is back; told to stop, all may leave."""
     program = (
         "import os, pathlib, sys, threading, time\nprint('runs', flush=True)\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
@@ -209,7 +198,7 @@ def test_a_supervisor_waits_for_no_database(
     assert [log_of(tmp_path, number).splitlines()[-1] for number in range(2)] == ["told to leave"] * 2
 
 
-def test_workers_may_checkpoint_when_their_supervisor_fails(
+def test_workers_may_checkpoint_after_an_error_of_the_supervisor(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -224,12 +213,7 @@ def test_workers_may_checkpoint_when_their_supervisor_fails(
 
 @pytest.mark.parametrize(
     ("device", "num_workers", "given", "expected"),
-    [
-        (GPU, 4, None, (80 - 4) / 4 / 80),
-        (GPU, 1, None, None),
-        (GPU, 4, 0.2, 0.2),
-        (CPU, 4, None, None),
-    ],
+    [(GPU, 4, None, (80 - 4) / 4 / 80), (GPU, 1, None, None), (GPU, 4, 0.2, 0.2), (CPU, 4, None, None)],
 )
 def test_workers_of_one_gpu_share_its_memory(
     device: DeviceInfo, num_workers: int, given: float | None, expected: float | None
@@ -243,34 +227,26 @@ def test_workers_of_one_gpu_share_its_memory(
     ("total_gib", "num_workers", "given", "most"),
     [(80, 2, 0.49, "0.4875"), (80, 4, 0.25, "0.2375"), (24, 7, 0.14, "0.1011")],
 )
-def test_the_contexts_of_workers_need_room_too(
-    total_gib: int, num_workers: int, given: float, most: str
-) -> None:
-    """All of it is given away: nothing is left for the CUDA contexts."""
+def test_contexts_of_workers_need_memory(total_gib: int, num_workers: int, given: float, most: str) -> None:
     gpu = replace(GPU, total_memory_bytes=total_gib * 2**30)
     with pytest.raises(InputError, match=rf"must be <= {most} for {num_workers} workers .* got {given:g}\."):
         share_memory(study(amp={"memory_fraction": given}).amp, gpu, num_workers)
     fits = study(amp={"memory_fraction": float(most)}).amp
     assert share_memory(fits, gpu, num_workers) is fits
-    assert share_memory(study(amp={"memory_fraction": 1.0}).amp, gpu, 1).memory_fraction == 1.0
 
 
 @pytest.mark.parametrize(
     ("given", "devices", "expected"),
     [
         ((None, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
-        ((None, 1), ("0", "1"), [(1, "0"), (1, "1")]),
         ((None, 3), (), [(3, None)] * 3),
         ((1, None), ("0", "1"), []),  # in this process
         ((None, 1), (), [(1, None)]),
-        ((3, None), (), [(3, None)] * 3),
-        ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
-        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((2, None), ("0",), [(2, None)] * 2),  # the only GPU needs no name
         ((3, None), ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
-        ((4, None), ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
     ],
 )
-def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
+def test_workers_take_turns_on_the_devices(
     monkeypatch: pytest.MonkeyPatch,
     given: tuple[int, int | None],
     devices: tuple[str, ...],
@@ -281,20 +257,16 @@ def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
     assert [(share.workers_on_device, share.cuda_device) for share in shares] == expected
 
 
-def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_much_memory_is_refused_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = study(2, amp={"memory_fraction": 0.6})
     monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
     monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
     assert len(share_devices(config, 2)) == 2
     with pytest.raises(InputError, match=r"amp\.memory_fraction must be <= 0.4875 for 2 workers"):
         share_devices(config, None, 2)
-    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ())  # on a CPU it says nothing
-    assert len(share_devices(config, None, 2)) == 2
 
 
-def test_workers_do_not_share_a_gpu_whose_energy_the_study_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_needs_a_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
     monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
     monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
@@ -302,20 +274,3 @@ def test_workers_do_not_share_a_gpu_whose_energy_the_study_needs(monkeypatch: py
     assert len(share_devices(config, 2)) == 2
     with pytest.raises(InputError, match=r"other workers share this GPU\. Run one worker on each GPU\."):
         share_devices(config, 3)
-    assert len(share_devices(study(2), 3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("workers", "uuid", "reason"),
-    [("1", "GPU-0", ""), ("2", "GPU-0", "other workers share this GPU"), ("1", "GPU-1", "Not Found")],
-)
-def test_a_worker_checks_its_gpu_s_energy_before_its_first_trial(
-    monkeypatch: pytest.MonkeyPatch, workers: str, uuid: str, reason: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
-    monkeypatch.setattr(run_module, "probe_device", lambda _: replace(GPU, uuid=uuid))
-    monkeypatch.setenv(WORKERS_ON_DEVICE, workers)
-    config = study(objective={"metric": ENERGY, "direction": "minimize"})
-    expected = pytest.raises(InputError, match=reason) if reason else nullcontext()
-    with expected:
-        run_module._resolve_here(config, "in this process")

@@ -14,8 +14,8 @@ from support.worker_process import evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.report.messages import budget_messages
 from hpo.report.plan import TrialCost, make_plan
-from hpo.report.spending import spending_told
 from hpo.report.status import study_status
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
@@ -147,7 +147,7 @@ def test_plan_status_and_run_agree_about_what_is_left(storage: Storage, clock: F
     status = study_status(record)
     assert status["estimated_end"] is None
     assert "are not spent, because one more trial, with" in status["budget"]["unspent"]
-    assert status["budget"]["unspent"] in spending_told(record)
+    assert status["budget"]["unspent"] in budget_messages(record)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_pruner_stops_trials_and_the_trials_have_values(tmp_path: Path) -> Non
         evaluation={"per_trial": 4},
     )
     ended = finish(start_hpo(tmp_path, "run", "tiny.yaml", "--workers", "2"))
-    assert "None of the 2 trials is complete yet." in ended.out, ended
+    assert "2 trials, none complete." in ended.out, ended
     trials = stored(tmp_path).trials
     assert [(trial.outcome, len(trial.evaluations)) for trial in trials] == [("pruned", 2)] * 2
     assert {trial.params["learning_rate"] for trial in trials} == {1e-4}

@@ -10,7 +10,7 @@ import pytest
 from support.planted_comparison import plan_of
 from support.worker_process import begin, result, run_trials, study, worker_on
 
-from hpo.compare.companion import comparison_study
+from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable

@@ -1,4 +1,4 @@
-"""A worker is silent for as long as this process saw its row unchanged, by this process's monotonic clock."""
+"""Silence of a worker: time with an unchanged row, by this process's monotonic clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_silence_is_the_time_since_the_row_was_seen_to_change(clock: list[float]) -> None:
+def test_silence_begins_with_a_change_of_the_row(clock: list[float]) -> None:
     seen, silent = Availability(), []
     seen.note_answer(GAP)
     for now, heartbeat in ((0.0, "a"), (20.0, "a"), (40.0, "a"), (45.0, "b"), (60.0, "b"), (80.0, "a")):
@@ -33,7 +33,7 @@ def test_silence_is_the_time_since_the_row_was_seen_to_change(clock: list[float]
     [
         (False, 0.0, 40.0),
         (True, 0.0, 0.0),  # nobody could write
-        (False, 31.0, 0.0),  # this process was stopped, and knows nothing of the database in that time
+        (False, 31.0, 0.0),  # this process was stopped
         (False, 29.0, 69.0),
     ],
 )

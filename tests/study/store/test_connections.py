@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
-import sqlalchemy as sa
 from support.one_connection import one_connection
 from support.worker_process import study, work, worker_on
 
@@ -37,7 +35,6 @@ def cancel(storage: Storage, _: Path) -> None:
 
 ACTIONS: dict[str, Callable[[Storage, Path], Any]] = {
     "resume": lambda storage, _: create_or_resume_study(storage, study(3)),
-    "lower n_trials": lambda storage, _: create_or_resume_study(storage, study(1)),
     "join": join,
     "run": lambda storage, folder: work(storage.url, study(9), folder / "log"),
     "run with a budget": lambda storage, folder: work(
@@ -57,21 +54,7 @@ def test_no_second_connection_inside_a_transaction(storage_url: str, tmp_path: P
         ACTIONS[action](storage, tmp_path)
 
 
-def test_the_guard_notices_a_second_connection(sqlite_url: str) -> None:
+def test_guard_notices_a_second_connection(sqlite_url: str) -> None:
     second = pytest.raises(AssertionError, match="a second connection")
     with one_connection(), open_storage(sqlite_url) as storage, storage.engine.begin(), second:
         storage.engine.connect()
-
-
-def test_the_database_opens_for_plain_optuna(storage_url: str) -> None:
-    """Optuna's tables and versions are those that Optuna itself creates."""
-    open_storage(storage_url).close()
-    plain = optuna.storages.RDBStorage(storage_url.replace("postgresql://", "postgresql+psycopg://"))
-    assert plain.get_current_version() == plain.get_head_version()
-    optuna.create_study(storage=plain, study_name="theirs").ask()
-    with plain.engine.connect() as connection:
-        made_by = connection.execute(
-            sa.text("SELECT schema_version, library_version FROM version_info")
-        ).all()
-    plain.engine.dispose()
-    assert made_by == [(12, optuna.__version__)]

@@ -1,4 +1,4 @@
-"""A study that was copied is the study that it was, and goes on."""
+"""Copies of studies between databases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def other_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'other.db'}"
 
 
-def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path) -> None:
+def test_copy_between_databases_and_back(
+    sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path
+) -> None:
     target_url = f"sqlite:///{tmp_path / 'target.db'}" if storage_url == sqlite_url else storage_url
     with (
         open_storage(sqlite_url) as source,
@@ -40,7 +42,7 @@ def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_p
     ):
         filled(source)
         before = contents(source)
-        for storage in (target, back):  # so that no row has the id that it had
+        for storage in (target, back):  # so that ids differ
             create_or_resume_study(storage, study(3, name="another")).add_trial(create_trial(value=1.0))
         assert copy_study(source, target, "tiny") == 6
         assert target.trial_counts("tiny") == {"open": 2, "running": 1, "done": 3}
@@ -52,8 +54,7 @@ def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_p
         assert read_study(back, "another").name == "another"
 
 
-def test_nothing_of_a_study_is_forgotten() -> None:
-    """A table that is new is copied, or said to stay."""
+def test_every_table_is_copied_or_excluded() -> None:
     stay = {"hpo_compat"}
     ours = {"hpo_studies", "hpo_workers", *(table.name for table in OURS)}
     assert set(schema.metadata.tables) == ours | stay
@@ -62,7 +63,7 @@ def test_nothing_of_a_study_is_forgotten() -> None:
     assert {table.name for table in tables} - optunas == copied
 
 
-def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
+def test_copy_has_the_same_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
     def parents(storage: Storage) -> list[list[int]]:
         opened = optuna.load_study(study_name="tiny", storage=storage.url)
         return [
@@ -81,7 +82,7 @@ def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
         assert len(parents(source)[1]) == 4
 
 
-def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> None:
+def test_target_with_a_study_of_this_name_is_refused(sqlite_url: str, other_url: str) -> None:
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
         filled(source)
         create_or_resume_study(target, study(2))
@@ -99,11 +100,11 @@ def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> No
                 copy_study(source, there, "tiny")
 
 
-def test_a_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:
+def test_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
         with WorkerLease(source, create_or_resume_study(source, study(4)), max_retries=0) as worker:
             set_state(source, "tiny", "paused")  # it may still train
-            with pytest.raises(InputError, match=r"1 live workers are in `tiny`.*`hpo pause tiny` has them"):
+            with pytest.raises(InputError, match=r"`tiny` has 1\. `hpo pause tiny` lets them leave"):
                 copy_study(source, target, "tiny")
             assert not target.has_study("tiny")
             change_worker(source, worker, process_start="1")
@@ -112,7 +113,7 @@ def test_a_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: st
 
 
 def copy_and_die(source_url: str, target_url: str) -> None:
-    """Copy the study, and be killed when all of Optuna's rows are written, and the first of ours."""
+    """Copy the study, and die after the first of our rows, when all rows of Optuna are written."""
 
     def die(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("INSERT INTO hpo_studies "):
@@ -123,7 +124,7 @@ def copy_and_die(source_url: str, target_url: str) -> None:
         copy_study(source, target, "tiny")
 
 
-def test_a_copy_that_is_killed_leaves_nothing(sqlite_url: str, storage_url: str, other_url: str) -> None:
+def test_killed_copy_leaves_nothing(sqlite_url: str, storage_url: str, other_url: str) -> None:
     target_url = other_url if storage_url == sqlite_url else storage_url
     with open_storage(sqlite_url) as source, open_storage(target_url) as target:
         filled(source)

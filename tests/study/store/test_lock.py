@@ -1,4 +1,4 @@
-"""A process that is stopped while it has the lock of a database does not stop the others for long."""
+"""The lock of a database, with killed, stopped and waiting processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from support.worker_process import finish, start_process, study, wait_for
 
 from hpo.errors import HpoError, RunError, StoppedError
 from hpo.study.store import connection as bounds
-from hpo.study.store import database
 from hpo.study.store.database import connect
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import compat
@@ -26,7 +25,7 @@ from hpo.study.store.studies import create_or_resume_study
 
 
 def hold(url: str, log: Path, idle_seconds: float) -> None:
-    """Have the lock until the file `log` is gone; note how that ended."""
+    """Hold the lock until the file `log` is gone; note the result in it."""
     bounds.IDLE_SECONDS = idle_seconds
     engine = connect(url)
     try:
@@ -44,7 +43,7 @@ def hold(url: str, log: Path, idle_seconds: float) -> None:
 
 @contextmanager
 def held(url: str, log: Path, idle_seconds: float = 45.0) -> Iterator[int]:
-    """Another process has the lock; yields its id."""
+    """Let another process hold the lock; yield its id."""
     process = start_process(hold, url, log, idle_seconds)
     try:
         wait_for(log.exists)
@@ -56,7 +55,7 @@ def held(url: str, log: Path, idle_seconds: float = 45.0) -> Iterator[int]:
 
 
 @pytest.mark.postgres
-def test_a_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> None:
+def test_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> None:
     engine, log = connect(postgres_url), tmp_path / "log"
     with held(postgres_url, log, 1.0) as pid:
         os.kill(pid, signal.SIGSTOP)
@@ -70,7 +69,7 @@ def test_a_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("begin", [exclusive, sa.Engine.begin])
-def test_the_server_ends_a_transaction_of_a_stopped_process_before_a_lease(
+def test_idle_transaction_ends_before_a_lease(
     postgres_url: str, begin: Callable[[sa.Engine], AbstractContextManager[sa.Connection]]
 ) -> None:
     with open_storage(postgres_url) as storage, begin(storage.engine) as connection:
@@ -79,7 +78,7 @@ def test_the_server_ends_a_transaction_of_a_stopped_process_before_a_lease(
     assert Storage.lease_seconds > bounds.IDLE_SECONDS
 
 
-def test_the_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> None:
     engine = connect(storage_url)
     process = start_process(hold, storage_url, tmp_path / "log", 45.0)
     wait_for((tmp_path / "log").exists)
@@ -89,17 +88,7 @@ def test_the_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> Non
     engine.dispose()
 
 
-def test_waiting_for_the_lock_ends_when_told_to_stop(storage_url: str, tmp_path: Path) -> None:
-    engine, stop = connect(storage_url), threading.Event()
-    with held(storage_url, tmp_path / "log"):
-        threading.Timer(0.3, stop.set).start()
-        with pytest.raises(StoppedError, match="another process had the database"), exclusive(engine, stop):
-            pass
-    engine.dispose()
-
-
-def test_a_worker_that_waits_for_the_lock_says_so_when_told_to_stop(storage_url: str, tmp_path: Path) -> None:
-    """The database is not away, and the message does not say so."""
+def test_stop_while_waiting_for_the_lock(storage_url: str, tmp_path: Path) -> None:
     stop = threading.Event()
     with open_storage(storage_url, stop=stop) as storage, held(storage_url, tmp_path / "log"):
         threading.Timer(0.3, stop.set).start()
@@ -108,10 +97,10 @@ def test_a_worker_that_waits_for_the_lock_says_so_when_told_to_stop(storage_url:
     assert str(stopped.value) == "told to stop while another process had the database to itself."
 
 
-def test_a_worker_that_waits_for_a_locked_database_says_so_when_told_to_stop(
+def test_stop_while_another_program_has_the_lock(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(bounds, "BUSY_SECONDS", 0.05)
     stop = threading.Event()
     with open_storage(sqlite_url, stop=stop) as storage, held(sqlite_url, tmp_path / "log"):
         stop.set()
@@ -121,10 +110,10 @@ def test_a_worker_that_waits_for_a_locked_database_says_so_when_told_to_stop(
             storage.write(lambda connection: connection.execute(sa.delete(compat)))
 
 
-def test_a_command_does_not_wait_for_ever_for_a_locked_database(
+def test_command_waits_briefly_for_a_locked_database(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(bounds, "BUSY_SECONDS", 0.2)
     with held(sqlite_url, tmp_path / "log"), pytest.raises(RunError, match="another program holds it locked"):
         open_storage(sqlite_url)
 
@@ -140,7 +129,7 @@ def create_tables(url: str, folder: Path, number: int) -> None:
     open_storage(url).close()
 
 
-def test_processes_create_the_tables_of_an_empty_database_at_once(storage_url: str, tmp_path: Path) -> None:
+def test_processes_create_the_tables_concurrently(storage_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "ready"
     folder.mkdir()
     finish(*(start_process(create_tables, storage_url, folder, number) for number in range(NUM_AT_ONCE)))
@@ -148,8 +137,8 @@ def test_processes_create_the_tables_of_an_empty_database_at_once(storage_url: s
         create_or_resume_study(storage, study(1))
 
 
-def test_waiting_for_the_lock_leaves_the_generator_of_a_training_loop_alone(tmp_path: Path) -> None:
-    """A resumed trial must draw the same numbers, however long its worker has waited for the database."""
+def test_waiting_does_not_use_the_random_generator(tmp_path: Path) -> None:
+    """A resumed trial must draw the same numbers."""
     url, stop = f"sqlite:///{tmp_path}/hpo.db", threading.Event()
     stop.set()
     before = random.getstate()

@@ -1,4 +1,4 @@
-"""How the tables of a database are made and checked."""
+"""Creation and version checks of the tables of a database."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from hpo.study.store.studies import create_or_resume_study
 @pytest.mark.parametrize(
     ("statement", "version"),
     [
-        ("UPDATE hpo_version SET version_num = 'v10'", "v10"),
         ("UPDATE hpo_version SET version_num = 'v999'", "v999"),
         ("DELETE FROM hpo_version", "an unknown version"),
         ("DROP TABLE hpo_version", "an unknown version"),
     ],
 )
-def test_a_database_of_another_version_is_refused_and_plain_optuna_still_reads_it(
+def test_tables_of_another_version_are_refused(
     storage_url: str, create: bool, statement: str, version: str
 ) -> None:
     with open_storage(storage_url) as storage:
@@ -38,7 +37,7 @@ def test_a_database_of_another_version_is_refused_and_plain_optuna_still_reads_i
         open_storage(storage_url, create=create)
     message = str(refused.value)
     assert f"must be of version {schema.VERSION}, but they are of {version}. " in message
-    assert "name a new database, or use the hpo that made this one" in message
+    assert "Name a new database, or use the hpo that made this one" in message
     assert "secret" not in message
     optuna_storage = optuna.storages.RDBStorage(storage_url.replace("postgresql://", "postgresql+psycopg://"))
     assert optuna.load_study(study_name="tiny", storage=optuna_storage).trials == []
@@ -46,7 +45,7 @@ def test_a_database_of_another_version_is_refused_and_plain_optuna_still_reads_i
 
 
 def make_and_die(url: str, statement: str) -> None:
-    """Open the database; this process is killed after the first statement that begins so."""
+    """Open the database, and die after the first such statement."""
 
     def die(_connection: Any, _cursor: Any, executed: str, *_: Any) -> None:
         if " ".join(executed.split()).startswith(statement):
@@ -57,12 +56,21 @@ def make_and_die(url: str, statement: str) -> None:
 
 
 @pytest.mark.parametrize("statement", ["CREATE TABLE hpo_claims", "INSERT INTO hpo_version"])
-def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_none(
-    storage_url: str, statement: str
-) -> None:
+def test_kill_during_the_creation_leaves_no_tables(storage_url: str, statement: str) -> None:
     run_until_killed(make_and_die, storage_url, statement)
     with pytest.raises(NoDatabaseError, match="holds no study yet"):
         open_storage(storage_url, create=False)
     with open_storage(storage_url) as storage:
         create_or_resume_study(storage, study(n_trials=3))
         assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}
+
+
+def test_plain_optuna_opens_the_database(storage_url: str) -> None:
+    open_storage(storage_url).close()
+    plain = optuna.storages.RDBStorage(storage_url.replace("postgresql://", "postgresql+psycopg://"))
+    assert plain.get_current_version() == plain.get_head_version()
+    optuna.create_study(storage=plain, study_name="theirs").ask()
+    with plain.engine.connect() as connection:
+        made_by = connection.execute(sa.text("SELECT schema_version, library_version FROM version_info"))
+        assert made_by.all() == [(12, optuna.__version__)]
+    plain.engine.dispose()

@@ -1,4 +1,4 @@
-"""What hpo uses of Optuna beyond its public interface is still what it was."""
+"""Optuna's private interface is unchanged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from hpo.study.store import optuna_internals
+from hpo.study.store import optuna_internals, optuna_tables
 from hpo.study.store.storage import open_storage
 
 VERSIONS = ("5.0.0",)
-"""Those for which `optuna_internals` was read beside Optuna's source, and these tests passed."""
+"""Versions whose source was compared with `optuna_internals`, and that passed these tests."""
 
 
-def test_it_is_a_version_that_was_looked_at() -> None:
+def test_version_was_checked() -> None:
     assert optuna.__version__ in VERSIONS
 
 
 @pytest.mark.parametrize("is_enqueued", [False, True])
-def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> None:
+def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None:
     with open_storage(storage_url) as storage:
         study = optuna.create_study(study_name="s", storage=storage.optuna._backend)
         study_id = optuna_internals.study_id_of(study)
@@ -51,7 +51,7 @@ def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> No
         assert study.trials[ours.number].value == 1.0
 
 
-def test_a_view_shows_other_trials_to_samplers_and_keeps_the_storage() -> None:
+def test_view_shows_other_trials_to_samplers() -> None:
     study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(max_resource=9))
     for value in (1.0, 2.0, 3.0):
         study.tell(study.ask(), value)
@@ -61,4 +61,27 @@ def test_a_view_shows_other_trials_to_samplers_and_keeps_the_storage() -> None:
     assert (view.direction, view.study_name) == (study.direction, study.study_name)
     optuna.samplers.TPESampler(seed=0).before_trial(view, study.ask()._cached_frozen_trial)
     assert len(optuna_internals.all_trials(study)) == 4
-    assert optuna_internals.storage_of(view) is optuna_internals.storage_of(study)
+    assert view._storage is study._storage
+
+
+LIGHT = {table.name: table for table in vars(optuna_tables).values() if isinstance(table, sa.TableClause)}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_tables_have_columns_of_optuna(name: str) -> None:
+    (optunas,) = (table for table in optuna_internals.tables if table.name == name)
+    assert {*LIGHT[name].c.keys()} <= {*optunas.c.keys()}
+
+
+def test_revision_of_the_tables(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
+        assert optuna_tables.revision(connection) == optuna_tables.REVISION
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("constraints:memory", 0.5, {"memory": 0.5}), ("constraints", [0.5, -1.0], {"0": 0.5, "1": -1.0})],
+)
+def test_constraints_equal_those_of_optuna(key: str, value: object, expected: object) -> None:
+    trial = optuna.trial.create_trial(value=0.0, system_attrs={key: value})
+    assert optuna_tables.constraint(key, value) == expected == trial.constraints

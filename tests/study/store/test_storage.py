@@ -8,12 +8,12 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
-from support.worker_process import begin, change_worker, evaluate, result, study, worker_on
+from support.worker_process import begin, evaluate, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import load_data
-from hpo.errors import LeaseLostError, StorageError, StudyChangedError
+from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims import lease as lease_module
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
@@ -24,7 +24,7 @@ from hpo.study.store.studies import bind_data, check_data, create_or_resume_stud
 
 
 def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
-    """Run one trial for each of `results`, and give the objects that each trial had."""
+    """Run one trial for each of `results`, and return the study."""
     opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
         for trial_result in results:
@@ -37,7 +37,7 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
 # The definition
 
 
-def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
+def test_safe_changes_of_the_definition(storage: Storage) -> None:
     create_or_resume_study(storage, study(3, amp={"memory_fraction": 0.5}))
     changes: dict[str, Any] = {
         "sampler": {"name": "tpe"},
@@ -55,7 +55,7 @@ def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
     assert read_study(storage, "tiny").definition["amp"]["memory_fraction"] is None
 
 
-def test_a_grid_has_no_more_trials_than_combinations(storage: Storage) -> None:
+def test_grid_has_one_trial_for_each_combination(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
     for n_trials, sampler, num_trials in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
         create_or_resume_study(storage, study(n_trials, search_space=space, sampler={"name": sampler}))
@@ -71,26 +71,20 @@ def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_pat
 # The data
 
 
-def test_data_are_those_of_the_first_worker(storage: Storage) -> None:
+def test_first_worker_binds_the_data(storage: Storage) -> None:
     create_or_resume_study(storage, study(3))
-    check_data(storage, "tiny", "any, as none are bound")
+    check_data(storage, "tiny", "any: none are bound")
     for _ in range(2):
         bind_data(storage, "tiny", "as they were")
     for function in (bind_data, check_data):
-        with pytest.raises(
-            StudyChangedError, match=r"data of the study `tiny` .* changed.*`hpo delete tiny`"
-        ):
+        with pytest.raises(StudyChangedError, match=r"data of the study `tiny` .*`hpo delete tiny`"):
             function(storage, "tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         bind_data(storage, "tinny", "as they were")
 
 
-def stored_by_name(storage: Storage) -> StudyConfig:
-    return stored_study("tiny", storage.read_definition("tiny"))
-
-
 def of_tasks(folder: Path, *names: str) -> StudyConfig:
-    """A study of a csv file, whose tasks and columns are in the order of `names`."""
+    """A study of a csv file with tasks and columns in the order of `names`."""
     rows = ["text,one,two,three", *(f"text {number},{number},{number},{number}" for number in range(40))]
     (folder / "train.csv").write_text("\n".join(rows))
     columns = {"labels": {name: name for name in names}}
@@ -102,61 +96,32 @@ def fingerprint(config: StudyConfig) -> str:
     return load_data(config.data).fingerprint
 
 
-def test_the_order_of_keys_is_that_of_the_first_file(storage: Storage, tmp_path: Path) -> None:
-    """The heads of a model are in the order of the tasks, and so is the data's fingerprint."""
+def test_first_file_decides_the_order_of_keys(storage: Storage, tmp_path: Path) -> None:
+    """The order of the tasks decides the order of the heads, and the fingerprint of the data."""
     first = of_tasks(tmp_path, "two", "three", "one")
     create_or_resume_study(storage, first)
     bind_data(storage, "tiny", fingerprint(first))
-    assert fingerprint(stored_by_name(storage)) == fingerprint(first)
+    assert fingerprint(stored_study("tiny", storage.read_definition("tiny"))) == fingerprint(first)
     other = of_tasks(tmp_path, "one", "two", "three")
     assert fingerprint(other) != fingerprint(first)
     assert fingerprint(other.resumed(storage.read_definition("tiny"))) == fingerprint(first)
     create_or_resume_study(storage, other)
-    assert fingerprint(stored_by_name(storage)) == fingerprint(first)
+    assert fingerprint(stored_study("tiny", storage.read_definition("tiny"))) == fingerprint(first)
 
 
 # The size
 
 
-def test_raised_n_trials_adds_trials_and_lowered_gives_up_those_without_a_worker(storage: Storage) -> None:
-    run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
+def test_n_trials_can_be_raised_and_lowered(storage: Storage) -> None:
+    """Begun trials continue to their end."""
+    run_trials(storage, study(4), result("complete"), result("failed", traceback="x"), result("preempted"))
     create_or_resume_study(storage, study(6))
-    assert storage.trial_counts("tiny") == {"open": 3, "running": 1, "done": 2}
-    create_or_resume_study(storage, study(3))
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 2}
-    assert read_study(storage, "tiny").trials[2].outcome == "preempted"
-
-    dropped = create_or_resume_study(storage, study(1)).trials
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
-    assert dropped[2].state == TrialState.FAIL
-    assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1."
-
-    create_or_resume_study(storage, study(4))
-    assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 2}
-    run_trials(storage, study(4), result("complete"), result("complete"))
-    assert len(read_study(storage, "tiny").trials) == 5
-
-
-def test_lowered_n_trials_gives_up_the_trial_of_a_dead_worker(storage: Storage) -> None:
-    with worker_on(storage, study(2)) as dead, open_storage(storage.url) as other:
-        lease, _ = begin(dead)
-        with worker_on(storage, study(2)) as alive:
-            begin(alive)
-            change_worker(storage, dead, process_start="1")
-            create_or_resume_study(other, study(1))
-            assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 0}
-            states = [one.state for one in other.load_study("tiny").trials]
-            assert states == [TrialState.FAIL, TrialState.RUNNING]
-        with pytest.raises(LeaseLostError):
-            dead.record_outcome(lease, result("complete"))
-
-
-def test_lowered_n_trials_gives_up_a_retry_that_has_not_begun(storage: Storage) -> None:
-    run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
-    trials = create_or_resume_study(storage, study(1)).trials
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
-    assert trials[1].user_attrs["outcome"] == "failed"
-    assert (trials[2].state, trials[2].user_attrs["retry_of"]) == (TrialState.FAIL, 1)
+    assert storage.trial_counts("tiny") == {"open": 4, "running": 1, "done": 1}
+    create_or_resume_study(storage, study(1))
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
+    run_trials(storage, study(1), result("complete"))
+    assert storage.is_finished("tiny")
+    assert len(read_study(storage, "tiny").trials) == 3
 
 
 def test_joining_worker_does_not_resize(storage: Storage) -> None:
@@ -165,10 +130,7 @@ def test_joining_worker_does_not_resize(storage: Storage) -> None:
     assert storage.trial_counts("tiny")["open"] == 5
 
 
-# A study that goes
-
-
-def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
+def test_study_of_another_program_is_refused(storage: Storage) -> None:
     optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
     with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
         create_or_resume_study(storage, study(2))
@@ -182,9 +144,6 @@ def test_unknown_study_names_the_nearest(storage: Storage, tmp_path: Path) -> No
         read_study(storage, "tini")
     with pytest.raises(StorageError, match="must be letters, digits"):
         checkpoints_folder(storage, "../tiny", tmp_path)
-
-
-# What a trial stores
 
 
 def test_outcome_becomes_optuna_state(storage: Storage) -> None:
@@ -250,7 +209,7 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     assert opened.trials[0].intermediate_values == {1: 0.5}
 
 
-def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
+def test_evaluations_after_the_checkpoint_are_dropped(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trials = [begin(worker)[1]]
@@ -263,11 +222,11 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
     again, untouched = read_study(storage, "tiny").trials
     assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
     assert [row.step for row in untouched.evaluations] == [40, 80, 120]
-    # Optuna keeps what comes later; the trial overtakes it.
+
     assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.7, 3: 0.5}
 
 
-def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
+def test_evaluation_and_intermediate_value_are_stored_together(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with worker_on(storage, study(1)) as worker:
@@ -277,7 +236,7 @@ def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
             with pytest.raises(ZeroDivisionError):
                 evaluate(storage, trial)
         assert read_study(storage, "tiny").trials[0].evaluations == []
-        for value in (0.4, 0.6):  # a trial that goes on from before comes to the same step again
+        for value in (0.4, 0.6):  # a continued trial repeats the step
             evaluate(storage, trial, value=value)
         assert trial.study.trials[0].intermediate_values == {1: 0.6}
     with open_storage(storage.url) as other:

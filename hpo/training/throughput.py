@@ -1,0 +1,146 @@
+"""Throughput and energy of training steps.
+
+The meter sets a mark after each optimiser step: wall time on a CPU, an event on a GPU, without waiting for
+it. Rates leave out the first steps (allocator, autotuning, caches) and the time before a `start`: evaluation,
+the copy for a checkpoint, compilation. Tokens are real tokens, without padding. The meter holds sums and the
+durations of the last `RECENT_STEPS` steps, so its size does not grow.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpo.device import DeviceInfo, EnergyCounter, synchronize
+from hpo.training.energy import EnergyMeter
+
+WARMUP_STEPS = 3
+"""Steps without a rate, unless a trial has no others."""
+
+RECENT_STEPS = 1000
+"""Most durations in memory; on a GPU also most pending events."""
+
+
+class StepTotals(NamedTuple):
+    """Sums over steps. `slots` are the positions of a batch, including padding."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    examples: float = 0.0
+    windows: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+    def plus(self, other: StepTotals) -> StepTotals:
+        return StepTotals(*map(operator.add, self, other))
+
+
+class ThroughputMeter:
+    """Examples and tokens per second of training steps; joules per example if there is a `counter`."""
+
+    def __init__(
+        self,
+        device: DeviceInfo,
+        warmup_steps: int = WARMUP_STEPS,
+        counter: EnergyCounter | None = None,
+    ) -> None:
+        self._energy = EnergyMeter(device, counter)
+        self._device = device
+        self._warmup_steps = warmup_steps
+        self._previous: Any = None
+        self._pending: list[tuple[Any, Any, StepTotals]] = []
+        self._warmup, self._after = StepTotals(), StepTotals()
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        """Durations of steps after the warm-up, or of the warm-up if there are no others."""
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Begin an uninterrupted stretch of steps."""
+        if self._num_steps >= self._warmup_steps:
+            self._energy.start()
+        self._previous = self._mark()
+
+    def stop(self) -> None:
+        """End the stretch before something else, such as an evaluation or the copy for a checkpoint."""
+        self._energy.stop()
+
+    @property
+    def _num_steps(self) -> int:
+        return self._warmup.steps + self._after.steps + len(self._pending)
+
+    def step(self, num_examples: float, num_windows: int, num_tokens: int, num_slots: int) -> None:
+        """Count one optimiser step. A window counts as its part of an example."""
+        mark = self._mark()
+        counts = StepTotals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
+        self._pending.append((self._previous, mark, counts))
+        self._previous = mark
+        self._energy.count(num_examples)
+        if self._num_steps == self._warmup_steps:
+            self._energy.start()
+        if len(self._pending) > RECENT_STEPS:
+            self._read_pending()
+
+    def _read_pending(self) -> None:
+        """Read the durations of pending steps. Waits for the device."""
+        on_gpu = self._device.type == "cuda"
+        if self._pending and on_gpu:
+            synchronize(self._device)
+        for start, end, counts in self._pending:
+            seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
+            step = counts._replace(seconds=seconds)
+            if self._warmup.steps < self._warmup_steps:
+                self._warmup = self._warmup.plus(step)
+            else:
+                if not self._after.steps:
+                    self._seconds.clear()
+                self._after = self._after.plus(step)
+            self._seconds.append(seconds)
+        self._pending.clear()
+
+    def totals(self) -> StepTotals:
+        """Return the sums over all steps, including the warm-up. Waits for the device."""
+        self._read_pending()
+        return self._warmup.plus(self._after)
+
+    def summary(self) -> dict[str, float | None]:
+        """Return rates and step times in seconds. Waits for the device."""
+        total = self.totals()
+        rated = self._after if self._after.steps else self._warmup
+        p50, p95 = None, None
+        if self._seconds:
+            p50, p95 = np.percentile(self._seconds, (50, 95), method="inverted_cdf").tolist()
+        return {
+            "train_examples_per_second": _ratio(rated.examples, rated.seconds),
+            "train_tokens_per_second": _ratio(rated.tokens, rated.seconds) or None,
+            "step_seconds_p50": p50,
+            "step_seconds_p95": p95,
+            "padding_share": _ratio(total.slots - total.tokens, total.slots),
+            "train_joules_per_example": self._energy.joules_per_example(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers for a checkpoint."""
+        self._read_pending()
+        totals = {"warmup": self._warmup._asdict(), "after": self._after._asdict()}
+        return {**totals, "seconds": list(self._seconds), "energy": self._energy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._warmup, self._after = StepTotals(**state["warmup"]), StepTotals(**state["after"])
+        self._seconds = deque(state["seconds"], maxlen=RECENT_STEPS)
+        self._energy.load_state_dict(state["energy"])
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

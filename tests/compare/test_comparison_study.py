@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jsonl_sets import load_set, write_set
+from support.planted_comparison import HERE, begun, run, searched
+from support.worker_process import study
+
+from hpo.compare.comparison_study import (
+    open_comparison,
+    unlabelled_test_tasks,
+    with_plan,
+    with_stored_seeds,
+)
+from hpo.compare.planning import FIRST_SEED, Request
+from hpo.config.comparison import ComparisonConfig
+from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
+from hpo.study.reading.reader import read_study
+from hpo.study.running.worker import run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
+
+REQUEST = Request(top=2, seeds=3, max_seeds=8)
+
+
+def choices(*values: Any, **condition: str) -> dict[str, Any]:
+    return {"type": "categorical", "choices": list(values)} | ({"when": condition} if condition else {})
+
+
+def by_rate(params: dict[str, Any]) -> float:
+    return 80.0 - 1e5 * params["learning_rate"] - (params["fp_precision"] == "bf16")
+
+
+@pytest.fixture
+def empty(sqlite_url: str) -> Iterator[Storage]:
+    with open_storage(sqlite_url) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyConfig]:
+    """Database with a finished study, for each test to copy."""
+    path = tmp_path_factory.mktemp("searched") / "hpo.db"
+    with open_storage(f"sqlite:///{path}") as storage:
+        return path, searched(storage, by_rate)
+
+
+@pytest.fixture
+def storage(finished: tuple[Path, StudyConfig], tmp_path: Path) -> Iterator[Storage]:
+    with open_storage(f"sqlite:///{shutil.copy(finished[0], tmp_path / 'finished.db')}") as opened:
+        yield opened
+
+
+@pytest.fixture
+def config(finished: tuple[Path, StudyConfig]) -> StudyConfig:
+    return finished[1]
+
+
+def plan_of(study: StudyConfig) -> ComparisonConfig:
+    assert study.comparison is not None
+    return study.comparison
+
+
+def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
+    return plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, num)})
+
+
+def test_best_configurations_under_each_precision(storage: Storage, config: StudyConfig) -> None:
+    asked = replace(REQUEST, precisions=("bf16-mixed", "fp32"))
+    comparison = begun(storage, config, asked)
+    plan = plan_of(comparison)
+    assert [one.params["learning_rate"] for one in plan.configurations] == [1e-5, 3e-5]
+    assert plan.precisions == ("fp32", "bf16")
+    assert (comparison.name, comparison.pruner.name) == ("tiny-compare", "none")
+    assert comparison.evaluation.test
+
+
+def test_comparison_has_no_fallback_and_no_first_trials(empty: Storage) -> None:
+    config = searched(
+        empty,
+        by_rate,
+        amp={"on_unsupported": "fallback", "allow_emulated": True},
+        first=[{"learning_rate": 1e-5}],
+        sampler={"name": "tpe"},
+    )
+    comparison = begun(empty, config, REQUEST)
+    assert (comparison.amp.on_unsupported, comparison.amp.allow_emulated) == ("skip", True)
+    assert comparison.first == ()
+
+
+def test_blocks_share_a_new_seed(storage: Storage, config: StudyConfig) -> None:
+    plan = plan_of(begun(storage, config, REQUEST))
+    points = plan.points()
+    assert len(points) == 3 * len(plan.arms()) == 3 * 4
+    assert min(point["seed"] for point in points) == FIRST_SEED
+    assert max(point["seed"] for point in points) <= plan.last_seed
+    assert len({tuple(point.values()) for point in points}) == len(points)
+    blocks: dict[Any, list[str]] = {}
+    for point in points:
+        block = tuple(value for name, value in point.items() if name != "fp_precision")
+        blocks.setdefault(block, []).append(point["fp_precision"])
+    orders = [tuple(names) for names in blocks.values() if len(names) == 2]
+    assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
+
+
+@pytest.mark.parametrize(
+    ("scales", "score", "expected"),
+    [
+        ((8.0, 1024.0), lambda params: 80.0 - (params.get("init_scale") == 8.0), 1024.0),
+        ((1024.0,), lambda params: None if params["fp_precision"] == "bf16" else 80.0, None),
+    ],
+    ids=["best value", "default"],
+)
+def test_a_setting_of_one_precision_has_its_best_value_or_default(
+    empty: Storage, scales: tuple[float, ...], score: Any, expected: Any
+) -> None:
+    """All precisions share the configuration. The default stands if no trial with the setting is complete."""
+    space = {
+        "fp_precision": choices("fp32", "bf16"),
+        "learning_rate": choices(1e-5),
+        "init_scale": choices(*scales, fp_precision="bf16"),
+    }
+    config = study(20, search_space=space)
+    create_or_resume_study(empty, config)
+    run(empty, config, score)
+    plan = plan_of(begun(empty, config, REQUEST))
+    assert [one.params["init_scale"] for one in plan.configurations] == [expected]
+
+
+def test_a_precision_with_its_own_weights_has_no_base_precision(empty: Storage) -> None:
+    space = {"fp_precision": choices("bf16-true", "fp32"), "learning_rate": choices(1e-5, 3e-5)}
+    config = searched(empty, by_rate, search_space=space, training={"adapter": "lora"})
+    comparison = begun(empty, config, Request("base_precision", precisions=("int8",), top=4))
+    assert {one.params["fp_precision"] for one in plan_of(comparison).configurations} == {"fp32"}
+    assert plan_of(comparison).precisions == ("fp32", "int8")
+    assert comparison.name == "tiny-compare-base"
+
+
+def test_a_device_without_a_base_precision(empty: Storage) -> None:
+    config = searched(empty, by_rate, training={"adapter": "lora"})
+    record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
+    asked = Request("base_precision", precisions=("nf4", "int8"))
+    with pytest.raises(InputError, match=r"needs base_precision=nf4, but .* Leave nf4 out of --precisions"):
+        open_comparison(empty, record, config, asked, device=device, has_test=True)
+    every = open_comparison(empty, record, config, Request("base_precision"), device=device, has_test=True)
+    assert plan_of(every).precisions == ("fp32", "bf16", "int8")
+
+
+def test_an_unsearched_precision_is_the_effective_one(empty: Storage) -> None:
+    config = searched(empty, lambda _: 80.0, search_space={"learning_rate": choices(1e-5, 3e-5)})
+    (one, *_) = plan_of(begun(empty, config, Request("optimizer_state", precisions=("int8",)))).configurations
+    assert one.params["fp_precision"] == "fp32"
+
+
+def test_configurations_with_and_without_an_adapter(empty: Storage) -> None:
+    space = {
+        "fp_precision": choices("fp32", "bf16"),
+        "learning_rate": choices(1e-5),
+        "adapter": choices("none", "lora"),
+        "base_precision": choices("fp32", "int8", adapter="lora"),
+    }
+    config = searched(empty, by_rate, search_space=space, sampler={"name": "random", "seed": 1})
+    plan = plan_of(begun(empty, config, Request(top=3)))
+    found = {(one.params["adapter"], one.params["base_precision"]) for one in plan.configurations}
+    assert found == {("none", "fp32"), ("lora", "fp32"), ("lora", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"precisions": ("fp32", "bf16", "fp16")}, "--precisions bf16,"),
+        ({"margin": 1.0, "seeds": 5, "top": 3}, "--top 2 --seeds 3 --margin 0.5,"),
+    ],
+)
+def test_options_of_a_stored_comparison_stay(
+    changes: Any, options: str, storage: Storage, config: StudyConfig
+) -> None:
+    first = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, first)
+    same = Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
+    assert plan_of(begun(storage, config, same)) == plan_of(first)
+    with pytest.raises(InputError, match=f"was begun with {options} and .*hpo delete tiny-compare"):
+        begun(storage, config, Request(**changes))
+
+
+def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: StudyConfig) -> None:
+    first = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, first)
+    create_or_resume_study(storage, begun(storage, config, Request(max_seeds=20)))
+    plan = plan_of(begun(storage, config, Request()))
+    assert plan.max_seeds == 20
+    assert plan.points() == plan_of(first).points()
+    grown = with_seeds(plan, 20).points()
+    assert grown[: len(plan.points())] == plan.points()
+    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
+
+
+def test_two_commands_share_their_seeds(storage: Storage, config: StudyConfig) -> None:
+    old = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, with_plan(old, with_seeds(plan_of(old), 5)))
+    assert plan_of(with_stored_seeds(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
+    later = with_plan(old, with_seeds(plan_of(old), 8))
+    assert plan_of(with_stored_seeds(storage, later)).num_seeds == {"fp32": 8, "bf16": 8}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Request(precisions=("fp32",)), "needs another precision than fp32, but"),
+        (Request(seeds=9, max_seeds=8), "--seeds must be <= --max-seeds, but got 9 and 8"),
+        (Request(precisions=("bf17",)), "--precisions: "),
+    ],
+)
+def test_refused_requests(asked: Request, message: str, storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match=message):
+        begun(storage, config, asked)
+
+
+def test_refused_studies(storage: Storage, config: StudyConfig, empty: Storage) -> None:
+    comparison = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, comparison)
+    with pytest.raises(InputError, match="is itself a comparison, of `tiny`: hpo compare tiny"):
+        begun(storage, comparison, REQUEST)
+    failed = searched(empty, lambda _: None)
+    with pytest.raises(InputError, match="needs complete trials, but the study `tiny` has none yet"):
+        begun(empty, failed, REQUEST)
+
+
+def test_a_comparison_stays_on_its_kind_of_device(storage: Storage, config: StudyConfig) -> None:
+    comparison = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, comparison)
+    run(storage, comparison, by_rate, trials=1)
+    other = replace(HERE, name="Other CPU")
+    summary = run_worker(comparison, storage, lambda *_: None, device=WorkerDevice(kind=other.kind))
+    assert (summary.ended, summary.elsewhere) == ("elsewhere", (f"the name {HERE.kind}",))
+    record = read_study(storage, config.name)
+    with pytest.raises(InputError, match=r"the name Example CPU \(avx512_bf16\), but this is Other CPU"):
+        open_comparison(storage, record, config, REQUEST, device=other, has_test=True)
+    run(storage, comparison, by_rate)
+    open_comparison(storage, record, config, REQUEST, device=other, has_test=True)  # to show the result
+
+
+def test_workers_run_the_trials_of_added_seeds(storage: Storage, config: StudyConfig) -> None:
+    comparison = begun(storage, config, REQUEST)
+    create_or_resume_study(storage, comparison)
+    assert len(run(storage, comparison, by_rate).trials) == 12
+    create_or_resume_study(storage, with_plan(comparison, with_seeds(plan_of(comparison), 5)))
+    record = run(storage, comparison, by_rate)  # a worker with the old plan
+    assert len({tuple(trial.params.values()) for trial in record.trials}) == len(record.trials) == 20
+
+
+@pytest.mark.parametrize(
+    ("objective", "unlabelled"),
+    [
+        ({"metric": "score"}, ("tone",)),
+        ({"metric": "topic/f1_macro"}, ()),
+        ([{"metric": "train_examples_per_second"}, {"metric": "topic/f1_macro"}], ()),
+        ({"metric": "peak_memory_bytes", "direction": "minimize"}, ("tone",)),
+    ],
+)
+def test_tasks_of_the_objective_without_test_labels(
+    objective: Any, unlabelled: tuple[str, ...], tmp_path: Path
+) -> None:
+    kind = {"kind": "single_label", "classes": ["a", "b"]}
+    rows: dict[str, Any] = {
+        split: [{"id": split, "text": "x", "labels": {"topic": "a", "tone": "b"}}]
+        for split in ("train", "validation", "test")
+    }
+    del rows["test"][0]["labels"]["tone"]
+    data = load_set(write_set(tmp_path / "data", {"topic": kind, "tone": kind}, **rows))
+    assert unlabelled_test_tasks(study(1, objective=objective), data) == unlabelled
+    without = replace(data, splits={name: data.splits[name] for name in ("train", "validation")})
+    assert unlabelled_test_tasks(study(1, objective=objective), without) == ()

@@ -1,0 +1,251 @@
+"""csv, jsonl, parquet and the hub read a cell in the same way: the table of `hpo.data.tables`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.jsonl_sets import load
+
+from hpo.data.dataset import DataSet
+from hpo.errors import DataError
+from hpo.tasks.kind import KINDS, Task, kind_of
+
+READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
+Columns = dict[str, list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def plain(cell: Any) -> Any:
+    return float(cell) if isinstance(cell, Decimal) else cell
+
+
+def text(cell: Any) -> str:
+    """A cell as pandas writes it to csv."""
+    if cell is None:
+        return ""
+    return json.dumps(cell) if isinstance(cell, list | dict) else str(cell)
+
+
+def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
+    """Write the columns of labels beside `id`, `text` and, where there is one, `spans`."""
+    size = len(next(iter(columns.values())))
+    table: Columns = {"id": [f"{split}{n}" for n in range(size)], "text": ["Ann in Rome"] * size, **columns}
+    rows = [dict(zip(table, cells, strict=True)) for cells in zip(*table.values(), strict=True)]
+    suffix = next(one for one in ("csv", "parquet", "jsonl") if one in reader)
+    path = folder / f"{split}.{suffix}"
+    if suffix == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(
+                [list(table), *([text(cell) for cell in row.values()] for row in rows)]
+            )
+    elif suffix == "parquet":
+        pq.write_table(pa.table(table), path)
+    else:
+        rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
+        if reader == "jsonl":
+            rows = [
+                {
+                    "id": row.pop("id"),
+                    "text": row.pop("text"),
+                    "spans": {"person": row.pop("spans", None)},
+                    "labels": row,
+                }
+                for row in rows
+            ]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def read(folder: Path, reader: str, tasks: dict[str, Any], columns: Columns, **more: Any) -> DataSet:
+    """Load the columns as training and validation data; `spans` are those of the task `names`."""
+    folder = folder / reader.replace(" ", "_")
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        write(folder, reader, split, columns)
+    source = reader.partition(" ")[0]
+    at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    if source != "jsonl":
+        labels = {name: name for name in columns if name != "spans"}
+        spans = {"names": "spans"} if "spans" in columns else {}
+        at["columns"] = {"id": "id", "labels": labels, "spans": spans}
+    return load(source=source, tasks=tasks, **at, **more)
+
+
+WORDS = ["None", "NA", "nan", "null", "<NA>"]
+BRACKETS = ["[NAME]", "[unknown] a", "[1] see", "[0, 10)", "a[]"]
+CODES = ["007", "1e3", "1.50", "2024-01-01", "1_0"]
+ONE, MANY, NUMBER = "single_label", "multi_label", "regression"
+CELLS: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "words": (ONE, WORDS, WORDS),
+    "brackets": (ONE, BRACKETS, BRACKETS),
+    "codes": (ONE, CODES, CODES),
+    "blank": (ONE, ["yes", "", " \t", None, "no"], ["yes", None, None, None, "no"]),
+    "spaces": (ONE, ["pos", "pos ", "\tpos", "\u00a0pos", "neg"], ["pos"] * 4 + ["neg"]),
+    "accents": (ONE, ["caf\u00e9", "cafe\u0301", "t", "t", None], ["caf\u00e9", "caf\u00e9", "t", "t", None]),
+    "integers": (ONE, [0, 1, None, 2**53 + 1, -3], ["0", "1", None, "9007199254740993", "-3"]),
+    "booleans": (ONE, [True, False, None, True, True], ["True", "False", None, "True", "True"]),
+    "lists": (MANY, [["a", "b"], [], ["a "], [" b"], []], [["a", "b"], [], ["a"], ["b"], []]),
+    "joined": (MANY, ["a|b", '["a"]', "", "  ", " b "], [["a", "b"], ["a"], [], [], ["b"]]),
+    "numbers": (NUMBER, [1.5, -2.0, None, 1e300 / 1e200, 0.0], [1.5, -2.0, None, 1e100, 0.0]),
+    "whole": (NUMBER, [1, -2, None, 2**53, 0], [1.0, -2.0, None, 2.0**53, 0.0]),
+    "decimals": (NUMBER, [Decimal("1.25"), None, Decimal("-3.00"), None, None], [1.25, None, -3, None, None]),
+    "digits": (NUMBER, ["1.5", " 2 ", "1e3", "", None], [1.5, 2.0, 1000.0, None, None]),
+}  # fmt: skip
+TASKS = {name: {"kind": kind} for name, (kind, _, _) in CELLS.items()}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_reads_equal_cells(reader: str, tmp_path: Path) -> None:
+    dataset = read(tmp_path, reader, TASKS, {name: cells for name, (_, cells, _) in CELLS.items()})
+    for name, (_, _, expected) in CELLS.items():
+        for split in ("train", "validation"):
+            assert [row.labels.get(name) for row in dataset.splits[split]] == expected, name
+    labels = {task.name: set(task.labels) for task in dataset.tasks}
+    assert (labels["spaces"], labels["accents"]) == ({"pos", "neg"}, {"café", "t"})
+
+
+@pytest.mark.parametrize("cell", [1, 1.0, Decimal(1), "1", "1.0", " 1 "])
+@pytest.mark.parametrize("declared", ["1", "1.0"])
+def test_whole_numbers_match_declared_classes(cell: Any, declared: str) -> None:
+    """pandas writes 1.0 to csv where a column of whole numbers has an empty cell; 5.10 is no number."""
+    kind = kind_of(Task("t", ONE, (declared, "5.1", "5.10", "01")))
+    assert kind.label(cell) == declared
+    assert [kind.label(version) for version in ("5.1", "5.10", "01")] == ["5.1", "5.10", "01"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_null_is_unlabelled_and_an_empty_list_is_no_class(reader: str, tmp_path: Path) -> None:
+    more = {"csv": {"empty": "unlabelled"}} if "csv" in reader else {}
+    dataset = read(tmp_path, reader, {"tags": {"kind": MANY}}, {"tags": [["a"], None, []]}, **more)
+    assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
+
+
+ONE_CLASS = " must be one class, as text or a whole number, but got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "message"),
+    [
+        (NUMBER, float("inf"), " must be a finite number, but got inf. Leave it empty"),
+        (NUMBER, "one", " must be a finite number, but got 'one'"),
+        (NUMBER, "NaN", " must be a finite number, but got "),
+        (ONE, "c", ": unknown class `c`"),
+        (MANY, "a,b", ": unknown class `a,b`"),
+        (MANY, "['a']", " must be JSON in double quotes"),
+        (MANY, ["a", "a"], " names a class twice"),
+        *(
+            (ONE, cell, ONE_CLASS)
+            for cell in ('["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[ ]")
+        ),
+        *((ONE, cell, ONE_CLASS) for cell in ("[[]]", '[{"a": 1}]', 1.5, b"a", {"a": 1}, ["a"])),
+    ],
+)
+def test_bad_cells_are_refused(kind: str, cell: Any, message: str) -> None:
+    task = Task("t", kind, () if kind == NUMBER else ("a", "b"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind_of(task).label(KINDS[kind].from_cell(cell, "|", has_decimal_comma=True))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, {"t": {"kind": ONE, "classes": ["a", "b"]}}, {"t": ["a", "[1 2]"]})
+    first, *rest = str(caught.value).splitlines()
+    assert first == "2 bad rows in the data; mend or remove:"
+    assert [f"labels.t{ONE_CLASS}'[1 2]'" in line for line in rest] == [True, True]
+
+
+@pytest.mark.parametrize("cells", [["[]", "[1]", "c", "d"], [1.5, 2.5]])
+def test_bad_classes_are_refused_during_inference(cells: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"labels\.t must be one class, as text or a whole number, but got"):
+        read(tmp_path, "jsonl", {"t": {"kind": ONE}}, {"t": cells})
+
+
+def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
+    message = r"task `t` must have at least 2 classes, but its rows have `\[\]`. Label more rows"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, "csv", {"t": {"kind": ONE}}, {"t": [None, None]})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array(["a", None, "b"]).dictionary_encode(),
+        pa.array(["a", None, "b"], pa.large_string()),
+        pa.array(["a", None, "b"], pa.string_view()),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_every_arrow_type_of_text_is_read(array: Any, tmp_path: Path) -> None:
+    dataset = read(tmp_path, "parquet", {"t": {"kind": ONE}}, {"t": array})
+    assert [row.labels.get("t") for row in dataset.splits["train"]] == ["a", None, "b"]
+
+
+# Spans
+
+PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_spans_may_be_objects_of_start_and_end(reader: str, tmp_path: Path) -> None:
+    cells = [[{"start": 0, "end": 3}], [], [{"start": 7, "end": 11}, {"start": 0, "end": 3}]]
+    rows = read(tmp_path, reader, PERSON, {"spans": cells}).splits["train"]
+    assert [row.spans.get("person", []) for row in rows] == [[(0, 3)], [], [(0, 3), (7, 11)]]
+
+
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader != "jsonl"])
+def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None:
+    names = {"names": {"kind": "token_classification", "span_names": ["person", "place"]}}
+    cells = [{"person": [[0, 3]], "place": [[7, 11]]}, {"person": [], "place": [[7, 11]]}, None]
+    rows = read(tmp_path, reader, names, {"spans": cells}).splits["train"]
+    assert [dict(row.spans) for row in rows] == [
+        {"person": [(0, 3)], "place": [(7, 11)]},
+        {"place": [(7, 11)]},
+        {},
+    ]
+    assert [bool(row.annotated) for row in rows] == [True, True, False]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, PERSON, {"spans": [[[0, 12]], [[3, 0]], [[-1, 3]], [[0, 3, 5]]]})
+    assert str(caught.value).count("spans.person: ") == 8
+
+
+TWICE = '{"person": [[0, 3]], "person": [[7, 11]]}'
+MAP = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
+
+
+@pytest.mark.parametrize(
+    ("reader", "cells", "message"),
+    [
+        ("csv", [TWICE], "column spans must be JSON.*the key `person` must occur once"),
+        (
+            "parquet",
+            pa.array([[("person", [[0, 3]]), ("person", [[7, 11]])]], MAP),
+            r"train\.parquet: .*person",
+        ),
+    ],
+)
+def test_a_repeated_key_is_refused(reader: str, cells: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, reader, PERSON, {"spans": cells})
+
+
+def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
+    spans = pa.array([[("person", [[0, 3]])], [], [("person", None)]], MAP)
+    dataset = read(tmp_path, "parquet", PERSON, {"spans": spans})
+    assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.tiny_encoders import KIND_TASKS, make_model
+
+from hpo.data.examples import RowChecker
+from hpo.errors import DataError, InputError
+from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
+from hpo.inference.predict_file import check_output, predicted_row, predictions_file, read_examples
+from hpo.models.encoder import load_tokenizer
+from hpo.models.export import ExportSettings
+from hpo.tasks.example import Example
+from hpo.tasks.tokenized_split import Windowing
+
+PREDICTION: Prediction = {
+    "single": TaskPrediction("b", {"a": 0.25, "b": 0.5, "c": 0.25}),
+    "multi": TaskPrediction(["a"], {"a": 0.9, "b": 0.1}),
+    "number": TaskPrediction(1.5),
+    "joint": TaskPrediction(spans=[PredictedSpan("x", 0, 4, "Zoë;")]),
+    "overlapping": TaskPrediction(spans=[PredictedSpan("x", 0, 4, "Zoë;"), PredictedSpan("y", 5, 7, "is")]),
+    "answer": TaskPrediction(),
+    "evidence": TaskPrediction(spans=[PredictedSpan("a", 5, 12, 'is "in"')]),
+}
+EXAMPLE = Example("1", 'Zoë; is "in"\nRome', {}, {})
+ROW: dict[str, Any] = {
+    "id": "1",
+    "text": EXAMPLE.text,
+    "labels": {"single": "b", "multi": ["a"], "number": 1.5},
+    "spans": {"x": [[0, 4]], "y": [[5, 7]], "a": [[5, 12]]},
+    "scores": {"single": {"a": 0.25, "b": 0.5, "c": 0.25}, "multi": {"a": 0.9, "b": 0.1}},
+}
+
+
+def trained(
+    pair: tuple[str, str] | None = None, csv_form: dict[str, str | None] | None = None, **columns: str
+) -> TrainedModel:
+    settings = ExportSettings(
+        windowing=Windowing(16, pair_segments=pair),
+        attention="sdpa",
+        precision="fp32",
+        columns=columns,
+        csv=csv_form or {},
+    )
+    return TrainedModel(make_model(), load_tokenizer("minilm"), settings)
+
+
+def read(path: Path, **columns: str) -> tuple[list[tuple[str, str]], list[str]]:
+    examples, problems = read_examples(path, trained(**columns))
+    bad = [": ".join(one) for one in problems]
+    return [(example.id, example.text) for example in examples], bad
+
+
+def test_predicted_row_is_a_data_row() -> None:
+    row = predicted_row(EXAMPLE, PREDICTION)
+    assert row == ROW
+    tasks = [task for task in KIND_TASKS if task.name != "joint"]  # its spans must not overlap
+    example, problems = RowChecker(tasks, None, {}).check({k: v for k, v in row.items() if k != "scores"})
+    assert not problems
+    assert example is not None
+    assert example.labels == ROW["labels"]
+    paired = Example("1", "a b", {}, {}, {"q": (0, 1)})
+    assert predicted_row(paired, {})["segments"] == {"q": [0, 1]}
+
+
+def write_two_rows(path: Path) -> None:
+    with predictions_file(path, KIND_TASKS) as write:
+        write([ROW])
+        write([{**ROW, "id": "2"}])
+    assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
+
+
+def test_write_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write_two_rows(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [ROW, {**ROW, "id": "2"}]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_write_tables(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out.{suffix}"
+    write_two_rows(path)
+    if suffix == "csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            row, _ = csv.DictReader(file)
+        row |= {key: json.loads(value) for key, value in row.items() if value and value[0] in "[{0123456789"}
+    else:
+        row, _ = pq.read_table(path).to_pylist()
+    assert (row["labels.single"], row["labels.number"], row["labels.multi"]) == ("b", 1.5, ["a"])
+    assert row["scores.single"] == ROW["scores"]["single"]
+    overlapping = {name: spans for name, spans in row["spans.overlapping"].items() if spans}
+    assert overlapping == {"x": [[0, 4]], "y": [[5, 7]]}
+    assert "scores.number" not in row
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+        (
+            OSError(28, "No space left"),
+            pytest.raises(InputError, match=r"out\.csv: cannot be written: No sp"),
+        ),
+    ],
+    ids=["interrupted", "full disk"],
+)
+def test_failed_write_keeps_the_old_file(tmp_path: Path, error: BaseException, raised: Any) -> None:
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+
+    def fail() -> Iterator[dict[str, Any]]:
+        yield ROW
+        raise error
+
+    with raised, predictions_file(path, KIND_TASKS) as write:
+        write(fail())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
+
+
+def test_unwritable_outputs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    for path, message in [
+        (tmp_path / "out.xlsx", r"must end in \.jsonl, \.csv, \.parquet"),
+        (tmp_path / "nowhere" / "out.csv", "nowhere is no folder that may be written"),
+        (tmp_path / "folder.csv", "folder.csv is a folder"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            check_output(path)
+
+
+def test_read_lines_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes("\ufeffZoë is in\r\n\n  two words \n".encode() + b"\xff\nlast\n\n \n")
+    texts, bad = read(path)
+    assert texts == [("row-1", "Zoë is in"), ("row-3", "  two words "), ("row-5", "last")]
+    assert bad[0] == f"{path}:2: `text` is empty"
+    assert bad[1].startswith(f"{path}:4: must be UTF-8, but ")
+
+
+def test_read_jsonl_ignores_labels_and_lists_bad_lines(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    rows = [
+        '{"text": "one"}',
+        '{"id": 7, "text": "two", "labels": {"nobody knows": 1}, "spans": 3}',
+        '{"text": ',
+        '{"id": "x"}',
+        '{"text": "\\ud800"}',
+    ]
+    path.write_text("\n".join(rows))
+    texts, bad = read(path)
+    assert texts == [("row-1", "one"), ("7", "two")]
+    assert [line.split(": ")[0] for line in bad] == [f"{path}:{number}" for number in (3, 4, 5)]
+    assert "`text` must be a string, but got None" in bad[1]
+    assert "surrogate" in bad[2]
+
+
+def test_read_tables(tmp_path: Path) -> None:
+    table, parquet = tmp_path / "texts.csv", tmp_path / "texts.parquet"
+    table.write_text("key,body\nk1,one\nk2\nk3,\nk4,four\n")
+    texts, bad = read(table, id="key", text="body")
+    assert texts == [("k1", "one"), ("k4", "four")]
+    assert bad[0].startswith(f"{table}:3: must have 2 cells as the header has, but got 1")
+    assert bad[1] == f"{table}:4: `text` is empty"
+    with pytest.raises(DataError, match="has no column `text`"):
+        read(table)
+    pq.write_table(pa.table({"id": [3, 4], "text": ["one", None]}), parquet)
+    assert read(parquet) == ([("3", "one")], [f"{parquet} row 2: `text` must be a string, but got None"])
+
+
+RUSSIAN = "Очень долго ждал"
+
+
+@pytest.mark.parametrize(
+    ("form", "encoding", "content", "note"),
+    [
+        # The study's settings, which no guess would find.
+        ({"delimiter": "#", "encoding": "cp1251"}, "cp1251", f"id#text\na#{RUSSIAN}\n", None),
+        # A file by another program.
+        ({"delimiter": ";", "encoding": "shift_jis"}, "utf-8", f"id,text\na,{RUSSIAN}\n", "read with `,`"),
+        # Only the delimiter differs.
+        ({"delimiter": ";", "encoding": "cp1251"}, "cp1251", f"id,text\na,{RUSSIAN}\n", "read with `,`"),
+    ],
+)
+def test_csv_form_is_the_study_s_or_guessed(
+    form: dict[str, str | None],
+    encoding: str,
+    content: str,
+    note: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="hpo.data")
+    path = tmp_path / "texts.csv"
+    path.write_bytes(content.encode(encoding))
+    examples, bad = read_examples(path, trained(csv_form=form))
+    assert [(example.id, example.text) for example in examples] == [("a", RUSSIAN)]
+    assert not bad
+    notes = [message for message in caplog.messages if "data.csv" in message]
+    assert notes == ([f"{path}: {note}, not as `data.csv` says"] if note else [])
+
+
+def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
+    for suffix, message in (
+        ("txt", "must hold at least one text, but is empty"),
+        ("jsonl", "must hold at least one text, but is empty"),
+        ("csv", "the file is empty"),
+        ("parquet", "must be a parquet file"),
+    ):
+        path = tmp_path / f"texts.{suffix}"
+        with pytest.raises(DataError, match="no such file"):
+            read(path)
+        path.write_bytes(b"")
+        with pytest.raises(DataError, match=message):
+            read(path)
+
+
+def test_pairs_need_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "texts.csv").write_text("id,text\n1,a b\n")
+    with pytest.raises(DataError, match=r"texts\.csv: must be jsonl, .* `segments` with q and c as"):
+        read_examples(tmp_path / "texts.csv", trained(("q", "c")))

@@ -1,0 +1,90 @@
+"""Sentences about a study, and the screens with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import without_plotly
+from support.detailed_documents import every_kind
+from support.study_records import DEFINITION, fake_trial, record_of
+
+from hpo.report import best_screens, screens
+from hpo.report.dashboard import study_note
+from hpo.report.messages import SCORE, budget_messages, limit_messages, paused_message, score_message
+from hpo.report.report import write_report
+from hpo.report.status import study_status
+from hpo.report.summary import summary
+from hpo.report.tables import StudyTables
+from hpo.study.reading.study_record import StudyRecord
+
+
+def test_trials_within_and_beyond_each_limit_are_counted() -> None:
+    limits = {"peak_memory_bytes": {"max": 5e8}, "criteria/f1_micro": {"min": 0.5}}
+    both = {"peak_memory_bytes": 0.25, "criteria/f1_micro": 0.1}
+    trials = [
+        dataclasses.replace(fake_trial(0, "fp32"), constraints=both),
+        fake_trial(1, "fp32"),
+        dataclasses.replace(fake_trial(2, "fp32", "pruned"), constraints={"peak_memory_bytes": 0.25}),
+    ]
+    (text,) = limit_messages(record_of(trials, definition={**DEFINITION, "constraints": limits}))
+    assert text == (
+        "1 of 2 complete trials within all limits. Ended early over a limit: 1 trial. "
+        "Not within `peak_memory_bytes <= 5e+08`: 2 trials. Not within `criteria/f1_micro >= 0.5`: 1 trial."
+    )
+
+
+def test_spent_hours_by_precision_and_outcome() -> None:
+    definition = {**DEFINITION, "budget": {"hours": 10.0}}
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16", "pruned")]
+    record = record_of(trials, definition=definition, spent={0: 3600.0, 1: 1800.0})
+    assert budget_messages(record)[0] == (
+        "1.5 of 10 device-hours spent (15%). By precision: fp32 1 h, bf16 0.5 h. "
+        "By outcome: complete 1 h, pruned 0.5 h."
+    )
+    assert budget_messages(record_of([])) == []
+
+
+def test_paused_trials_come_with_the_reduction_factor() -> None:
+    counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
+    pruner = {"name": "promote", "reduction_factor": 3}
+    text = paused_message(record_of([], counts=counts, definition={"pruner": pruner}))
+    assert text.startswith("4 trials paused. The best 1 in 3 at each rung continue")
+    assert paused_message(record_of([])) == ""
+
+
+def record(*metrics: str) -> StudyRecord:
+    """Record of a study with these objectives and a best trial that is evaluated on test."""
+    values = tuple(0.5 + index for index in range(len(metrics)))
+    trial = dataclasses.replace(fake_trial(3, "fp32"), values=values, detailed={"test": every_kind()})
+    return record_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
+
+
+def text_of(parts: Any) -> str:
+    return "\n".join(map(str, parts)).replace("\u00a0", " ")
+
+
+SCREENS: dict[str, Callable[[StudyRecord, Path], str]] = {
+    "summary": lambda record, _: text_of(summary(record)),
+    "best": lambda record, _: text_of(best_screens.best_model(record, None, None)),
+    "status": lambda record, _: text_of(screens.status(record, study_status(record))),
+    "dashboard": lambda record, _: study_note(StudyTables(record)).replace("\\_", "_"),
+    "page": lambda record, folder: without_plotly(write_report(record, folder)),
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_every_screen_names_the_objective_and_explains_the_score_once(screen: str, tmp_path: Path) -> None:
+    assert SCREENS[screen](record("score", "peak_memory_bytes"), tmp_path).count(SCORE) == 1
+    shown = SCREENS[screen](record("tags/f1_micro"), tmp_path)
+    assert SCORE not in shown
+    named = "<dt>tags/f1_micro on test</dt>" if screen == "page" else "test, 500 rows: tags/f1_micro 0.610"
+    assert named in shown.replace("\u00a0", " ")
+
+
+def test_the_score_of_own_code_is_not_explained() -> None:
+    own = {**DEFINITION, "code": {"own_loop.py": "0" * 64}, "data": {"source": "none"}}
+    assert score_message(dataclasses.replace(record("score"), definition=own)) == ""

@@ -1,0 +1,125 @@
+"""Plans of a study, and the statements of `hpo compare` before its first trial."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jsonl_sets import load_set, write_set
+from support.planted_comparison import plan_of, record_of, search_config
+from support.worker_process import study
+
+from hpo.data.dataset import DataSet
+from hpo.report.plan import Plan, comparison_cost, comparison_limit
+from hpo.study.sampling.forecast import Stage
+from hpo.tasks.labels import SingleLabel
+
+KIND = {"kind": "single_label", "classes": ["a", "b", "rare"]}
+ACCURACY = study(1, objective={"metric": "topic/accuracy"})
+
+
+def plan(*stages: Stage, whole: float = 1.0, **changes: Any) -> list[str]:
+    facts = {"hours": 2.0, "spent_hours": 0.0, "num_workers": 1, "budget_hours": None, "pruner": "none; set"}
+    return Plan([], [*stages], whole, **{**facts, **changes}).text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ([Stage(0.0, 1.0, 6)], "Left to run: 6 trials, full budget."),
+        (
+            [Stage(0.0, 0.05, 30), Stage(0.05, 1.0, 10)],
+            "30 trials from 0% to 5%, 10 paused trials from 5% to 100%; 5.05 full budgets in all.",
+        ),
+        ([Stage(0.0, 0.05, 0), Stage(0.05, 1.0, 2)], ": 2 paused trials from 5% to 100%; 5.05"),
+        ([Stage(0.0, 1.0, 0)], "No trial is left to run."),
+    ],
+)
+def test_plan_names_the_remaining_stages(stages: list[Stage], text: str) -> None:
+    assert text in "\n".join(plan(*stages, whole=5.05))
+
+
+def test_plan_compares_its_time_with_the_budget() -> None:
+    assert "Device time in all: about 2 h 00 min." in plan()
+    assert (
+        "Device time in all: about 2 h 00 min of the budget of 3 h 00 min, 30 min 00 s already spent."
+        in plan(budget_hours=3.0, spent_hours=0.5)
+    )
+
+
+def data_of(folder: Path, num_test: int, task: Any = KIND, labels: Any = ("a", "b")) -> DataSet:
+    rare = ["rare"] * 2 if task is KIND else []
+
+    def rows(num: int) -> list[dict[str, Any]]:
+        values = [*rare, *labels * num][:num]
+        return [
+            {"id": f"{num}-{n}", "text": f"x {n}", "labels": {"topic": label}}
+            for n, label in enumerate(values)
+        ]
+
+    splits = {"train": rows(20), "validation": rows(21), "test": rows(num_test)}
+    return load_set(write_set(folder / "data", {"topic": task}, **splits))
+
+
+def test_few_rows_cannot_show_a_precision_to_be_as_good(tmp_path: Path) -> None:
+    """Clopper and Pearson: of 100 rows that agree up to 3.62 % of new rows may differ."""
+    text = comparison_limit(ACCURACY, data_of(tmp_path, 100), 0.5)
+    assert text.startswith("With 100 labelled rows of test, losses under 3.63 points cannot be excluded")
+    assert "A margin of 0.5 needs 736 such rows." in text
+    assert text.endswith("be as good as fp32. Label more rows of test to change that.")
+
+
+def test_enough_rows_state_their_limit_alone(tmp_path: Path) -> None:
+    text = comparison_limit(ACCURACY, data_of(tmp_path, 1000), 0.5)
+    assert text == "With 1,000 labelled rows of test, losses under 0.37 points cannot be excluded."
+
+
+def test_classes_with_too_few_rows_are_named(tmp_path: Path) -> None:
+    config = study(1, objective={"metric": "topic/f1_macro"})
+    text = comparison_limit(config, data_of(tmp_path, 4000), 2.0)
+    assert "`rare` (2)" in text
+    assert "no precision can be shown to be as good as fp32" in text
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_test_split_without_labels_is_replaced_by_validation(tmp_path: Path, is_missing: bool) -> None:
+    data = data_of(tmp_path, 100)
+    splits = {name: data.splits[name] for name in ("train", "validation")}
+    if not is_missing:
+        splits["test"] = [replace(one, labels={}, annotated=frozenset()) for one in data.splits["test"]]
+    assert "With 21 labelled rows of validation," in comparison_limit(
+        ACCURACY, replace(data, splits=splits), 0.5
+    )
+
+
+def test_an_error_has_the_limit_of_a_constant_prediction(tmp_path: Path) -> None:
+    """One row has a far larger share of the rmse of right predictions than of any run's rmse."""
+    data = data_of(tmp_path, 1000, {"kind": "regression"}, (0.0, 1.0))
+    config = study(1, objective={"metric": "topic/rmse", "direction": "minimize"})
+    # an rmse of 0.5, in which a row of error 1 adds about 1 / (2 * 0.5 * 1000), with 3.68 such rows of 1000
+    assert "losses under 0.01 label units cannot be excluded" in comparison_limit(config, data, 0.01)
+
+
+def test_a_metric_of_the_users_own_code_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SingleLabel, "row_bound", lambda *_: float("inf"))
+    text = comparison_limit(ACCURACY, data_of(tmp_path, 100), 0.5)
+    assert "so no loss can be excluded. So no precision can be shown" in text
+    assert "Label more" not in text
+
+
+def test_the_largest_number_of_trials_and_their_hours() -> None:
+    """Two precisions of one configuration with 12 seeds each; whole trials took 130 s and 170 s."""
+    config = search_config()
+    record = record_of(
+        config,
+        [{"learning_rate": 1e-5}, {"learning_rate": 3e-5}, {"learning_rate": 1e-4}],
+        lambda params: None if params["learning_rate"] == 1e-4 else 80.0,
+    )
+    trials = [
+        replace(one, telemetry={**one.telemetry, "train_seconds": seconds, "evaluation_seconds": 20.0})
+        for one, seconds in zip(record.trials, (110.0, 150.0, 1.0), strict=True)
+    ]
+    text = comparison_cost(replace(record, trials=trials), plan_of(3, 12))
+    assert text == "At most 24 trials, about 1 h 00 min on one worker."

@@ -1,0 +1,139 @@
+"""Precision facts of a trial, and the formats by which tables keep trials apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from support.study_records import DEFINITION, fake_trial, record_of
+
+from hpo.report.charts import precision_metric
+from hpo.report.plan import costs_of
+from hpo.report.tables import StudyTables, precision_table
+from hpo.report.trial_precision import effective_precision, precision_facts, trial_formats
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"agrees": False, "reason": "x gave fp32."}, "this is NOT the requested precision (x gave fp32)."),
+        ({"agrees": None, "observed": {}}, "observed: nothing; the precision is unverified."),
+        (
+            {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
+            "12 float8 layers, TF32 on, compiled",
+        ),
+        ({}, "observed: 38 weights multiplied in bfloat16, TF32 off"),
+        (
+            {"agrees": None, "observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
+            "1 weights not measured, TF32 off, not compiled; the precision is unverified",
+        ),
+    ],
+)
+def test_facts_about_the_precision_of_computing(change: dict[str, Any], text: str) -> None:
+    trial = fake_trial(0, "bf16")
+    trial.telemetry["precision"] |= change
+    assert text in precision_facts(trial)
+    trial.telemetry.clear()
+    assert precision_facts(trial) == "Nothing about its precision is stored."
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "text"),
+    [
+        ("base_precision", {"requested": "nf4", "effective": "nf4", "agrees": True}, "nf4, ran nf4."),
+        ("base_precision", {"requested": "nf4", "effective": None}, "nf4, ran unknown."),
+        (
+            "base_precision",
+            {"requested": "fp32", "effective": "bf16", "reason": "as bf16_true.", "agrees": False},
+            "fp32, ran bf16; this is NOT what was requested (as bf16_true).",
+        ),
+        ("optimizer_state", {"requested": "fp32", "effective": "fp32"}, ""),
+    ],
+)
+def test_facts_about_stored_precisions(name: str, facts: dict[str, Any], text: str) -> None:
+    trial = fake_trial(0, "bf16")
+    before = precision_facts(trial)
+    trial.telemetry[name] = facts  # type: ignore[index]
+    assert precision_facts(trial) == before + (f" {name}: requested {text}" if text else "")
+
+
+def trial(number: int, precision: str = "bf16", facts: Any = None, **params: Any) -> TrialRecord:
+    made = fake_trial(number, precision)
+    telemetry, values = {**made.telemetry, **(facts or {})}, (0.5 + number / 100,)
+    return dataclasses.replace(made, values=values, params={**made.params, **params}, telemetry=telemetry)
+
+
+def searching(*trials: TrialRecord, training: Any = None, **space: list[Any]) -> StudyRecord:
+    """Record of a study that searches the precision and these choices."""
+    choices = {"fp_precision": ["fp32", "bf16"], **space}
+    searched = {name: {"type": "categorical", "choices": values} for name, values in choices.items()}
+    definition = {**DEFINITION, "search_space": searched, "training": training or {}}
+    return record_of(list(trials), definition=definition)
+
+
+def adapters() -> StudyRecord:
+    int8 = {"adapter": "lora", "base_precision": "int8"}
+    fallback = {"requested": "bf16", "effective": "fp32", "reason": "no matrix of the model is large enough."}
+    return searching(
+        trial(0, adapter="none", optimizer_state="fp32"),
+        trial(1, **int8, optimizer_state="fp32"),
+        trial(2, **int8, optimizer_state="bf16"),
+        trial(3, **int8, optimizer_state="bf16", facts={"optimizer_state": fallback}),
+        trial(4, "fp32", adapter="none", optimizer_state="fp32"),
+        training={"attention": "eager"},
+        adapter=["none", "lora"],
+        base_precision=["fp32", "int8"],
+        optimizer_state=["fp32", "bf16"],
+    )
+
+
+def test_each_combination_of_formats_has_its_own_row_and_group() -> None:
+    record = adapters()
+    rows = precision_table(StudyTables(record))
+    columns = ["precision", "adapter", "base precision", "optimizer state", "outcomes", "score, best"]
+    assert [[row[name] for name in columns] for row in rows] == [
+        ["fp32", "none", "–", "fp32", "1 complete", "0.54"],
+        ["bf16", "lora", "int8", "bf16, ran as fp32", "2 complete", "0.53"],
+        ["bf16", "lora", "int8", "fp32", "1 complete", "0.51"],
+        ["bf16", "none", "–", "fp32", "1 complete", "0.5"],
+    ]
+    assert "attention" not in rows[0]
+    costs = costs_of(record)
+    assert (
+        costs["bf16"].measured_by
+        == "4 complete trials, different in adapter, base_precision, optimizer_state"
+    )
+    assert costs["fp32"].measured_by == "1 complete trial"
+    (chart,) = precision_metric(StudyTables(record))
+    assert "bf16<br>lora<br>int8<br>bf16 (n = 2)" in chart.figure.layout.xaxis.ticktext
+
+
+@pytest.mark.parametrize(
+    ("precision", "params", "facts", "shown"),
+    [
+        ("bf16", {"fp32_parts": "[]"}, {}, "none"),
+        ("bf16", {"fp32_parts": '["heads", "norms"]'}, {}, "heads, norms"),
+        ("bf16", {"fp32_parts": "auto"}, {"requested": "auto", "resolved": ["heads"]}, "auto: heads"),
+        ("bf16", {"fp32_parts": "auto"}, {"requested": "auto", "resolved": []}, "auto: none"),
+        ("bf16", {"fp32_parts": "auto"}, {}, "auto"),
+        ("fp32", {"fp32_parts": '["heads"]'}, {}, "–"),
+        ("bf16", {"fp32_parts": "[x"}, {}, "[x"),
+        ("bf16", {}, {}, "none"),
+    ],
+)
+def test_parts_in_fp32_are_named(precision: str, params: Any, facts: Any, shown: str) -> None:
+    one = trial(0, precision, {"fp32_parts": facts} if facts else {}, **params)
+    record = searching(one, trial(1, fp32_parts="layers"), fp32_parts=[[], "auto", ["heads"]])
+    assert shown in [row["fp32 parts"] for row in precision_table(StudyTables(record))]
+    assert trial_formats(one, record.definition)["fp32_parts"] in (shown, "auto")
+
+
+def test_effective_precision_names_parts_in_fp32() -> None:
+    parts = {"fp32_parts": {"requested": ["heads"], "resolved": ["heads"]}}
+    assert effective_precision(trial(0, facts=parts)) == "bf16, fp32 in heads"
+    assert effective_precision(trial(1, "fp32", facts=parts)) == "fp32"
+    assert "ran bf16, fp32 in heads (native)" in precision_facts(trial(0, facts=parts))

@@ -1,0 +1,203 @@
+"""Rates, percentiles and energy of steps; floating-point operations of a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.fake_nvml import FakeNvml, NVMLError_GpuIsLost
+from support.tiny import CPU, GPU
+from support.tiny_encoders import BERT, make_model, scalar_loss
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpo.device import EnergyCounter, probe_device
+from hpo.models.adapters import AdapterSettings, add_adapter
+from hpo.training.throughput import RECENT_STEPS, ThroughputMeter
+from hpo.trial.telemetry import training_flops
+
+
+def measure(meter: ThroughputMeter, now: list[float], seconds: Sequence[float]) -> ThroughputMeter:
+    """Make steps of these durations, with four examples in 40 of 50 slots."""
+    meter.start()
+    for step in seconds:
+        now[0] += step
+        meter.step(4, 4, 40, 50)
+    return meter
+
+
+def test_rates_without_warm_up_and_pauses(now: list[float]) -> None:
+    assert set(ThroughputMeter(CPU).summary().values()) == {None}
+    meter = measure(ThroughputMeter(CPU), now, [9.0])
+    assert meter.summary()["train_examples_per_second"] == pytest.approx(4 / 9), "there are no other steps"
+    measure(meter, now, [9.0, 9.0, 2.0, 2.0])
+    now[0] += 1000.0
+    measure(meter, now, [4.0])
+    assert meter.summary() == {
+        "train_examples_per_second": pytest.approx(12 / 8),
+        "train_tokens_per_second": pytest.approx(120 / 8),
+        "step_seconds_p50": pytest.approx(2.0),
+        "step_seconds_p95": pytest.approx(4.0),
+        "padding_share": pytest.approx(0.2),
+        "train_joules_per_example": None,
+    }
+    total = meter.totals()
+    assert (total.seconds, total.tokens, total.windows) == (pytest.approx(35.0), 240, 24)
+
+
+def test_percentiles_and_state_of_the_last_thousand_steps(now: list[float]) -> None:
+    seconds = np.random.default_rng(0).lognormal(sigma=0.8, size=2500)
+    meter = measure(ThroughputMeter(CPU), now, seconds.tolist())
+    for percent in (50, 95):
+        expected = np.percentile(seconds[-RECENT_STEPS:], percent)
+        assert meter.summary()[f"step_seconds_p{percent}"] == pytest.approx(expected, rel=0.01)
+    state = json.loads(json.dumps(meter.state_dict()))
+    assert len(state["seconds"]) == RECENT_STEPS
+    restored = ThroughputMeter(CPU)
+    restored.load_state_dict(state)
+    assert measure(restored, now, [3.0]).summary() == measure(meter, now, [3.0]).summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_events_of_a_real_gpu() -> None:
+    meter = ThroughputMeter(probe_device("cuda"), warmup_steps=0)
+    values = torch.randn(2000, 2000, device="cuda")
+    meter.start()
+    for _ in range(RECENT_STEPS + 500):
+        values = values @ values / 2000
+        meter.step(1, 1, 10, 10)
+    assert meter.totals().tokens == 15_000
+    assert meter.totals().seconds > 0
+
+
+class Event:
+    """A CUDA event at the current time."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.seconds - self.seconds)
+
+
+class Machine:
+    """A GPU with a counter of energy."""
+
+    def __init__(self, now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.millijoules, self.num_syncs, self.is_lost = now, 5_000.0, 0, False
+        monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml({"GPU-0": self.read}))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def read(self) -> int:
+        if self.is_lost:
+            raise NVMLError_GpuIsLost("GPU is lost")
+        return int(self.millijoules)
+
+    def synchronize(self, index: int) -> None:
+        assert index == GPU.index
+        self.num_syncs += 1
+
+    def spend(self, seconds: float, watts: float) -> None:
+        self.now[0] += seconds
+        self.millijoules += 1000 * watts * seconds
+
+    def meter(self, state: dict[str, Any] | None = None, **settings: Any) -> ThroughputMeter:
+        meter = ThroughputMeter(GPU, **{"counter": EnergyCounter(GPU)} | settings)
+        if state:
+            meter.load_state_dict(json.loads(json.dumps(state)))
+        meter.start()
+        return meter
+
+    def train(self, meter: ThroughputMeter, num_steps: int, watts: float = 100.0) -> None:
+        """Make steps of four examples and one second."""
+        for _ in range(num_steps):
+            self.spend(1.0, watts)
+            meter.step(4, 4, 40, 50)
+
+
+@pytest.fixture
+def machine(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(now, monkeypatch)
+
+
+def joules(meter: ThroughputMeter) -> float | None:
+    return meter.summary()["train_joules_per_example"]
+
+
+def test_energy_of_steps_after_the_warm_up(machine: Machine) -> None:
+    meter = machine.meter()
+    machine.train(meter, 2, watts=500.0)  # the warm-up
+    meter.stop()
+    meter = machine.meter(meter.state_dict())
+    machine.train(meter, 1, watts=500.0)
+    num_syncs = machine.num_syncs
+    machine.train(meter, 8)
+    assert machine.num_syncs == num_syncs, "no step waits for the device"
+    assert joules(meter) is None, "the stretch has not ended"
+    meter.stop()
+    machine.spend(60.0, 30.0)  # an evaluation
+    meter = machine.meter(meter.state_dict())
+    machine.train(meter, 4, watts=200.0)
+    meter.stop()
+    machine.spend(60.0, 30.0)
+    meter.stop()
+    assert joules(meter) == pytest.approx((8 * 100 + 4 * 200) / (12 * 4))
+    assert meter.summary()["train_examples_per_second"] == pytest.approx(4.0)
+
+
+def test_energy_without_short_and_interrupted_stretches(machine: Machine) -> None:
+    meter = machine.meter(warmup_steps=0)
+    machine.train(meter, 1)
+    meter.stop()
+    assert joules(meter) is None, "the counter is too slow for one second"
+    meter.start()
+    machine.train(meter, 5)
+    machine.spend(30.0, 250.0)  # compilation
+    meter.start()
+    machine.train(meter, 2, watts=40.0)
+    meter.stop()
+    assert joules(meter) == 10.0
+
+
+def test_missing_energy_counter(machine: Machine) -> None:
+    for counter in (None, EnergyCounter(GPU, shared=True)):
+        meter = machine.meter(counter=counter)
+        machine.train(meter, 10)
+        meter.stop()
+        assert (machine.num_syncs, meter._energy.joules_per_example()) == (0, None)
+    meter = machine.meter(warmup_steps=0)
+    machine.train(meter, 5)
+    machine.is_lost = True
+    meter.stop()
+    assert joules(meter) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "within"),
+    [
+        ({}, None, 0.03),
+        ({"freeze_layers": 1}, None, 0.09),
+        ({}, AdapterSettings(adapter="lora", lora_rank=2), 0.09),
+    ],
+    ids=["all trained", "a frozen layer", "frozen weights under an adapter"],
+)
+def test_training_flops(settings: dict[str, Any], adapter: AdapterSettings | None, within: float) -> None:
+    """torch counts matrix products: no biases and norms, but the embedding's gradient."""
+    wide = {**BERT, "hidden_size": 64, "intermediate_size": 256}
+    model = make_model(wide, attention="eager", **settings)
+    if adapter is not None:
+        add_adapter(model.encoder, adapter)
+    with FlopCounterMode(display=False) as counter:
+        scalar_loss(model, (16,) * 4).backward()
+    assert training_flops(model, 64, 4) == pytest.approx(counter.get_total_flops(), rel=within)
+    albert = {**BERT, "model_type": "albert", "embedding_size": 16}
+    assert training_flops(make_model(albert), 100, 10) is None, "its layers are shared"
