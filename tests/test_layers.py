@@ -51,7 +51,6 @@ IMPORTS_LATE = set(
     api/comparing.py api/deploying.py api/models.py api/named.py api/opening.py api/planning.py
     api/running.py api/study.py
     compare/companion.py compare/looks.py compare/planning.py
-    config/allowed.py config/portfolio.py config/search_space.py config/trial_settings.py
     report/dashboard.py report/data_check.py report/deployed.py report/detailed.py report/detailed_tables.py
     report/figures.py report/formats.py report/in_advance.py report/limits.py report/marked.py
     report/number_formats.py report/outlook.py report/page.py report/plan.py
@@ -60,7 +59,6 @@ IMPORTS_LATE = set(
     study/reading/detailed_evaluations.py study/reading/row_statistics.py study/reading/study_record.py
     study/reading/watch.py study/sampling/earlier.py study/sampling/promotion.py
     study/sampling/samplers.py
-    track/follow.py
     """.split()  # noqa: SIM905
 )
 """Files with imports in functions or for types alone. The list may only shrink."""
@@ -96,7 +94,8 @@ def late_imports(file: Path) -> Iterator[str]:
                 if isinstance(inner, ast.Import):
                     yield from (alias.name.partition(".")[0] for alias in inner.names)
                 elif isinstance(inner, ast.ImportFrom):
-                    yield str(inner.module).partition(".")[0]
+                    # The module torch.utils.tensorboard needs the extra.
+                    yield str(inner.module).removeprefix("torch.utils.").partition(".")[0]
 
 
 def packages_of_extras() -> set[str]:

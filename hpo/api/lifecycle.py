@@ -12,7 +12,7 @@ from typing import Any
 
 from hpo.api.opening import RUNS
 from hpo.code import unknown_names_allowed
-from hpo.config.known import fixed_problems
+from hpo.config.first import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, HpoError, InputError
 from hpo.study.checkpoints.checkpoint_folders import is_of, newest_step
 from hpo.study.claims.lease import Lease

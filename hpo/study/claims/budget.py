@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.budget import BudgetConfig
+from hpo.config.sections import BudgetConfig
 from hpo.study.sampling.forecast import (
     Cost,
     Forecast,

@@ -36,8 +36,8 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.portfolio import SHARE
+from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget

@@ -17,10 +17,9 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 from pydantic import ValidationError
 
-from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.config.checkpoint_config import CheckpointConfig
-from hpo.config.study_file import show
-from hpo.config.study_name import check_study_name
+from hpo.config.allowed import check_allowed, checkpoint_path
+from hpo.config.sections import CheckpointConfig
+from hpo.config.study_file import check_study_name, show
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.store import optuna_internals
 from hpo.study.store.foreign import in_state, is_foreign
@@ -116,7 +115,7 @@ def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
     """
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))
-    check_allowed(name, checkpoint_place(stored))
+    check_allowed(name, checkpoint_path(stored))
     return stored.folder_of(name, storage.study_token(name), runs_dir)
 
 

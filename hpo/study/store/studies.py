@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 
-from hpo.config.budget import BudgetConfig
+from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StorageError, StudyChangedError
 from hpo.redaction import redact
