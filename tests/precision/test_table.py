@@ -1,4 +1,4 @@
-"""Precision as a value: names, what devices support, and what a trial gets."""
+"""Names, support and resolution of precisions."""
 
 from __future__ import annotations
 
